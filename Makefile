@@ -1,0 +1,41 @@
+# Every target does its own set-up; nothing but python3 and a package index is needed.
+.DEFAULT_GOAL := help
+VENV := .venv
+TOOLS := .tools
+# A uv that is already here serves; otherwise one is installed into .tools.
+UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
+RUN := $(UV) run --frozen --no-sync
+
+.PHONY: help setup demo test test-fast lint bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(TOOLS)/bin/uv:
+	python3 -m venv $(TOOLS)
+	@for try in 1 2 3 4 5; do $(TOOLS)/bin/pip install -q --disable-pip-version-check uv && exit 0; sleep 5; done; exit 1
+
+$(VENV)/.synced: uv.lock pyproject.toml .python-version | $(UV)
+	@for try in 1 2 3 4 5; do $(UV) sync --frozen --extra cpu --extra demo && touch $@ && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
+
+setup: $(VENV)/.synced  ## the locked environment in .venv
+
+demo: setup  ## post-train and serve a tiny model end to end on the CPU (out/demo/)
+	$(RUN) python examples/yes_no_maybe.py --out out/demo
+
+lint: setup  ## ruff and mypy --strict
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+test: lint  ## lint and every test that needs no GPU
+	$(RUN) pytest -m "not gpu" --durations=15
+
+test-fast: setup  ## the tests that start neither vLLM nor a whole stack
+	$(RUN) pytest -m "not gpu and not docker and not slow"
+
+bench: setup  ## the benchmarks that run on this machine
+	$(RUN) python -m bench
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) $(TOOLS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

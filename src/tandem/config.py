@@ -1,0 +1,116 @@
+"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from the environment or from files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+def _alias(name: str, *ancestors: str) -> AliasChoices:
+    """`TANDEM_<NAME>` first, then the names the ancestor (OpenPipe/ART) used."""
+    return AliasChoices(f"TANDEM_{name}", *ancestors)
+
+
+class Settings(BaseSettings):
+    """Every knob of a deployment; the same variables configure compose, the chart and `tandem up`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_", extra="ignore", frozen=True, populate_by_name=True)
+
+    # ---- shared
+    root: Path = Path("tandem-data")
+    """The spool: one directory on one volume, seen by all three containers."""
+    base_model: str | None = None
+    """Hugging Face directory or hub name. A relative path that exists under `root` is taken from there."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
+
+    # ---- secrets
+    api_key: SecretStr | None = None
+    api_key_file: Path | None = None
+    admin_token: SecretStr | None = None
+    admin_token_file: Path | None = None
+
+    # ---- controller
+    controller_host: str = "127.0.0.1"
+    controller_port: int = Field(default=8080, ge=1, le=65535)
+    max_request_bytes: int = Field(default=256 * 2**20, ge=2**20)
+
+    # ---- trainer
+    launch: Literal["torchrun", "fork"] = "torchrun"
+    exit_after_job: bool = Field(default=True, validation_alias=_alias("EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"))
+    docker: bool = Field(default=False, validation_alias=_alias("DOCKER", "RL_DOCKER"))
+    """In a container ranks start with bare `torchrun`; in a checkout `uv run` may stand before it (R2)."""
+    trainer_ranks: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    """CUDA indices or UUIDs for the ranks, comma separated; empty: as the container was given."""
+    recompute: Literal["none", "full"] = "none"
+    heartbeat_seconds: float = Field(default=5.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """A running job whose lease was not beaten for this long is anybody's to put back."""
+
+    # ---- inference
+    inference_host: str = "127.0.0.1"
+    inference_port: int = Field(default=8000, ge=1, le=65535)
+    inference_url: str | None = None
+    """Where clients, publisher and trainer reach vLLM; by default http://inference_host:inference_port."""
+    inference_tensor_parallel: int = Field(default=1, ge=1)
+    max_model_len: int | None = Field(default=None, ge=16)
+    max_loras: int = Field(default=4, ge=1)
+    max_lora_rank: int = Field(default=64, ge=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
+    enforce_eager: bool = False
+    vllm_args: str = ""
+    """More vLLM arguments, split like a shell does."""
+    verify_tolerance: float = Field(default=0.02, gt=0)
+    """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served."""
+    keep_served: int = Field(default=2, ge=1)
+    """How many of a run's newest steps stay loaded in vLLM."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_devices(cls, values: dict[str, object]) -> dict[str, object]:
+        for key in ("trainer_devices", "TANDEM_TRAINER_DEVICES"):
+            if isinstance(values.get(key), str):
+                values[key] = [part.strip() for part in str(values[key]).split(",") if part.strip()]
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.trainer_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"TANDEM_TRAINER_RANKS={self.trainer_ranks} is not a multiple of "
+                f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
+            )
+        if not self.exit_after_job:
+            raise ValueError("TANDEM_EXIT_AFTER_JOB=0 (a resident trainer) is not built yet; leave it unset")
+        return self
+
+    @property
+    def resolved_inference_url(self) -> str:
+        return self.inference_url or f"http://{self.inference_host}:{self.inference_port}"
+
+    def model_path(self) -> str:
+        """The base model as this container sees it: under the spool's root if it is there, else as given."""
+        if self.base_model is None:
+            raise ValueError("TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name")
+        return resolve_model(self.root, self.base_model)
+
+    def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
+        """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None where neither is."""
+        value: SecretStr | None = getattr(self, name)
+        if value is not None:
+            return value.get_secret_value()
+        path: Path | None = getattr(self, f"{name}_file")
+        return path.read_text().strip() if path is not None else None
+
+
+def resolve_model(root: Path, base_model: str) -> str:
+    """A run's `base_model` as this container sees it."""
+    inside = root / base_model
+    return str(inside) if not os.path.isabs(base_model) and inside.is_dir() else base_model
