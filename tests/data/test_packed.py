@@ -1,0 +1,150 @@
+"""The packed format: round trip, refusal of damaged directories, release of the maps."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.data.packed import PackedArrays, PackedBatch, write_packed
+from tandem.errors import InvalidInput, SpoolUnusable
+
+
+def small() -> PackedArrays:
+    """Two rows of 8. Row 0: prompt 5 6 with completions 7 8 and 9 (slots 2-3 and 4). Row 1: 1 2 3, training 2 and 3."""
+    i32, f32 = np.int32, np.float32
+    return PackedArrays(
+        tokens=np.array([[5, 6, 7, 8, 9, 0, 0, 0], [1, 2, 3, 0, 0, 0, 0, 0]], i32),
+        positions=np.array([[0, 1, 2, 3, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0]], i32),
+        subtree_end=np.array([[5, 5, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]], i32),
+        row_num_tokens=np.array([5, 3], i32),
+        item_offsets=np.array([0, 3, 5], np.int64),
+        item_target=np.array([2, 3, 4, 1, 2], i32),
+        item_source=np.array([1, 2, 1, 0, 1], i32),
+        item_sequence=np.array([0, 0, 1, 2, 2], i32),
+        item_trajectory=np.array([0, 0, 1, 2, 2], i32),
+        item_logprob=np.array([-1, -2, -3, -4, -5], f32),
+        item_advantage=np.array([1, 1, -1, 0.5, 0.5], f32),
+        trajectory_group=np.array([0, 0, 1], i32),
+        trajectory_num_items=np.array([2, 1, 2], i32),
+        trajectory_reward=np.array([1, 0, 0.5], f32),
+        group_num_items=np.array([3, 2], i32),
+    )
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    arrays = small()
+    write_packed(tmp_path / "a", arrays, vocab_size=10)
+    with PackedBatch.open(tmp_path / "a") as batch:
+        assert (len(batch), batch.sequence_length, batch.num_items, batch.num_sequences) == (2, 8, 5, 3)
+        assert batch.trajectory_num_items.tolist() == [2, 1, 2]
+        row = batch.row(0)
+        assert row.num_tokens == 5
+        assert row.tokens.tolist() == arrays.tokens[0].tolist()
+        assert row.item_source.tolist() == [1, 2, 1]
+        assert row.item_logprob.tolist() == [-1, -2, -3]
+        assert batch.row(1).item_trajectory.tolist() == [2, 2]
+        with pytest.raises(IndexError):
+            batch.row(2)
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_packed(tmp_path / name, small(), vocab_size=10)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) == 16
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_close_releases_every_map(tmp_path: Path) -> None:
+    directory = tmp_path / "a"
+    write_packed(directory, small(), vocab_size=10)
+    batch = PackedBatch.open(directory)
+    row = batch.row(0)
+    assert str(directory) in Path("/proc/self/maps").read_text()
+    batch.close()
+    batch.close()
+    assert str(directory) not in Path("/proc/self/maps").read_text()
+    assert not any(str(directory) in str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
+    shutil.rmtree(directory)
+    assert row.tokens[0] == 5  # a row is a copy
+    with pytest.raises(ValueError, match="closed"):
+        batch.row(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("tokens", (0, 1), 10),
+        ("tokens", (0, 1), -1),
+        ("positions", (0, 1), 3),
+        ("subtree_end", (0, 0), 9),
+        ("subtree_end", (0, 6), 8),
+        ("subtree_end", (0, 3), 3),
+        ("row_num_tokens", 0, 9),
+        ("item_offsets", 1, 6),
+        ("item_target", 0, 5),
+        ("item_source", 2, 3),  # not an ancestor
+        ("item_source", 0, 0),  # an ancestor, but not the parent
+        ("item_source", 0, -1),
+        ("item_sequence", 4, 4),
+        ("item_sequence", 0, 1),
+        ("item_trajectory", 1, 1),
+        ("item_trajectory", 4, 3),
+        ("item_logprob", 0, np.inf),
+        ("item_advantage", 0, np.nan),
+        ("trajectory_group", 0, 2),
+        ("trajectory_num_items", 0, 3),
+        ("group_num_items", 1, 1),
+    ],
+)
+def test_contradictions_are_refused(tmp_path: Path, name: str, index: int, value: float) -> None:
+    """By the writer, and by the reader when the file was altered after it was written."""
+    arrays = small()
+    array = getattr(arrays, name).copy()
+    array[index] = value
+    with pytest.raises(InvalidInput) as refused:
+        write_packed(tmp_path / "bad", dataclasses.replace(arrays, **{name: array}), vocab_size=10)
+    assert refused.value.field
+    assert not (tmp_path / "bad").exists()
+
+    write_packed(tmp_path / "a", arrays, vocab_size=10)
+    np.save(tmp_path / "a" / f"{name}.npy", array)
+    with pytest.raises(InvalidInput):
+        PackedBatch.open(tmp_path / "a")
+
+
+def test_split_sequence_is_refused(tmp_path: Path) -> None:
+    arrays = small()
+    split = dataclasses.replace(
+        arrays, item_sequence=np.array([0, 0, 1, 1, 1], np.int32), item_trajectory=np.array([0, 0, 1, 1, 1], np.int32)
+    )
+    with pytest.raises(InvalidInput, match="split over rows"):
+        write_packed(tmp_path / "bad", split, vocab_size=10)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "a"
+    for name, damage in [
+        ("tokens.npy", lambda path: path.unlink()),
+        ("item_target.npy", lambda path: path.write_bytes(path.read_bytes()[:-4])),
+        ("positions.npy", lambda path: path.write_bytes(b"")),
+        ("item_source.npy", lambda path: np.save(path, np.zeros(5, np.int64))),
+        ("meta.json", lambda path: path.write_text("{")),
+        ("meta.json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 2'))),
+        ("meta.json", lambda path: path.unlink()),
+    ]:
+        write_packed(directory, small(), vocab_size=10)
+        damage(directory / name)
+        with pytest.raises(InvalidInput) as refused:
+            PackedBatch.open(directory)
+        assert refused.value.field == name
+        shutil.rmtree(directory)
+
+
+def test_unwritable_volume(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpoolUnusable, match="could not write"):
+        write_packed(tmp_path / "file" / "a", small(), vocab_size=10)
