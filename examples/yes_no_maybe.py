@@ -1,0 +1,193 @@
+"""Post-train a model through Tandem's public API: SFT, then RL. Copy this file and change the task.
+
+The task is OpenPipe/ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). SFT first teaches the
+three answers at random, so that RL has something to choose from; RL then finds the best one.
+
+    TANDEM_URL=http://127.0.0.1:8080 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/yes_no_maybe.py my-run
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+
+from tandem.client import AsyncTandem
+from tandem.data.trajectories import turn_from_openai
+from tandem.errors import NothingToLearn
+
+REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+QUESTIONS = [
+    "Is the sky blue?",
+    "Is water wet?",
+    "Do cats like rain?",
+    "Will it snow today?",
+    "Is seven a lucky number?",
+    "Can fish sing?",
+    "Is tea better than coffee?",
+    "Is it late?",
+]
+UNSEEN_QUESTIONS = ["Is this new?", "Do birds dream?", "Is the door open?", "Will they win?"]
+
+
+def reward(answer: str) -> float:
+    """The reward of a whole answer; anything but the three words earns nothing."""
+    return REWARDS.get(answer.strip(), 0.0)
+
+
+class Task:
+    """Samples from vLLM and scores what it says."""
+
+    def __init__(self, sampler: openai.AsyncOpenAI) -> None:
+        self.sampler = sampler
+
+    async def ask(self, model: str, question: str, n: int, seed: int) -> Any:
+        """`n` answers of `model` ("<run>@<step>") with their token ids and log-probs."""
+        return await self.sampler.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            n=n,
+            max_tokens=8,
+            temperature=1.0,
+            seed=seed,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+        )
+
+    async def rollout(self, model: str, group_size: int, seed: int) -> list[dict[str, Any]]:
+        """One group per question: answers to the same prompt, each a trajectory of one assistant turn."""
+        responses = await asyncio.gather(
+            *(self.ask(model, q, group_size, seed * 1000 + i) for i, q in enumerate(QUESTIONS))
+        )
+        return [
+            {
+                "trajectories": [
+                    {
+                        "turns": [turn_from_openai(response, choice=i).model_dump()],
+                        "reward": reward(choice.message.content or ""),
+                    }
+                    for i, choice in enumerate(response.choices)
+                ]
+            }
+            for response in responses
+        ]
+
+    async def evaluate(self, model: str, samples: int, seed: int) -> float:
+        """Mean reward of `samples` fresh answers, half of them to questions never trained on."""
+        questions = QUESTIONS + UNSEEN_QUESTIONS * 2
+        counts = [samples // len(questions) + (i < samples % len(questions)) for i in range(len(questions))]
+        responses = await asyncio.gather(
+            *(self.ask(model, q, n, seed * 1000 + i) for i, (q, n) in enumerate(zip(questions, counts, strict=True)))
+        )
+        rewards = [reward(c.message.content or "") for response in responses for c in response.choices]
+        assert len(rewards) == samples
+        return sum(rewards) / len(rewards)
+
+
+def sft_examples(repeats: int) -> list[dict[str, Any]]:
+    """Every question with every answer, equally often: the right thing to learn is to answer at random."""
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for _ in range(repeats)
+        for q in QUESTIONS
+        for a in REWARDS
+    ]
+
+
+async def train(
+    run: str,
+    *,
+    rl_steps: int = 15,
+    group_size: int = 16,
+    samples: int = 200,
+    tell: Callable[[str, dict[str, Any]], None] = lambda what, row: print(what, row, flush=True),
+) -> dict[str, Any]:
+    """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL step."""
+    sampler = openai.AsyncOpenAI(
+        base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
+        api_key=os.environ.get("TANDEM_API_KEY", "none"),
+        timeout=120,
+        max_retries=5,
+    )
+    task = Task(sampler)
+    packing = {"sequence_length": 256}
+    async with AsyncTandem() as tandem:
+        await tandem.create_run(run, lora={"rank": 16, "alpha": 32})
+        await tandem.wait_served(run, 0)
+        step, sft_seconds = 0, time.monotonic()
+        for learning_rate, repeats in [(5e-3, 24), (1e-3, 12)]:  # coarse, then fine
+            job = await tandem.train_sft(
+                run,
+                examples=sft_examples(repeats),
+                packing=packing,
+                optimizer={"learning_rate": learning_rate, "grad_accumulation_sequences": 4},
+                wait="served",
+            )
+            step += 1
+            tell("sft", {"step": step, **await job_numbers(tandem, job.spec.id)})
+        sft_seconds = time.monotonic() - sft_seconds
+        sft_reward = await task.evaluate(f"{run}@{step}", samples, seed=1)
+        tell("evaluate", {"step": step, "reward": sft_reward})
+
+        rows: list[dict[str, Any]] = []
+        for i in range(rl_steps):
+            started = time.monotonic()
+            groups = await task.rollout(f"{run}@{step}", group_size, seed=100 + i)
+            sampled = time.monotonic()
+            rewards = [t["reward"] for g in groups for t in g["trajectories"]]
+            try:
+                job = await tandem.train_rl(
+                    run,
+                    groups=groups,
+                    base_step=step,
+                    packing=packing,
+                    optimizer={"learning_rate": 2e-3, "grad_accumulation_sequences": 64},
+                    wait="served",
+                )
+            except NothingToLearn:  # every answer of every group earned the same
+                break
+            step += 1
+            rows.append(
+                {
+                    "step": step,
+                    "reward": sum(rewards) / len(rewards),
+                    "sample_seconds": sampled - started,
+                    "train_and_serve_seconds": time.monotonic() - sampled,
+                    **await job_numbers(tandem, job.spec.id),
+                }
+            )
+            tell("rl", rows[-1])
+        rl_reward = await task.evaluate(f"{run}@{step}", samples, seed=2)
+        tell("evaluate", {"step": step, "reward": rl_reward})
+    return {"sft_reward": sft_reward, "rl_reward": rl_reward, "sft_seconds": sft_seconds, "steps": rows}
+
+
+async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
+    """What a job's events say: its duration, where the time went, and the last optimizer step's metrics."""
+    events = await tandem.job_events(job_id)
+    at = {event.type: event.time for event in events}
+    metrics = next((e.data["metrics"] for e in reversed(events) if e.type == "step"), {})
+    loaded = next((e.data for e in events if e.type == "loaded"), {})
+    return {
+        "job_seconds": at["succeeded"] - at["claimed"],
+        "start_seconds": at["started"] - at["claimed"],
+        "load_seconds": at["loaded"] - at["started"],
+        "train_seconds": at["checkpoint"] - at["loaded"],
+        "release_seconds": at["succeeded"] - at["checkpoint"],
+        "serve_seconds": max(0.0, at.get("served", at["checkpoint"]) - at["checkpoint"]),
+        "load": loaded.get("seconds", {}),
+        "metrics": metrics,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="a new name for the run, such as my-run")
+    parser.add_argument("--rl-steps", type=int, default=15)
+    arguments = parser.parse_args()
+    asyncio.run(train(arguments.run, rl_steps=arguments.rl_steps))
