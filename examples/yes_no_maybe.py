@@ -89,11 +89,10 @@ class Task:
         return sum(rewards) / len(rewards)
 
 
-def sft_examples(repeats: int) -> list[dict[str, Any]]:
-    """Every question with every answer, equally often: the right thing to learn is to answer at random."""
+def sft_examples() -> list[dict[str, Any]]:
+    """Every question with every answer: the right thing to learn is to answer at random."""
     return [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for _ in range(repeats)
         for q in QUESTIONS
         for a in REWARDS
     ]
@@ -120,12 +119,12 @@ async def train(
         await tandem.create_run(run, lora={"rank": 16, "alpha": 32})
         await tandem.wait_served(run, 0)
         step, sft_seconds = 0, time.monotonic()
-        for learning_rate, repeats in [(5e-3, 24), (1e-3, 12)]:  # coarse, then fine
+        for learning_rate, epochs in [(5e-3, 24), (1e-3, 12)]:  # coarse, then fine
             job = await tandem.train_sft(
                 run,
-                examples=sft_examples(repeats),
+                examples=sft_examples(),
                 packing=packing,
-                optimizer={"learning_rate": learning_rate, "grad_accumulation_sequences": 4},
+                optimizer={"learning_rate": learning_rate, "epochs": epochs, "grad_accumulation_sequences": 64},
                 wait="served",
             )
             step += 1

@@ -1,0 +1,178 @@
+"""`make demo`: a tiny model, the whole stack on this machine, and the yes/no/maybe task; no GPU, no Docker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tiny_model
+import yes_no_maybe
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+RUN = "demo"
+RL_STEPS = 15
+console = Console()
+
+
+@contextmanager
+def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """`tandem up` in the background; its own log goes to <root>/up.log. Stops everything on the way out."""
+    log = root / "up.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "up"], env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=90)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                console.print(f"[red]tandem up did not stop within 90 s and was killed; its log is {log}[/red]")
+
+
+def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, timeout: float) -> None:
+    """Wait until every URL answers 200; fails with the log's tail when the stack dies or `timeout` seconds pass."""
+    deadline = time.monotonic() + timeout
+    waiting = list(urls)
+    while waiting:
+        try:
+            if httpx.get(waiting[0], timeout=5).status_code == 200:
+                waiting.pop(0)
+                continue
+        except httpx.TransportError:
+            pass
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            why = f"ended with {process.poll()}" if process.poll() is not None else f"not ready after {timeout:.0f} s"
+            raise SystemExit(f"The stack {why}; waiting for {waiting[0]}. End of {log}:\n{tail}")
+        time.sleep(0.5)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print one row per RL step: what was earned and where the time went."""
+    table = Table(title="RL steps (seconds)")
+    columns = ["step", "reward", "tokens/s", "job", "start", "load", "train", "release", "serve", "sample"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in report["steps"]:
+        table.add_row(
+            str(row["step"]),
+            f"{row['reward']:.3f}",
+            f"{row['metrics']['tokens_per_second']:.0f}",
+            *(f"{row[f'{c}_seconds']:.2f}" for c in columns[3:]),
+        )
+    console.print(table)
+    console.print(
+        f"mean reward of {report['samples']} samples from vLLM: "
+        f"[bold]{report['sft_reward']:.3f}[/bold] after SFT, [bold]{report['rl_reward']:.3f}[/bold] after RL"
+    )
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Reward against step: the batch each step was trained on, and the two evaluations."""
+    import matplotlib as mpl  # noqa: PLC0415 (slow to import, and needed last)
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    rows = report["steps"]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([r["step"] - 1 for r in rows], [r["reward"] for r in rows], marker="o", label="mean reward of the batch")
+    first, last = rows[0]["step"] - 1, rows[-1]["step"]
+    axes.scatter([first, last], [report["sft_reward"], report["rl_reward"]], marker="*", s=160, color="tab:orange",
+                 zorder=3, label=f"{report['samples']} fresh samples")  # fmt: skip
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="policy (step)", ylabel="reward", ylim=(0.45, 1.03), title="yes 0.5, no 0.75, maybe 1.0")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Run the demo; leaves report.json and reward.png in --out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    parser.add_argument("--rl-steps", type=int, default=RL_STEPS)
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--controller-port", type=int, default=8080)
+    parser.add_argument("--inference-port", type=int, default=8000)
+    arguments = parser.parse_args()
+    out: Path = arguments.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    root = out / "spool"
+    seconds: dict[str, float] = {}
+    begin = time.monotonic()
+
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny")
+    controller = f"http://127.0.0.1:{arguments.controller_port}"
+    inference = f"http://127.0.0.1:{arguments.inference_port}"
+    environment = os.environ | {
+        "TANDEM_ROOT": str(root),
+        "TANDEM_BASE_MODEL": "models/tiny",
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_LAUNCH": "fork",
+        "TANDEM_API_KEY": secrets.token_urlsafe(16),
+        "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
+        "TANDEM_CONTROLLER_PORT": str(arguments.controller_port),
+        "TANDEM_INFERENCE_PORT": str(arguments.inference_port),
+        "TANDEM_MAX_MODEL_LEN": "512",
+        "TANDEM_MAX_LORA_RANK": "16",
+        "TANDEM_URL": controller,
+        "OPENAI_BASE_URL": f"{inference}/v1",
+    }
+    os.environ.update(environment)
+
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        bar = progress.add_task("starting controller, runner, vLLM and publisher", total=None)
+
+        def tell(what: str, row: dict[str, Any]) -> None:
+            if what == "evaluate":
+                line = f"evaluated @{row['step']}: mean reward {row['reward']:.3f}"
+            else:
+                shown = f"reward {row['reward']:.3f}" if "reward" in row else f"loss {row['metrics']['loss']:.3f}"
+                line = f"{what} @{row['step']}: {shown}, job {row['job_seconds']:.1f} s"
+            progress.console.print(f"[{time.monotonic() - begin:6.1f} s] {line}")
+            progress.update(bar, description=line, total=arguments.rl_steps + 4, advance=1)
+
+        with stack(root, environment) as process:
+            wait_ready(process, [f"{controller}/readyz", f"{inference}/health"], root / "up.log", timeout=300)
+            seconds["start"] = time.monotonic() - begin
+            tell_time = time.monotonic()
+            report = asyncio.run(
+                yes_no_maybe.train(RUN, rl_steps=arguments.rl_steps, samples=arguments.samples, tell=tell)
+            )
+            seconds["sft"] = report.pop("sft_seconds")
+            seconds["rl"] = time.monotonic() - tell_time - seconds["sft"]
+            stopping = time.monotonic()
+        seconds["stop"] = time.monotonic() - stopping
+    seconds["total"] = time.monotonic() - begin
+    for part in ("sample", "start", "load", "train", "release", "serve"):
+        seconds[f"rl_{part}"] = sum(row[f"{part}_seconds"] for row in report["steps"])
+    report |= {"samples": arguments.samples, "seconds": {k: round(v, 3) for k, v in seconds.items()}}
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    plot(report, out / "reward.png")
+    show(report)
+    console.print(f"{seconds['total']:.0f} s in all; see {out / 'report.json'} and {out / 'reward.png'}")
+
+
+if __name__ == "__main__":
+    main()
