@@ -1,0 +1,52 @@
+"""Tiny random models as Hugging Face directories, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+
+def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
+    """A random fp32 model of `family` (qwen3, qwen2, llama, mistral) in `directory`: config.json and safetensors.
+
+    `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
+    biases are random too, and weights are larger than at initialisation, so that a wrong one shows in the logits.
+    """
+    import torch
+    import transformers
+
+    prefix = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[family]
+    values = {"tie_word_embeddings": False, **SHAPE, **config}
+    if family == "mistral":
+        values.setdefault("sliding_window", None)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        hf_config = getattr(transformers, f"{prefix}Config")(**values)
+        hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
+        model = getattr(transformers, f"{prefix}ForCausalLM")(hf_config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.normal_(1.0, 0.2)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
+                else:
+                    parameter.normal_(0.0, 2.5 * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def write_random_qwen3(directory: Path, *, seed: int = 0, **config: Any) -> Path:
+    return write_random_model(directory, family="qwen3", seed=seed, **config)
