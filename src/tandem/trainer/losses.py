@@ -1,0 +1,198 @@
+"""The losses, as pure functions of per-item tensors. One item is one trained token of one trajectory.
+
+Notation: `lp` is the trainer's log-prob of the item's token (float [items], carries gradients), `old` the log-prob in
+the ratio's denominator, `A` the advantage, `r = exp(lp - old)`. A loss is the weighted mean over the items of *all*
+data-parallel ranks of one optimizer step,
+
+    L = sum_i w_i l_i / D
+
+where `w` and `D` come from `item_weights` and the functions here return this rank's part of the sum. With several
+sequences per row nothing changes: a sequence's items are never split over rows.
+
+    l_i = tis_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
+
+Sources:
+- CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+- PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO, arXiv:2503.14476, eq. 8.
+- GSPO: arXiv:2507.18071, eq. 5 and 7.
+- Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens, Dr. GRPO
+  (arXiv:2503.20783) divides by a constant.
+- Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training".
+- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why k1 may
+  not be differentiated as it stands: arXiv:2506.09477.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tandem.spool.schema import RLLoss
+
+# Log-ratios are clamped to this many nats before exp, so that one absurd token can't make float32 infinite.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one row; every tensor is [items], on one device, of one floating dtype (`sequence`: int64)."""
+
+    logprobs: Tensor
+    """Natural log-probs under the policy being trained; carries gradients."""
+    entropy: Tensor
+    """Entropy in nats of the distribution each token was drawn from; carries gradients where there is a bonus."""
+    weights: Tensor
+    """`w`; 0 for an item that only keeps collectives matched."""
+    advantages: Tensor
+    sequence: Tensor
+    """Index of the item's sequence within the row, 0 .. num_sequences - 1."""
+    num_sequences: int
+    old_logprobs: Tensor | None = None
+    """Denominator of the ratio; needed by RL."""
+    sampler_logprobs: Tensor | None = None
+    """What the sampler (vLLM) reported; needed by RL."""
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`loss`: scalar, this row's part of `sum_i w_i l_i`. `sums` and `maxima`: detached float64 scalars over items."""
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+Normalisation = Literal["token", "trajectory", "group", "constant"]
+
+
+def item_weights(
+    normalisation: Normalisation, trajectory_items: Tensor, group_items: Tensor, constant: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(w, d)`, both float64 [items]: the item's weight, and its part of the denominator `D = sum d`.
+
+    trajectory_items, group_items: int [items], number of trained tokens of the item's trajectory and of its group.
+
+    - token (DAPO's mean over the tokens, of the whole batch): w = d = 1
+    - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 / trajectory_items
+    - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
+    - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
+      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
+    """
+    ones = torch.ones_like(trajectory_items, dtype=torch.float64)
+    if normalisation == "token":
+        return ones, ones
+    if normalisation == "trajectory":
+        return ones / trajectory_items, ones / trajectory_items
+    if normalisation == "group":
+        return ones / group_items, ones / group_items
+    if constant is None:
+        raise ValueError('normalisation="constant" needs the constant')
+    return ones, constant / trajectory_items.double()
+
+
+def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    """`logprobs - other`, clamped to +-MAX_LOG_RATIO nats."""
+    return (logprobs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Mean log-ratio of each item's whole sequence, [items]: log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    zeros = torch.zeros(num_sequences, dtype=log_ratios.dtype, device=log_ratios.device)
+    total = zeros.index_add(0, sequence, log_ratios)
+    count = zeros.index_add(0, sequence, torch.ones_like(log_ratios))
+    return (total / count)[sequence]
+
+
+def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is 1 where clipping changed the gradient.
+
+    With [lo, hi] = `loss.clip_bounds` and sg = stop-gradient:
+
+    - cispo: -sg(clip(r, lo, hi)) A lp
+    - ppo:   -min(r A, clip(r, lo, hi) A)
+    - gspo:  -min(s A, clip(s, lo, hi) A), `s` the sequence's ratio, the same for each of its items. With
+      `normalisation="trajectory"` and one sequence per trajectory this is the paper's objective; its gradient reaches
+      every token of the sequence equally, s A / |y| each.
+    """
+    if items.old_logprobs is None:
+        raise ValueError("a policy loss needs old_logprobs")
+    low, high = loss.clip_bounds
+    log_r = log_ratio(items.logprobs, items.old_logprobs)
+    if loss.policy == "cispo":
+        ratio = log_r.detach().exp()
+        clipped = (ratio < low) | (ratio > high)
+        return -ratio.clamp(low, high) * items.advantages * items.logprobs, ratio, clipped
+    if loss.policy == "gspo":
+        log_r = sequence_log_ratio(log_r, items.sequence, items.num_sequences)
+    ratio = log_r.exp()
+    free, bounded = ratio * items.advantages, ratio.clamp(low, high) * items.advantages
+    return -torch.minimum(free, bounded), ratio.detach(), bounded.detach() < free.detach()
+
+
+def truncated_importance(old: Tensor, sampler: Tensor, cap: float) -> Tensor:
+    """`min(exp(old - sampler), cap)`, detached, [items]: corrects for tokens drawn by another engine than ours."""
+    return log_ratio(old, sampler).exp().clamp(max=cap).detach()
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in nats.
+
+    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2 and k3 are differentiated as
+    they stand (k2's gradient, x grad lp, is unbiased for the KL's; k3's is GRPO's). k1's own gradient, grad lp, has
+    zero mean whatever the reference is, so it pulls nowhere: here k1 keeps its value and takes the KL's score-function
+    gradient, x grad lp.
+    """
+    x = log_ratio(logprobs, reference)
+    if estimator == "k3":
+        return torch.exp(-x) - 1 + x
+    square = 0.5 * x * x
+    return square if estimator == "k2" else square + (x - square).detach()
+
+
+def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
+    """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
+
+    Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`,
+    `kl_sampler` (k3 of KL(sampler || trainer), in nats), `logprob_difference` (|trainer - sampler|, in nats),
+    `kl_reference` (where a reference is given), `tis` (where it is capped). Maxima: `ratio`.
+    """
+    if items.sampler_logprobs is None or items.old_logprobs is None:
+        raise ValueError("RL needs old_logprobs and sampler_logprobs")
+    per_item, ratio, clipped = policy_terms(items, loss)
+    detached = items.logprobs.detach()
+    sums = {"ratio": ratio, "clipped": clipped, "advantage": items.advantages}
+    sums["advantage_square"] = items.advantages.double().square()
+    sums["kl_sampler"] = kl_estimate(items.sampler_logprobs, detached, "k3")
+    sums["logprob_difference"] = (detached - items.sampler_logprobs).abs()
+    if loss.tis_cap is not None:
+        tis = truncated_importance(items.old_logprobs, items.sampler_logprobs, loss.tis_cap)
+        per_item = tis * per_item
+        sums["tis"] = tis
+    if items.reference_logprobs is not None:
+        kl = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)
+        sums["kl_reference"] = kl
+        if loss.kl_coef:
+            per_item = per_item + loss.kl_coef * kl
+    elif loss.kl_coef:
+        raise ValueError("kl_coef needs reference_logprobs")
+    if loss.entropy_coef:
+        per_item = per_item - loss.entropy_coef * items.entropy
+    return _output(items, per_item, sums, {"ratio": ratio.max()})
+
+
+def sft_loss(items: Items) -> LossOutput:
+    """Cross-entropy, l_i = -lp_i. Sums: `loss` (weighted), `items`, `entropy`."""
+    return _output(items, -items.logprobs, {}, {})
+
+
+def _output(items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> LossOutput:
+    total = (items.weights * per_item).sum()
+    sums = {"items": torch.ones_like(items.weights), "entropy": items.entropy, **sums}
+    reduced = {name: value.detach().double().sum() for name, value in sums.items()}
+    reduced["loss"] = total.detach().double()
+    return LossOutput(total, reduced, {name: value.detach().double() for name, value in maxima.items()})

@@ -1,0 +1,212 @@
+"""Every loss equals an independent float64 implementation of its paper, value and gradient."""
+
+from __future__ import annotations
+
+import loss_references as reference
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.spool.schema import RLLoss
+from tandem.trainer import losses
+
+CONSTANT = 17.0
+
+
+class Case:
+    """Random items in groups of trajectories of sequences."""
+
+    def __init__(self, seed: int, spread: float) -> None:
+        rng = np.random.default_rng(seed)
+        self.sequences: list[np.ndarray] = []
+        self.trajectories: list[np.ndarray] = []
+        self.groups: list[np.ndarray] = []
+        start = 0
+        advantages: list[float] = []
+        for _ in range(rng.integers(1, 4)):
+            group_start = start
+            for _ in range(rng.integers(1, 4)):
+                trajectory_start, advantage = start, rng.normal()
+                for _ in range(rng.integers(1, 3)):
+                    length = int(rng.integers(1, 7))
+                    self.sequences.append(np.arange(start, start + length))
+                    advantages += [advantage] * length
+                    start += length
+                self.trajectories.append(np.arange(trajectory_start, start))
+            self.groups.append(np.arange(group_start, start))
+        self.n = start
+        self.lp = -rng.exponential(1.5, start)
+        self.old = self.lp + spread * rng.normal(size=start)
+        self.sampler = self.old + 0.5 * spread * rng.normal(size=start)
+        self.ref = self.lp + spread * rng.normal(size=start)
+        self.entropy = rng.exponential(1.0, start)
+        self.adv = np.array(advantages)
+
+    def index(self, parts: list[np.ndarray]) -> np.ndarray:
+        out = np.zeros(self.n, dtype=np.int64)
+        for i, part in enumerate(parts):
+            out[part] = i
+        return out
+
+    def sizes(self, parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.tensor([len(parts[i]) for i in self.index(parts)])
+
+    def weights(self, kind: str) -> tuple[np.ndarray, float]:
+        w, d = losses.item_weights(kind, self.sizes(self.trajectories), self.sizes(self.groups), CONSTANT)
+        return w.numpy(), float(d.sum())
+
+    def items(self, weights: np.ndarray) -> losses.Items:
+        def leaf(x: np.ndarray) -> torch.Tensor:
+            return torch.tensor(x, dtype=torch.float64, requires_grad=True)
+
+        fixed = {name: torch.tensor(getattr(self, name)) for name in ("old", "sampler", "ref", "adv")}
+        return losses.Items(
+            logprobs=leaf(self.lp), entropy=leaf(self.entropy), weights=torch.tensor(weights),
+            advantages=fixed["adv"], sequence=torch.tensor(self.index(self.sequences)),
+            num_sequences=len(self.sequences), old_logprobs=fixed["old"], sampler_logprobs=fixed["sampler"],
+            reference_logprobs=fixed["ref"],
+        )  # fmt: skip
+
+
+cases = st.builds(Case, st.integers(0, 2**32 - 1), st.sampled_from([1e-4, 0.1, 1.0, 3.0]))
+
+
+def close(got: torch.Tensor | np.ndarray | float | None, want: np.ndarray | float) -> None:
+    assert got is not None
+    value = got.detach().numpy() if isinstance(got, torch.Tensor) else got
+    np.testing.assert_allclose(value, want, rtol=1e-10, atol=1e-11)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=cases,
+    policy=st.sampled_from(["cispo", "ppo", "gspo"]),
+    bounds=st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]),
+    kind=st.sampled_from(["token", "trajectory", "group", "constant"]),
+    cap=st.sampled_from([None, 0.7, 2.0]),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coef=st.sampled_from([0.0, 0.05]),
+)
+def test_rl_loss_equals_the_papers(case, policy, bounds, kind, cap, kl_coef, estimator, entropy_coef) -> None:
+    spec = RLLoss(
+        policy=policy, clip_low=bounds[0], clip_high=bounds[1], normalisation=kind, kl_coef=kl_coef,
+        normalisation_constant=CONSTANT if kind == "constant" else None, tis_cap=cap,
+        old_logprobs="trainer", kl_estimator=estimator, entropy_coef=entropy_coef,
+    )  # fmt: skip
+    weights, denominator = case.weights(kind)
+    items = case.items(weights)
+    out = losses.rl_loss(items, spec)
+    (out.loss / denominator).backward()
+
+    defaults = {"cispo": (0.0, 5.0), "ppo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}[policy]
+    low, high = defaults if bounds[0] is None else (1 - bounds[0], 1 + bounds[1])
+    tis = np.ones(case.n) if cap is None else np.minimum(np.exp(case.old - case.sampler), cap)
+    w = weights / denominator
+    if policy == "gspo":
+        value, grad = reference.gspo_weighted(case.lp, case.old, case.adv, low, high, case.sequences, w * tis)
+    else:
+        values, grads = getattr(reference, policy)(case.lp, case.old, case.adv, low, high)
+        value, grad = float((w * tis * values).sum()), w * tis * grads
+    kl_value, kl_grad = reference.kl(case.lp, case.ref, estimator)
+    value += float((w * (kl_coef * kl_value - entropy_coef * case.entropy)).sum())
+    close(out.loss / denominator, value)
+    close(items.logprobs.grad, grad + w * kl_coef * kl_grad)
+    if entropy_coef:
+        close(items.entropy.grad, -w * entropy_coef)
+    close(out.sums["kl_reference"], kl_value.sum())
+    close(out.sums["entropy"], case.entropy.sum())
+    ahead = case.lp - case.sampler
+    close(out.sums["kl_sampler"], (np.exp(ahead) - 1 - ahead).sum())
+    close(out.sums["logprob_difference"], np.abs(ahead).sum())
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases, kind=st.sampled_from(["token", "trajectory", "group", "constant"]))
+def test_weights_are_the_means_of_the_papers(case, kind) -> None:
+    w, denominator = case.weights(kind)
+    values = np.random.default_rng(0).normal(size=case.n)
+    want = reference.normalised(values, kind, case.trajectories, case.groups, CONSTANT)
+    close(float((w * values).sum() / denominator), want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases, policy=st.sampled_from(["ppo", "gspo"]), estimator=st.sampled_from(["k2", "k3"]))
+def test_gradients_equal_central_differences(case, policy, estimator) -> None:
+    """Where the loss is a true function of the log-probs (CISPO and k1 stop gradients on purpose)."""
+    spec = RLLoss(policy=policy, kl_coef=0.2, kl_estimator=estimator, clip_low=0.3, clip_high=0.4)
+    weights, denominator = case.weights("group")
+    items = case.items(weights / denominator)
+    losses.rl_loss(items, spec).loss.backward()
+    step = 1e-6
+    grads = items.logprobs.grad
+    assert grads is not None
+    smooth = np.abs(np.exp(case.lp - case.old) - 0.7) > 1e-4
+    for t in range(case.n):
+        ends = []
+        for sign in (1, -1):
+            moved = Case.__new__(Case)
+            moved.__dict__.update(case.__dict__)
+            moved.lp = case.lp.copy()
+            moved.lp[t] += sign * step
+            ends.append(losses.rl_loss(moved.items(weights / denominator), spec).loss.item())
+        numeric = (ends[0] - ends[1]) / (2 * step)
+        if smooth[t]:
+            assert numeric == pytest.approx(grads[t].item(), rel=1e-4, abs=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases, kind=st.sampled_from(["token", "trajectory"]))
+def test_sft_is_cross_entropy(case, kind) -> None:
+    weights, denominator = case.weights(kind)
+    items = case.items(weights / denominator)
+    out = losses.sft_loss(items)
+    out.loss.backward()
+    close(out.loss, reference.normalised(-case.lp, kind, case.trajectories, case.groups, CONSTANT))
+    close(items.logprobs.grad, -weights / denominator)
+
+
+def test_k1_pulls_the_policy_to_the_reference() -> None:
+    """The plain derivative of k1 has zero mean; ours is the KL's own gradient (exact expectation over 5 tokens)."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
+    ref = ref.log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - ref)).sum()
+    (want,) = torch.autograd.grad(exact, logits)
+    for estimator in ("k1", "k2"):
+        policy = logits.log_softmax(0)
+        sampled = (policy.exp().detach() * losses.kl_estimate(policy, ref, estimator)).sum()
+        (got,) = torch.autograd.grad(sampled, logits)
+        torch.testing.assert_close(got, want)
+
+
+def test_absurd_ratios_stay_finite() -> None:
+    case = Case(3, 0.1)
+    case.old = case.lp - 500.0
+    case.ref = case.lp + 500.0
+    for policy in ("cispo", "ppo", "gspo"):
+        items = case.items(np.ones(case.n))
+        out = losses.rl_loss(items, RLLoss(policy=policy, kl_coef=0.1))
+        out.loss.backward()
+        assert torch.isfinite(out.loss)
+        assert items.logprobs.grad is not None
+        assert torch.isfinite(items.logprobs.grad).all()
+
+
+def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
+    lp = torch.log(torch.tensor([0.5, 0.9, 1.1, 2.0] * 2, dtype=torch.float64)).requires_grad_()
+    adv = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
+    zeros, ones = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    items = losses.Items(
+        logprobs=lp, entropy=ones, weights=ones, advantages=adv, sequence=torch.arange(8), num_sequences=8,
+        old_logprobs=zeros, sampler_logprobs=zeros,
+    )  # fmt: skip
+    out = losses.rl_loss(items, RLLoss(policy="ppo"))
+    out.loss.backward()
+    assert out.sums["clipped"] == 2  # the ratio 2 with a positive, the ratio 0.5 with a negative advantage
+    assert lp.grad is not None
+    assert (lp.grad == 0).tolist() == [False, False, False, True, True, False, False, False]
+    assert out.maxima["ratio"].item() == pytest.approx(2.0)
