@@ -1,0 +1,48 @@
+"""Held ports: nobody else gets them, and the program they are for does."""
+
+import socket
+
+import pytest
+
+from tandem.errors import Conflict
+from tandem.ports import reserve
+
+
+def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
+    """Many sockets with SO_REUSEADDR, which could share a bound port, never get the held ones."""
+    held = [reserve() for _ in range(50)]
+    taken = {port.port for port in held}
+    assert len(taken) == 50
+    others = []
+    for _ in range(2000):
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        others.append(other)
+    assert not taken & {other.getsockname()[1] for other in others}
+    for item in [*held, *others]:
+        item.close()
+
+
+def test_the_program_it_is_for_listens_while_it_is_held():
+    with reserve() as held:
+        server = socket.create_server(("127.0.0.1", held.port))  # sets SO_REUSEADDR, as servers do
+        client = socket.create_connection(("127.0.0.1", held.port), timeout=5)
+        client.close()
+        server.close()
+
+
+def test_a_port_in_use_or_held_is_refused_by_name():
+    with reserve() as held:
+        with pytest.raises(Conflict, match="another Tandem process") as caught:
+            reserve(held.port, name="controller_port")
+        assert caught.value.field == "controller_port"
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Conflict, match="in use"):
+        reserve(server.getsockname()[1])
+
+
+def test_a_closed_port_can_be_held_again():
+    held = reserve()
+    held.close()
+    with reserve(held.port) as again:
+        assert again.port == held.port
