@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import loss_references as reference
 import numpy as np
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.spool.schema import RLLoss
 from tandem.trainer import losses
+from trainer_ranks import loss_references as reference
 
 CONSTANT = 17.0
 
@@ -50,12 +50,12 @@ class Case:
             out[part] = i
         return out
 
-    def sizes(self, parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.tensor([len(parts[i]) for i in self.index(parts)])
+    def sizes(self, parts: list[np.ndarray]) -> np.ndarray:
+        return np.array([len(parts[i]) for i in self.index(parts)])
 
     def weights(self, kind: str) -> tuple[np.ndarray, float]:
         w, d = losses.item_weights(kind, self.sizes(self.trajectories), self.sizes(self.groups), CONSTANT)
-        return w.numpy(), float(d.sum())
+        return w, float(d.sum())
 
     def items(self, weights: np.ndarray) -> losses.Items:
         def leaf(x: np.ndarray) -> torch.Tensor:

@@ -26,15 +26,21 @@ Sources:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.spool.schema import RLLoss
 
 # Log-ratios are clamped to this many nats before exp, so that one absurd token can't make float32 infinite.
 MAX_LOG_RATIO = 20.0
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+Normalisation = Literal["token", "trajectory", "group", "constant"]
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,12 @@ class LossOutput:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-Normalisation = Literal["token", "trajectory", "group", "constant"]
-
-
 def item_weights(
-    normalisation: Normalisation, trajectory_items: Tensor, group_items: Tensor, constant: float | None = None
-) -> tuple[Tensor, Tensor]:
+    normalisation: Normalisation, trajectory_items: Ints, group_items: Ints, constant: float | None = None
+) -> tuple[Floats, Floats]:
     """`(w, d)`, both float64 [items]: the item's weight, and its part of the denominator `D = sum d`.
 
-    trajectory_items, group_items: int [items], number of trained tokens of the item's trajectory and of its group.
+    trajectory_items, group_items: integers [items], trained tokens of the item's trajectory and of its group.
 
     - token (DAPO's mean over the tokens, of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 / trajectory_items
@@ -83,7 +86,7 @@ def item_weights(
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
       d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
     """
-    ones = torch.ones_like(trajectory_items, dtype=torch.float64)
+    ones = np.ones(len(trajectory_items))
     if normalisation == "token":
         return ones, ones
     if normalisation == "trajectory":
@@ -92,7 +95,7 @@ def item_weights(
         return ones / group_items, ones / group_items
     if constant is None:
         raise ValueError('normalisation="constant" needs the constant')
-    return ones, constant / trajectory_items.double()
+    return ones, constant / trajectory_items
 
 
 def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
