@@ -1,0 +1,83 @@
+"""The house keeps its rooms: who may import whom, who stays free of torch, and how long a file may get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "tandem"
+EVERYBODY = {"errors", "config"}
+MAY_IMPORT = {
+    "spool": set(),
+    "data": {"spool"},
+    "model": {"spool", "data"},
+    "trainer": {"spool", "data", "model", "publish"},
+    "publish": {"spool", "model"},
+    "inference": {"spool"},
+    "controller": {"spool", "data", "model.arch", "model.identity"},
+    "metrics": {"spool"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every `tandem.…` module a file imports, without the leading `tandem.`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tandem":
+            base = node.module.removeprefix("tandem").lstrip(".")
+            found |= {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("tandem.") for a in node.names if a.name.startswith("tandem.")}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_a_room_imports_only_what_the_architecture_allows(room):
+    allowed = MAY_IMPORT[room] | EVERYBODY | {room}
+    for path in (SOURCE / room).rglob("*.py"):
+        for module in imports(path):
+            if module == "__version__":
+                continue
+            assert any(module == a or module.startswith(a + ".") for a in allowed), f"{path} imports tandem.{module}"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("tandem.client", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
+        ("tandem.cli", ["torch", "vllm", "transformers", "numpy"]),
+        ("tandem.controller.app", ["torch", "vllm"]),
+        ("tandem.trainer.runner", ["torch", "vllm", "transformers"]),
+        ("tandem.inference.publisher", ["torch", "vllm", "transformers"]),
+        ("tandem.inference.guard", ["torch", "pydantic"]),
+        ("tandem.up", ["torch", "vllm", "transformers"]),
+    ],
+)
+def test_light_programs_stay_light(module, forbidden):
+    code = f"import sys, {module}; print(*[m for m in {forbidden} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert out.stdout.split() == []
+
+
+def test_files_are_readable_in_one_sitting():
+    long = {str(p): n for p in SOURCE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_no_mirror_and_no_path_of_a_machine_is_named():
+    root = SOURCE.parent.parent
+    tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    hosts = set()
+    for line in (root / "uv.lock").read_text().splitlines():
+        for word in line.split('"'):
+            if word.startswith("http"):
+                hosts.add(word.split("/")[2])
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}
+    for name in tracked:
+        path = root / name
+        if path.suffix in {".py", ".md", ".toml", ".yml", ".yaml", ".sh"} and path.name != Path(__file__).name:
+            assert "/root/" not in path.read_text(), name
