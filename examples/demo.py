@@ -88,10 +88,10 @@ def show(report: dict[str, Any]) -> None:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Reward against step: the batch each step was trained on, and the two evaluations."""
-    import matplotlib as mpl  # noqa: PLC0415 (slow to import, and needed last)
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    import matplotlib.pyplot as plt  # noqa: PLC0415
+    import matplotlib.pyplot as plt
 
     rows = report["steps"]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -113,4 +112,4 @@ class Settings(BaseSettings):
 def resolve_model(root: Path, base_model: str) -> str:
     """A run's `base_model` as this container sees it."""
     inside = root / base_model
-    return str(inside) if not os.path.isabs(base_model) and inside.is_dir() else base_model
+    return str(inside) if not Path(base_model).is_absolute() and inside.is_dir() else base_model

@@ -93,8 +93,10 @@ class RLLoss(Record):
     @model_validator(mode="after")
     def _consistent(self) -> RLLoss:
         if self.tis_cap is not None and self.old_logprobs != "trainer":
-            raise ValueError('tis_cap needs old_logprobs="trainer": against the sampler\'s own log-probs the ratio '
-                             "already corrects the mismatch, and a second factor would apply it twice")
+            raise ValueError(
+                'tis_cap needs old_logprobs="trainer": against the sampler\'s own log-probs the ratio '
+                "already corrects the mismatch, and a second factor would apply it twice"
+            )
         if (self.normalisation == "constant") != (self.normalisation_constant is not None):
             raise ValueError('normalisation_constant goes with normalisation="constant", and only with it')
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:

@@ -1,0 +1,69 @@
+"""Settings: the ancestor's names are understood, secrets come from files, and every variable is documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.config import Settings
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
+
+
+@pytest.mark.parametrize("field", sorted(Settings.model_fields))
+def test_every_setting_is_documented(field):
+    assert f"`TANDEM_{field.upper()}`" in DOCUMENT
+
+
+def test_every_documented_variable_exists():
+    words = {
+        w.strip("`,") for line in DOCUMENT.splitlines() if line.startswith("| `") for w in line.split("|")[1].split()
+    }
+    known = {f"TANDEM_{f.upper()}" for f in Settings.model_fields} | {"TANDEM_URL"}
+    assert {w for w in words if w.startswith("TANDEM_")} <= known
+
+
+@pytest.mark.parametrize(("variable", "field"), [("RL_DOCKER", "docker"), ("TANDEM_DOCKER", "docker")])
+def test_the_ancestors_names_are_understood(monkeypatch, variable, field):
+    monkeypatch.setenv(variable, "1")
+    assert getattr(Settings(), field) is True
+
+
+@pytest.mark.parametrize("variable", ["TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"])
+def test_a_resident_trainer_is_refused_until_it_exists(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert Settings().exit_after_job
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ValidationError, match="TANDEM_EXIT_AFTER_JOB"):
+        Settings()
+
+
+def test_devices_are_a_comma_separated_list(monkeypatch):
+    monkeypatch.setenv("TANDEM_TRAINER_DEVICES", "GPU-aa, 1,")
+    assert Settings().trainer_devices == ["GPU-aa", "1"]
+
+
+def test_ranks_that_tensor_parallel_does_not_divide_are_refused(monkeypatch):
+    monkeypatch.setenv("TANDEM_TRAINER_RANKS", "3")
+    monkeypatch.setenv("TANDEM_TENSOR_PARALLEL", "2")
+    with pytest.raises(ValidationError, match="TANDEM_TENSOR_PARALLEL"):
+        Settings()
+
+
+def test_secrets_come_from_files_and_stay_out_of_repr(monkeypatch, tmp_path):
+    (tmp_path / "key").write_text("s3cret\n")
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN", "t0ken")
+    settings = Settings()
+    assert settings.secret("api_key") == "s3cret"
+    assert settings.secret("admin_token") == "t0ken"
+    assert "t0ken" not in repr(settings)
+    assert "s3cret" not in repr(settings)
+
+
+def test_a_model_under_the_root_is_taken_from_there(tmp_path):
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")
+    assert Settings(root=tmp_path, base_model="Qwen/Qwen3-8B").model_path() == "Qwen/Qwen3-8B"
