@@ -1,0 +1,89 @@
+"""Chat examples to tokens, with the model's own chat template.
+
+Each assistant message is trained in exactly the context in which it would be sampled: its prompt is the template's
+rendering of the messages before it with the generation prompt, and what is trained is the rest of the rendering that
+ends with the message. So the trained tokens are exact for templates that show old messages differently (Qwen3 leaves
+out old reasoning): such a message becomes a sequence of its own, as an RL turn does, and shares its prefix in the row.
+
+Trained are the message's tokens up to and including its end-of-turn token; white space that the template puts after
+that token is not, since sampling has stopped by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.data.trajectories import Message
+from tandem.errors import InvalidInput
+
+
+def load_tokenizer(path: str) -> Any:
+    """transformers' tokenizer of a directory or hub name; needs no torch. Raises InvalidInput (field: base_model)."""
+    # Here, not above: it takes seconds to import, and RL needs none of it.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InvalidInput(f"can't load a tokenizer from {path}: {exc}", field="base_model") from exc
+
+
+def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tuple[list[int], list[int]]]:
+    """(prompt token ids, trained token ids) of each assistant message, in order. Raises InvalidInput (field below
+    `where`) where the template fails, or where what it renders for a message can't be told from its prompt."""
+    if not tokenizer.chat_template:
+        raise InvalidInput(
+            "the base model's tokenizer has no chat template; give token_ids and trainable instead of messages",
+            field=f"{where}.messages",
+        )
+    plain = [message.model_dump() for message in messages]
+    turns = []
+    for index, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        field = f"{where}.messages.{index}"
+        prompt = _render(tokenizer, plain[:index], field, generation=True)
+        whole = _render(tokenizer, plain[: index + 1], field, generation=False)
+        if not whole.startswith(prompt):
+            raise InvalidInput(
+                "the chat template renders the conversation up to this message differently once the message is there, "
+                "so which tokens are the assistant's is not known; give token_ids and trainable instead",
+                field=field,
+            )
+        turns.append(_tokens(tokenizer, prompt, whole, field))
+    return turns
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], field: str, *, generation: bool) -> str:
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+    except Exception as exc:  # a template is a program and may raise anything
+        raise InvalidInput(f"the chat template refuses the conversation: {exc}", field=field) from exc
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def _tokens(tokenizer: Any, prompt: str, whole: str, field: str) -> tuple[list[int], list[int]]:
+    # The template writes every special token itself.
+    prompt_ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    whole_ids: list[int] = tokenizer.encode(whole, add_special_tokens=False)
+    trained = whole_ids[len(prompt_ids) :]
+    if whole_ids[: len(prompt_ids)] != prompt_ids:
+        # A token spans the border. Sampling starts after the prompt's own tokens, so the message's are made alone.
+        completion = whole[len(prompt) :]
+        trained = tokenizer.encode(completion, add_special_tokens=False)
+        if tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:
+            raise InvalidInput(
+                "a token spans the border between prompt and message, and the tokenizer can't tokenise the message "
+                "alone; give token_ids and trainable instead",
+                field=field,
+            )
+    if not prompt_ids:
+        raise InvalidInput("the chat template renders nothing before this message", field=field)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = [at for at, number in enumerate(trained) if number in special]
+    if ends and not tokenizer.decode(trained[ends[-1] + 1 :]).strip():
+        trained = trained[: ends[-1] + 1]
+    if not trained:
+        raise InvalidInput("the chat template renders nothing for this message", field=field)
+    return prompt_ids, trained

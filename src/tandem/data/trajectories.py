@@ -1,0 +1,256 @@
+"""What a client hands in: trajectories as vLLM sampled them, and examples for SFT. pydantic only: no numpy, no torch.
+
+A trajectory is what an OpenAI-style client has after sampling with `logprobs=True` and
+`extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the sampled token ids and
+their log-probs. These ids are what is trained; text is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from tandem.errors import InvalidInput
+
+# vLLM's log-probs come from float32 log-softmax: a sure token may be a rounding error above 0.
+LOGPROB_SLACK = 1e-4
+# What vLLM's OpenAI server writes where it has no log-prob for the sampled token; a ratio against it overflows.
+MISSING_LOGPROB = -9999.0
+MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
+
+StrictFloat = Annotated[float, Field(strict=True)]
+TokenIds = list[Annotated[int, Field(strict=True)]]
+
+
+class Input(BaseModel):
+    """Base of what people send: an unknown key is an error, NaN and infinity are, and `true` is not a number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _check_ids(ids: list[int]) -> list[int]:
+    # min and max are several times faster over millions of ids than a constraint on each.
+    for bad in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= bad <= MAX_TOKEN_ID:
+            raise ValueError(f"token id {bad} at index {ids.index(bad)} is outside [0, 2^31)")
+    return ids
+
+
+class Turn(Input):
+    """One assistant message as sampled. `prompt_token_ids`: the whole context it was sampled from, not empty;
+    `token_ids`: what was sampled, the end-of-turn token included, not empty; `logprobs`: of each sampled token, in
+    nats, at the sampling temperature (vLLM: `--logprobs-mode processed_logprobs` where that is not 1)."""
+
+    prompt_token_ids: TokenIds = Field(min_length=1)
+    token_ids: TokenIds = Field(min_length=1)
+    logprobs: list[StrictFloat]
+
+    _ids = field_validator("prompt_token_ids", "token_ids")(_check_ids)
+
+    @field_validator("logprobs")
+    @classmethod
+    def _logprobs(cls, logprobs: list[float], info: ValidationInfo) -> list[float]:
+        expected = len(info.data.get("token_ids", logprobs))
+        if len(logprobs) != expected:
+            raise ValueError(f"{len(logprobs)} log-probs for {expected} sampled tokens; there must be one for each")
+        if (highest := max(logprobs, default=0.0)) > LOGPROB_SLACK:
+            raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0: log-probs are wanted, in nats")
+        if (lowest := min(logprobs, default=0.0)) <= MISSING_LOGPROB:
+            raise ValueError(
+                f"{lowest} at index {logprobs.index(lowest)} is vLLM's placeholder for a log-prob it did not compute"
+            )
+        return logprobs
+
+
+class Trajectory(Input):
+    """One rollout. A turn whose prompt starts with the turn before (prompt and sampled tokens) continues the same
+    linear sequence; any other turn starts another sequence of the same trajectory, with the same advantage.
+
+    `messages` and `metrics` are for people and are not trained. `advantage` replaces the computed one."""
+
+    turns: list[Turn] = Field(min_length=1)
+    reward: StrictFloat
+    messages: list[dict[str, Any]] | None = None
+    advantage: StrictFloat | None = None
+    metrics: dict[str, StrictFloat] = Field(default_factory=dict)
+
+
+class Group(Input):
+    """Trajectories of one task, whose rewards are compared with each other."""
+
+    trajectories: list[Trajectory] = Field(min_length=1)
+
+
+class AdvantageSettings(Input):
+    """How rewards become advantages: `tandem.data.advantages` has the formulas."""
+
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    scale: bool = True
+    keep_zero_variance: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_scale_without_baseline(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("baseline") == "none" and data.get("scale", True):
+            raise ValueError(
+                'baseline="none" goes with scale=false only: a raw reward divided by the spread has no use'
+            )
+        return data
+
+
+class PackingSettings(Input):
+    """`sequence_length`: slots of a row. `too_long` says what becomes of a sequence that is longer:
+
+    - refuse: the whole input is refused, naming the trajectory;
+    - drop: the trajectory is left out, after advantages were computed over its whole group;
+    - truncate: the end of the sequence is cut off; a trajectory with no trained token left is dropped.
+
+    Both are counted in `PackedData`."""
+
+    sequence_length: Annotated[int, Field(strict=True)] = Field(default=2048, ge=2, le=2**20)
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+
+
+class Message(Input):
+    role: str = Field(min_length=1)
+    content: str
+
+
+class SFTExample(Input):
+    """Either `messages`, rendered with the model's chat template and trained on assistant messages only, or `token_ids`
+    with `trainable` (same length; the first is false, since nothing predicts the first token). `weight` multiplies
+    the loss of each of its tokens."""
+
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    token_ids: TokenIds | None = Field(default=None, min_length=2)
+    trainable: list[Annotated[bool, Field(strict=True)]] | None = None
+    weight: StrictFloat = Field(default=1.0, gt=0)
+
+    @field_validator("messages")
+    @classmethod
+    def _assistant(cls, messages: list[Message] | None) -> list[Message] | None:
+        if messages is not None and not any(message.role == "assistant" for message in messages):
+            raise ValueError("there is no assistant message, so nothing to train")
+        return messages
+
+    @field_validator("token_ids")
+    @classmethod
+    def _ids(cls, ids: list[int] | None) -> list[int] | None:
+        return None if ids is None else _check_ids(ids)
+
+    @field_validator("trainable")
+    @classmethod
+    def _trainable(cls, trainable: list[bool] | None, info: ValidationInfo) -> list[bool] | None:
+        ids = info.data.get("token_ids")
+        if trainable is None or ids is None:
+            return trainable
+        if len(trainable) != len(ids):
+            raise ValueError(f"{len(trainable)} flags for {len(ids)} token ids; there must be one for each")
+        if not any(trainable):
+            raise ValueError("no token is trainable")
+        if trainable[0]:
+            raise ValueError("the first token can't be trained, since no token before it predicts it; set it to false")
+        return trainable
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SFTExample:
+        raw = self.token_ids is not None and self.trainable is not None
+        partly = self.token_ids is not None or self.trainable is not None
+        if raw == (self.messages is not None) or partly != raw:
+            raise ValueError("give either messages, or token_ids and trainable")
+        return self
+
+
+class _HasErrors(Protocol):
+    def errors(self) -> Sequence[Any]: ...
+
+
+def from_validation_error(exc: ValidationError | _HasErrors, *, skip: Collection[str] = ()) -> InvalidInput:
+    """The first error of a pydantic ValidationError (or FastAPI's RequestValidationError) as InvalidInput: its `field`
+    is the dotted path without leading parts named in `skip` (`body`, a union's tag), and the message says how many
+    more errors there are."""
+    errors = exc.errors()
+    first = errors[0]
+    path = [str(part) for part in first["loc"]]
+    while path and path[0] in skip:
+        path.pop(0)
+    message = str(first["msg"]).removeprefix("Value error, ")
+    value = first.get("input")
+    if isinstance(value, str | int | float | bool) and first["type"] != "value_error":
+        shown = repr(value)
+        message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
+    if len(errors) > 1:
+        message += f"; and {len(errors) - 1} more error{'s' if len(errors) > 2 else ''}"
+    return InvalidInput(message, field=".".join(path) or None)
+
+
+def turn_from_openai(response: Any, choice: int = 0) -> Turn:
+    """The turn that choice number `choice` of an answer from vLLM's OpenAI server holds.
+
+    `response`: an object of the openai package, or the same as a dict; chat completions (`prompt_token_ids` beside
+    `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or completions (`prompt_token_ids` in the
+    choice, log-probs in `choices[i].logprobs.token_logprobs`). Raises InvalidInput whose field is the path in the
+    answer of what is missing.
+    """
+    data: Mapping[str, Any] = response if isinstance(response, Mapping) else response.model_dump()
+    choices = data.get("choices") or []
+    if not 0 <= choice < len(choices):
+        raise InvalidInput(f"the answer has {len(choices)} choices, there is no number {choice}", field="choices")
+    chosen = choices[choice]
+    prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
+    where = f"choices.{choice}"
+    for field, value in (("prompt_token_ids", prompt), (f"{where}.token_ids", chosen.get("token_ids"))):
+        if value is None:
+            raise InvalidInput('missing: sample with extra_body={"return_token_ids": True}, from vLLM', field=field)
+    found = chosen.get("logprobs") or {}
+    if found.get("content") is not None:
+        logprobs = [entry.get("logprob") for entry in found["content"]]
+    elif found.get("token_logprobs") is not None:
+        logprobs = found["token_logprobs"]
+    else:
+        raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}.logprobs")
+    try:
+        return Turn(prompt_token_ids=prompt, token_ids=chosen["token_ids"], logprobs=logprobs)
+    except ValidationError as exc:
+        error = from_validation_error(exc)
+        field = error.field if error.field and error.field.startswith("prompt") else f"{where}.{error.field}"
+        raise InvalidInput(error.message, field=field) from exc
+
+
+class TrajectoryBuilder:
+    """Collects a conversation while it is sampled: send `messages`, `add_response` what came back, `add` the user's
+    or a tool's next message, and so on; then `finish`."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
+        self._turns: list[Turn] = []
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        """A message that is not sampled: context only."""
+        self.messages.append(dict(message))
+
+    def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
+        """A chat completion (see `turn_from_openai`); appends its message to `messages` and returns it."""
+        self._turns.append(turn_from_openai(response, choice))
+        data = response if isinstance(response, Mapping) else response.model_dump()
+        sampled = data["choices"][choice]["message"]
+        message = {key: sampled[key] for key in ("role", "content", "tool_calls") if sampled.get(key) is not None}
+        self.messages.append(message)
+        return message
+
+    def finish(
+        self, reward: float, *, advantage: float | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """Raises InvalidInput (NaN reward, no response added)."""
+        try:
+            return Trajectory(
+                turns=self._turns,
+                reward=reward,
+                advantage=advantage,
+                messages=self.messages,
+                metrics=dict(metrics or {}),
+            )
+        except ValidationError as exc:
+            raise from_validation_error(exc) from exc

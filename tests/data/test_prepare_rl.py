@@ -1,0 +1,350 @@
+"""prepare_rl: every sequence can be read back from the rows, and the mask, items, counts and advantages are right."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tandem.data.packed import PackedBatch, PackedRow
+from tandem.data.prepare import prepare_rl
+from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
+from tandem.errors import InvalidInput, NothingToLearn
+from tandem.spool.schema import PackedData
+
+VOCAB = 5
+
+
+def turn(prompt: list[int], sampled: list[int], first_logprob: float = -0.5) -> Turn:
+    """Log-probs tell apart what is equal otherwise: first, first - 1/8, ..."""
+    logprobs = [first_logprob - index / 8 for index in range(len(sampled))]
+    return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs)
+
+
+def one(prompt: list[int], sampled: list[int], reward: float, **more: object) -> Trajectory:
+    return Trajectory.model_validate({"turns": [turn(prompt, sampled)], "reward": reward, **more})
+
+
+def run(
+    out: Path,
+    groups: list[Group],
+    *,
+    length: int = 32,
+    too_long: str = "refuse",
+    vocab_size: int = VOCAB,
+    **advantage: object,
+) -> PackedData:
+    packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
+    return prepare_rl(
+        groups,
+        vocab_size=vocab_size,
+        advantage=AdvantageSettings.model_validate(advantage),
+        packing=packing,
+        out=out,
+        path="jobs/data/x",
+    )
+
+
+def parents(row: PackedRow) -> list[int]:
+    """Each slot's parent from tokens' depths alone: the nearest earlier slot one level up. -1 for roots."""
+    last_at_depth: dict[int, int] = {}
+    found = []
+    for slot in range(row.num_tokens):
+        depth = int(row.positions[slot])
+        found.append(last_at_depth[depth - 1] if depth else -1)
+        last_at_depth[depth] = slot
+    return found
+
+
+def ancestors(parent: list[int], slot: int) -> list[int]:
+    """From the root to the slot itself."""
+    path = [slot]
+    while parent[path[-1]] >= 0:
+        path.append(parent[path[-1]])
+    return path[::-1]
+
+
+# A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all likely.
+ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, prompt: list[int]) -> Trajectory:
+    turns = [turn(prompt, draw(ids), -draw(st.integers(0, 9)))]
+    for _ in range(draw(st.integers(0, 2))):
+        context = turns[-1].prompt_token_ids + turns[-1].token_ids
+        if draw(st.booleans()):
+            context = context + draw(ids)  # continues
+        else:
+            context = context[: draw(st.integers(1, len(context)))]  # may or may not
+        turns.append(turn(context, draw(ids), -draw(st.integers(0, 9))))
+    return Trajectory(turns=turns, reward=draw(st.sampled_from([0.0, 0.25, 1.0])))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Group]:
+    groups = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = draw(ids)
+        members = draw(st.lists(trajectories(prompt), min_size=1, max_size=6))
+        groups.append(Group(trajectories=members))
+    return groups
+
+
+def linear(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]]:
+    """The sequences a trajectory means: (tokens, ((index, log-prob) of the trained ones)), written the slow way."""
+    found: list[tuple[list[int], list[tuple[int, float]]]] = []
+    for sampled in trajectory.turns:
+        if found and sampled.prompt_token_ids[: len(found[-1][0])] == found[-1][0]:
+            trained = found.pop()[1]
+        else:
+            trained = []
+        start = len(sampled.prompt_token_ids)
+        trained = trained + [(start + index, value) for index, value in enumerate(sampled.logprobs)]
+        found.append((sampled.prompt_token_ids + sampled.token_ids, trained))
+    return [(tuple(tokens), tuple(trained)) for tokens, trained in found]
+
+
+def cut(sequence: tuple, length: int) -> tuple | None:
+    """The rule for `truncate`, the slow way."""
+    tokens, trained = sequence
+    if len(tokens) <= length:
+        return sequence
+    trained = tuple(entry for entry in trained if entry[0] < length)
+    return (tokens[: trained[-1][0] + 1], trained) if trained else None
+
+
+def read_back(batch: PackedBatch) -> Counter:
+    """Every sequence found in the rows as (trajectory, tokens, trained); checks each row's structure on the way."""
+    found: Counter = Counter()
+    for r in range(len(batch)):
+        row = batch.row(r)
+        parent = parents(row)
+        used = row.num_tokens
+        lineage = [ancestors(parent, slot) for slot in range(used)]
+        slot = np.arange(batch.sequence_length)
+        mask = (slot[None, :] <= slot[:, None]) & (slot[:, None] < row.subtree_end[None, :])
+        for query in range(used):
+            assert np.flatnonzero(mask[query]).tolist() == lineage[query]
+            assert row.positions[query] == len(lineage[query]) - 1
+        for query in range(used, batch.sequence_length):
+            assert np.flatnonzero(mask[query]).tolist() == [query]
+            assert row.tokens[query] == row.positions[query] == 0
+        # Nothing is stored twice: no two slots have the same prefix.
+        prefixes = [tuple(row.tokens[path]) for path in lineage]
+        assert len(set(prefixes)) == used
+        # Nothing is stored for nothing: each slot is on the way to a trained one.
+        assert set(range(used)) == {slot for target in row.item_target for slot in lineage[target]}
+
+        for sequence in np.unique(row.item_sequence):
+            at = np.flatnonzero(row.item_sequence == sequence)
+            assert (np.diff(at) == 1).all()
+            assert len(set(row.item_trajectory[at])) == 1
+            path = lineage[row.item_target[at[-1]]]
+            for item in at:
+                assert row.item_source[item] == parent[row.item_target[item]]
+                assert row.item_target[item] in path
+            trained = tuple((int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at)
+            found[(int(row.item_trajectory[at[0]]), tuple(int(token) for token in row.tokens[path]), trained)] += 1
+    return found
+
+
+@settings(max_examples=250, deadline=None)
+@given(batches(), st.integers(2, 40), st.sampled_from(["truncate", "drop"]))
+@example([Group(trajectories=[one([1], [2, 3], 0.0), one([1], [2, 3], 1.0), one([1], [2], 1.0)])], 3, "drop")
+def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> None:
+    expected: Counter = Counter()
+    rewards, group_numbers, counts = [], [], []
+    truncated = dropped = 0
+    for g, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            sequences = linear(trajectory)
+            long = any(len(tokens) > length for tokens, _ in sequences)
+            if long and too_long == "drop":
+                kept = []
+            else:
+                kept = [fitted for sequence in sequences if (fitted := cut(sequence, length))]
+            if not kept:
+                dropped += 1
+                continue
+            truncated += long
+            for tokens, trained in kept:
+                expected[(len(rewards), tokens, trained)] += 1
+            rewards.append(trajectory.reward)
+            group_numbers.append(g)
+            counts.append(sum(len(trained) for _, trained in kept))
+
+    with TemporaryDirectory() as directory:
+        out = Path(directory) / "data"
+        if not rewards:
+            with pytest.raises(NothingToLearn):
+                run(out, groups, length=length, too_long=too_long, keep_zero_variance=True)
+            assert not out.exists()
+            return
+        data = run(out, groups, length=length, too_long=too_long, keep_zero_variance=True)
+        with PackedBatch.open(out) as batch:
+            assert read_back(batch) == expected
+            assert batch.trajectory_reward.tolist() == pytest.approx(rewards)
+            assert batch.trajectory_num_items.tolist() == counts
+            _, renumbered = np.unique(group_numbers, return_inverse=True)
+            assert batch.trajectory_group.tolist() == renumbered.tolist()
+            per_group = np.bincount(renumbered, weights=counts)
+            assert batch.group_num_items.tolist() == per_group.tolist()
+            # A group that fits one row is in one row.
+            for g in range(batch.num_groups):
+                nodes = {
+                    tokens[: depth + 1]
+                    for t, tokens, _ in expected
+                    if renumbered[t] == g
+                    for depth in range(len(tokens))
+                }
+                rows = [r for r in range(len(batch)) if g in batch.trajectory_group[batch.row(r).item_trajectory]]
+                assert len(rows) == 1 or len(nodes) > length
+            assert data.num_rows == len(batch)
+            assert data.num_tokens == batch.row_num_tokens.sum()
+        assert data.num_items == sum(counts)
+        assert data.num_unshared_tokens == sum(len(tokens) * n for (_, tokens, _), n in expected.items())
+        assert data.num_tokens <= data.num_unshared_tokens
+        assert (data.num_trajectories, data.num_groups) == (len(rewards), len(set(group_numbers)))
+        assert (data.truncated_trajectories, data.dropped_trajectories) == (truncated, dropped)
+        assert (data.path, data.sequence_length) == ("jobs/data/x", length)
+
+
+def test_siblings_share_a_row_exactly() -> None:
+    """Prompt 1 2, completions 3 4 / 3 0 / 3 4 (again) / 3: five slots for fifteen tokens, seven items."""
+    completions = [([3, 4], 1.0), ([3, 0], 0.0), ([3, 4], 0.0), ([3], 0.5)]
+    group = Group(trajectories=[one([1, 2], sampled, reward) for sampled, reward in completions])
+    with TemporaryDirectory() as directory:
+        out = Path(directory) / "data"
+        data = run(out, [group], length=8, scale=False)
+        assert (data.num_tokens, data.num_unshared_tokens, data.num_items) == (5, 15, 7)
+        with PackedBatch.open(out) as batch:
+            row = batch.row(0)
+    assert row.tokens[:5].tolist() == [1, 2, 3, 0, 4]
+    assert row.positions[:5].tolist() == [0, 1, 2, 3, 3]
+    assert row.subtree_end.tolist() == [5, 5, 5, 4, 5, 6, 7, 8]
+    assert sorted(zip(row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True)) == [
+        (0, 2, 1, 0.625), (0, 4, 2, 0.625), (1, 2, 1, -0.375), (1, 3, 2, -0.375),
+        (2, 2, 1, -0.375), (2, 4, 2, -0.375), (3, 2, 1, 0.125),
+    ]  # fmt: skip
+
+
+def test_large_group_is_split_and_keeps_sharing(tmp_path: Path) -> None:
+    """8 completions of 10 tokens behind a prompt of 20: three fit a row of 50, so three rows, the prompt thrice."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 100, 20).tolist()
+    members = [one(prompt, [100 + i, *rng.integers(0, 100, 9).tolist()], float(i)) for i in range(8)]
+    data = run(tmp_path / "a", [Group(trajectories=members)], length=50, vocab_size=200)
+    assert (data.num_rows, data.num_tokens, data.num_groups) == (3, 3 * 20 + 80, 1)
+    # A small group goes into the room that is left (rows of 50, 50, 40).
+    other = Group(trajectories=[one([150], [151] * 5, 0.0), one([150], [152] * 4, 1.0)])
+    assert run(tmp_path / "b", [Group(trajectories=members), other], length=50, vocab_size=200).num_rows == 3
+
+
+def test_groups_in_a_row_share_a_system_prompt(tmp_path: Path) -> None:
+    system = list(range(30))
+    groups = [Group(trajectories=[one([*system, 40 + g], [50 + g, i], float(i)) for i in range(3)]) for g in range(6)]
+    data = run(tmp_path / "a", groups, length=100, vocab_size=100)
+    assert (data.num_rows, data.num_tokens) == (1, 30 + 6 * 5)
+
+
+def test_best_fit_decreasing(tmp_path: Path) -> None:
+    """Group sizes 6 4 5 5 into rows of 10: two rows; first come first served would need three."""
+    groups = [
+        Group(trajectories=[one([g], [10 * g + i for i in range(size - 1)], 1.0)])
+        for g, size in enumerate([6, 5, 4, 5], start=1)
+    ]
+    data = run(tmp_path / "a", groups, length=10, vocab_size=100, keep_zero_variance=True)
+    assert (data.num_rows, data.num_tokens) == (2, 20)
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    groups = [
+        Group(trajectories=[one([g], rng.integers(0, VOCAB, 7).tolist(), float(rng.random())) for _ in range(9)])
+        for g in range(5)
+    ]
+    for name in ("a", "b"):
+        run(tmp_path / name, groups, length=20)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
+    flat = Group(trajectories=[one([1], [2], 0.1), one([1], [3], 0.1), one([1], [4], 0.1)])
+    varied = Group(trajectories=[one([2], [2], 0.0), one([2], [3], 1.0)])
+    data = run(tmp_path / "a", [flat, varied])
+    assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (1, 1, 2)
+    # Of everything that was sampled.
+    assert data.reward_mean == pytest.approx(1.3 / 5)
+    assert data.reward_std == pytest.approx(np.std([0.1, 0.1, 0.1, 0, 1]))
+    assert (data.reward_min, data.reward_max) == (0.0, 1.0)
+    data = run(tmp_path / "b", [flat, varied], keep_zero_variance=True)
+    assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (0, 2, 5)
+    with PackedBatch.open(tmp_path / "b") as batch:
+        advantages = {
+            int(t): float(a)
+            for r in range(len(batch))
+            for t, a in zip(batch.row(r).item_trajectory, batch.row(r).item_advantage, strict=True)
+        }
+    assert [advantages[t] for t in range(3)] == [0, 0, 0]
+    with pytest.raises(NothingToLearn, match="1 groups have no variance"):
+        run(tmp_path / "c", [flat])
+
+
+def test_given_advantages_replace_computed_ones(tmp_path: Path) -> None:
+    group = Group(trajectories=[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)])
+    assert run(tmp_path / "a", [group]).dropped_groups == 0
+    with PackedBatch.open(tmp_path / "a") as batch:
+        row = batch.row(0)
+    assert dict(zip(row.item_trajectory.tolist(), row.item_advantage.tolist(), strict=True)) == {0: -2.5, 1: 0.0}
+
+
+def test_advantages_are_computed_before_dropping(tmp_path: Path) -> None:
+    group = Group(trajectories=[one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
+    run(tmp_path / "a", [group], length=4, too_long="drop", scale=False)
+    with PackedBatch.open(tmp_path / "a") as batch:
+        row = batch.row(0)
+    assert row.item_advantage.tolist() == [0.5, 0.0]
+
+
+good = Group(trajectories=[one([1], [2], 0.0), one([1], [3], 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "message"),
+    [
+        ([], "groups", "no group"),
+        (
+            [good, Group(trajectories=[one([1], [2, 5], 0.0)])],
+            "groups.1.trajectories.0.turns.0.token_ids",
+            "id 5 .*of 5",
+        ),
+        (
+            [Group(trajectories=[one([1], [2], 0.0), one([1, 7], [2], 0.0)])],
+            "groups.0.trajectories.1.turns.0.prompt_token_ids",
+            "id 7 at index 1",
+        ),
+        ([good, Group(trajectories=[one([1], [2] * 32, 0.0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
+        ([Group(trajectories=[one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
+        ([Group(trajectories=[one([1], [2], 1.0, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
+    ],
+)
+def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refused:
+        run(tmp_path / "a", bad)
+    assert refused.value.field == field
+    assert not (tmp_path / "a").exists()
+
+
+def test_packed_rows_are_copies(tmp_path: Path) -> None:
+    run(tmp_path / "a", [good])
+    with PackedBatch.open(tmp_path / "a") as batch:
+        row = batch.row(0)
+        row.tokens[:] = 3
+        assert batch.row(0).tokens[0] == 1
+    assert dataclasses.is_dataclass(row)
