@@ -15,8 +15,8 @@ SCHEMA_VERSION = 1
 RunName = Annotated[str, Field(pattern=r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$")]
 JobId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Record(BaseModel):
@@ -217,6 +217,27 @@ class Job(Record):
     attempt: int = 0  # attempts started so far
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None
+
+
+class RankProcess(Record):
+    """A process of an attempt, so that a later runner can tell whether it still lives: the pid alone may be reused."""
+
+    pid: int
+    start_time: float  # field 22 of /proc/<pid>/stat: clock ticks after boot
+
+
+class Lease(Record):
+    """`jobs/leases/<id>.json`: who runs the job, beaten while it runs."""
+
+    schema_version: Literal[1] = 1
+    job: JobId
+    runner: str
+    host: str
+    pid: int  # of the runner
+    attempt: int
+    phase: str
+    beat: float  # Unix seconds, by the runner's clock
+    ranks: list[RankProcess] = Field(default_factory=list)
 
 
 EventType = Literal[

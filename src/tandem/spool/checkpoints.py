@@ -1,0 +1,202 @@
+"""Checkpoints: `runs/<run>/checkpoints/<8 digits>/`, immutable once they have that name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
+from tandem.spool import fs
+from tandem.spool.schema import FileEntry, Manifest, Origin, Probe, RunSpec
+
+if TYPE_CHECKING:
+    from tandem.spool import Spool
+
+MANIFEST = "manifest.json"
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step: 7 -> 00000007."""
+    return f"{step:08d}"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    """Hashes every file under `directory` and writes `manifest.json` with `files` filled in."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path} is not a plain file, so it can't be part of a checkpoint", field=name)
+        if path.is_file() and name != MANIFEST:
+            files[name] = FileEntry(size=path.stat().st_size, sha256=fs.sha256_file(path))
+    manifest = Manifest.model_validate({**manifest.model_dump(), "files": files})
+    fs.write_json_atomic(directory / MANIFEST, manifest)
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Compares every file with the manifest; CheckpointDamaged names each that is missing, truncated or altered."""
+    damage = []
+    for name, entry in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            damage.append(f"{name} is missing")
+        elif (size := path.stat().st_size) < entry.size:
+            damage.append(f"{name} is truncated ({size} of {entry.size} bytes)")
+        elif size > entry.size:
+            damage.append(f"{name} is altered ({size} bytes instead of {entry.size})")
+        elif fs.sha256_file(path) != entry.sha256:
+            damage.append(f"{name} is altered (its sha256 differs)")
+    if damage:
+        raise CheckpointDamaged(
+            f"checkpoint {directory}: {'; '.join(damage)}. Restore it from a copy, or roll the run back"
+        )
+
+
+class Checkpoints:
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+
+    def _dir(self, run: str) -> Path:
+        return self._spool.runs.directory(run) / "checkpoints"
+
+    def steps(self, run: str) -> list[int]:
+        """Steps that exist, ascending; NotFound (field `run`) without the run."""
+        return [int(name) for name in fs.names(self._dir(run)) if re.fullmatch(r"[0-9]{8}", name)]
+
+    def newest(self, run: str) -> int:
+        """The newest step."""
+        steps = self.steps(run)
+        if not steps:
+            raise CheckpointDamaged(f"run {run!r} has no checkpoint, not even step 0: restore its directory")
+        return steps[-1]
+
+    def path(self, run: str, step: int) -> Path:
+        """The checkpoint's directory; NotFound (field `step`) if there is none."""
+        directory = self._dir(run) / step_name(step)
+        if step < 0 or (not directory.is_dir() and not fs.exists(directory)):
+            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {_summary(self.steps(run))}", field="step")
+        return directory
+
+    def manifest(self, run: str, step: int) -> Manifest:
+        """The manifest; CheckpointDamaged if it is missing, unreadable or of another checkpoint."""
+        path = self.path(run, step) / MANIFEST
+        content = fs.read_bytes(path)
+        if content is None:
+            raise CheckpointDamaged(f"checkpoint {path.parent}: {MANIFEST} is missing")
+        try:
+            manifest = Manifest.model_validate_json(content)
+        except ValidationError as error:
+            what = f"{MANIFEST} is truncated or altered ({error})"
+            raise CheckpointDamaged(f"checkpoint {path.parent}: {what}") from error
+        if (manifest.run, manifest.step) != (run, step):
+            raise CheckpointDamaged(
+                f"checkpoint {path.parent}: {MANIFEST} is altered: it says {manifest.run!r} step {manifest.step}"
+            )
+        return manifest
+
+    def verify(self, run: str, step: int) -> Manifest:
+        """Checks size and sha256 of every file. CheckpointDamaged says which file is missing, truncated or altered."""
+        manifest = self.manifest(run, step)
+        verify_files(self.path(run, step), manifest)
+        return manifest
+
+    def commit(
+        self,
+        staged_dir: Path,
+        run: str,
+        step: int,
+        job: str | None,
+        *,
+        topology: Mapping[str, int] | None = None,
+        versions: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        probe: Probe | None = None,
+        origin: Origin | None = None,
+    ) -> Manifest:
+        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename.
+
+        Conflict (field `step`) if the step exists or is not the one after the newest; InvalidInput if the directory
+        holds anything but plain files. The staged directory stays where it was when this fails.
+        """
+        self._spool.relative(staged_dir)
+        target = self._dir(run) / step_name(step)
+        newest = self.newest(run)
+        if step != newest + 1:
+            what = f"run {run!r} has a checkpoint {step} already" if step <= newest else "there would be a gap"
+            raise Conflict(f"{what}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
+        manifest = Manifest(
+            run=run,
+            step=step,
+            job=job,
+            created=time.time(),
+            files={},
+            topology=dict(topology or {}),
+            versions=dict(versions or {}),
+            metrics=dict(metrics or {}),
+            probe=probe,
+            origin=origin,
+        )
+        with fs.volume_errors(target):
+            manifest = write_manifest(staged_dir, manifest)
+            fs.fsync_tree(staged_dir)
+            try:
+                fs.rename_dir(staged_dir, target)
+            except FileExistsError as error:
+                raise Conflict(f"run {run!r} has a checkpoint {step} already", field="step") from error
+        return manifest
+
+    def rollback(self, run: str, step: int) -> list[int]:
+        """Takes every checkpoint after `step` out of the chain, newest first, into `runs/<run>/discarded/`.
+
+        Gives the steps that went. Conflict if jobs of the run are queued or running, since they build on them. After a
+        crash half-way the chain is whole and shorter; calling again does the rest.
+        """
+        with self._spool.runs.lock(run):
+            self.path(run, step)
+            if pending := self._spool.jobs.pending(run):
+                jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending[:5])
+                raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="step")
+            gone = [newer for newer in reversed(self.steps(run)) if newer > step]
+            discarded = self._dir(run).parent / "discarded"
+            for newer in gone:
+                fs.rename_dir(self._dir(run) / step_name(newer), discarded / f"{step_name(newer)}-{fs.new_ulid()}")
+            return gone
+
+    def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
+        """Makes the run `new` from a copy of this checkpoint, optimizer state included, as its step 0.
+
+        The source is verified before and the copy after. Conflict (field `name`) if `new.name` exists, InvalidInput
+        if `new` has another base model or LoRA shape, CheckpointDamaged, NotFound.
+        """
+        with self._spool.runs.lock(run):
+            source = self._spool.runs.get(run)
+            for field in ("base_model", "lora"):
+                if getattr(source, field) != getattr(new, field):
+                    what = f"a fork keeps the {field} of {run!r}, which is {getattr(source, field)}"
+                    raise InvalidInput(what, field=field)
+            manifest = self.verify(run, step)
+            origin = Origin(run=run, step=step)
+            new = RunSpec.model_validate({**new.model_dump(), "forked_from": origin})
+
+            def fill(checkpoint: Path) -> None:
+                for name in manifest.files:
+                    target = checkpoint / name
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(self.path(run, step) / name, target)
+                update = {"run": new.name, "step": 0, "job": None, "created": new.created, "origin": origin}
+                copied = manifest.model_copy(update=update)
+                verify_files(checkpoint, copied)
+                fs.write_json_atomic(checkpoint / MANIFEST, copied)
+
+            return self._spool.runs.make(new, fill)
+
+
+def _summary(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"

@@ -1,0 +1,239 @@
+"""Files on the volume: commit by rename, durable, and with errors that say what to do.
+
+Every write goes to a temporary name beside its target (`.tmp-…`, which no listing shows), is fsynced, renamed, and the
+directory is fsynced: a name that exists is complete. A failed write removes its temporary name.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from tandem.errors import SpoolUnusable
+
+TEMPORARY = ".tmp-"
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+# errno -> (what is wrong, what to do)
+_REMEDIES = {
+    errno.ENOSPC: ("the volume is full", "free space on it or enlarge it, then try again"),
+    errno.EDQUOT: ("the quota of the volume is used up", "free space on it or raise the quota, then try again"),
+    errno.EROFS: ("the volume is mounted read-only", "mount it read-write in this container"),
+    errno.EACCES: ("permission denied", f"give uid {os.getuid()} read and write permission on the volume"),
+    errno.EPERM: ("permission denied", f"give uid {os.getuid()} read and write permission on the volume"),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", "point TANDEM_ROOT at a directory"),
+    errno.ENOLCK: ("the volume has no file locks", "mount it with working locks (NFSv4, not 'nolock')"),
+    errno.EIO: ("the volume reports an input/output error", "check the disk or the network file system"),
+    errno.ESTALE: ("the network file system's handle is stale", "mount the volume again"),
+}
+
+
+def new_ulid() -> str:
+    """A ULID: 26 characters of Crockford base32; 48 bits of Unix milliseconds, then 80 random bits."""
+    value = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
+    return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
+
+
+def unusable(error: OSError, path: Path) -> SpoolUnusable | None:
+    """The error a person can act upon, or None where `error` is not about the state of the volume."""
+    if error.errno not in _REMEDIES:
+        return None
+    what, remedy = _REMEDIES[error.errno]
+    return SpoolUnusable(f"can't use {path}: {what} ({errno.errorcode[error.errno]}); {remedy}")
+
+
+@contextmanager
+def volume_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError that says the volume is unusable into SpoolUnusable naming `path`; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if (translated := unusable(error, path)) is not None:
+            raise translated from error
+        raise
+
+
+def fsync_dir(directory: Path) -> None:
+    """Makes the names in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems can't fsync a directory, and don't need it
+            raise
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Makes every file and directory under `directory`, and itself, durable."""
+    with volume_errors(directory):
+        for here, _, files in os.walk(directory, topdown=False):
+            for name in files:
+                fd = os.open(Path(here, name), os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            fsync_dir(Path(here))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """`os.write` until everything is written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
+
+    Raises SpoolUnusable (full, read-only, no permission, …) and leaves no temporary file.
+    """
+    temporary = path.parent / f"{TEMPORARY}{path.name}.{new_ulid()}"
+    with volume_errors(path):
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        fsync_dir(path.parent)
+
+
+def write_json_atomic(path: Path, model: BaseModel) -> None:
+    """`write_atomic` of a record as indented JSON."""
+    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode())
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Renames a file into another directory of the volume, replacing `target`; durable when it returns."""
+    with volume_errors(target):
+        source.replace(target)
+        fsync_dir(target.parent)
+        fsync_dir(source.parent)
+
+
+def rename_dir(source: Path, target: Path) -> None:
+    """Renames a directory of the volume; durable when it returns. Raises FileExistsError if `target` exists.
+
+    The content must be durable already (`fsync_tree`).
+    """
+    if exists(target):
+        raise FileExistsError(errno.EEXIST, "exists already", str(target))
+    with volume_errors(target):
+        try:
+            source.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # somebody made it since we looked
+                raise FileExistsError(errno.EEXIST, "exists already", str(target)) from error
+            raise
+        fsync_dir(target.parent)
+        if source.parent != target.parent:
+            fsync_dir(source.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file if it is there; durable when it returns."""
+    with volume_errors(path):
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        fsync_dir(path.parent)
+
+
+def remove_tree(directory: Path) -> bool:
+    """Removes a directory if it is there; False if something of it stays (NFS keeps files that are still mapped).
+
+    It is renamed to a temporary name first, so that nobody finds half of it under its own.
+    """
+    doomed = directory.parent / f"{TEMPORARY}{directory.name}.{new_ulid()}"
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return not exists(doomed)
+
+
+@contextmanager
+def staging(parent: Path) -> Iterator[Path]:
+    """A new empty directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
+    directory = parent / f"{TEMPORARY}{new_ulid()}"
+    with volume_errors(parent):
+        directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def names(directory: Path) -> list[str]:
+    """Sorted names in `directory`, without temporary and hidden ones; empty if it does not exist."""
+    try:
+        return sorted(name for name in os.listdir(directory) if not name.startswith("."))  # noqa: PTH208
+    except FileNotFoundError:
+        return []
+
+
+def exists(path: Path) -> bool:
+    """Whether the name exists, by listing its directory: NFS clients remember absent names, but not in listings."""
+    try:
+        return path.name in os.listdir(path.parent)  # noqa: PTH208
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
+    """The content of a file that others replace by rename, or None if there is none.
+
+    `sure`: the directory was listed before saying so; otherwise an NFS client may not see a file made a moment ago.
+    """
+    for _ in range(5):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            if not sure or not exists(path):
+                return None
+        except OSError as error:  # NFS: replaced between open and read
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(0.01)
+    return None
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's content, lower-case hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def older_than(path: Path, seconds: float) -> bool:
+    """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
+    probe = path.parent / f"{TEMPORARY}clock.{new_ulid()}"
+    with volume_errors(path):
+        try:
+            probe.touch(exist_ok=False)
+            return probe.stat().st_mtime - path.stat().st_mtime > seconds
+        except FileNotFoundError:
+            return False
+        finally:
+            with suppress(OSError):
+                probe.unlink()

@@ -1,0 +1,82 @@
+"""Runs: `runs/<run>/`, made whole by one rename."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.errors import Conflict, NotFound
+from tandem.spool import fs, names
+from tandem.spool.checkpoints import step_name, write_manifest
+from tandem.spool.locks import file_lock
+from tandem.spool.schema import Manifest, RunSpec
+
+if TYPE_CHECKING:
+    from tandem.spool import Spool
+
+
+class Runs:
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._dir = spool.root / "runs"
+
+    def directory(self, name: str) -> Path:
+        """The run's directory; NotFound (field `run`) if there is none."""
+        path = self._dir / names.run_name(name)
+        if not path.is_dir() and not fs.exists(path):
+            known = ", ".join(fs.names(self._dir)[:20]) or "none yet"
+            raise NotFound(f"there is no run {name!r}; runs are: {known}", field="run")
+        return path
+
+    def create(self, spec: RunSpec, write_adapter: Callable[[Path], None]) -> RunSpec:
+        """Makes a run with its step-0 checkpoint, which `write_adapter(directory)` fills with the adapter's files.
+
+        Raises Conflict (field `name`) if the run exists. Nothing of it exists unless all of it does.
+        """
+
+        def fill(checkpoint: Path) -> None:
+            write_adapter(checkpoint)
+            write_manifest(checkpoint, Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}))
+
+        return self.make(spec, fill)
+
+    def make(self, spec: RunSpec, fill_checkpoint: Callable[[Path], None]) -> RunSpec:
+        """Makes a run whose step-0 directory, manifest included, is filled by `fill_checkpoint`."""
+        target = self._dir / spec.name
+        if fs.exists(target):
+            raise _taken(spec.name)
+        with fs.volume_errors(target), fs.staging(self._dir) as staged:
+            fs.write_json_atomic(staged / "run.json", spec)
+            (staged / "lock").touch()
+            (staged / "discarded").mkdir()
+            checkpoint = staged / "checkpoints" / step_name(0)
+            checkpoint.mkdir(parents=True)
+            fill_checkpoint(checkpoint)
+            fs.fsync_tree(staged)
+            try:
+                fs.rename_dir(staged, target)
+            except FileExistsError as error:
+                raise _taken(spec.name) from error
+        return spec
+
+    def get(self, name: str) -> RunSpec:
+        """The run's specification; NotFound (field `run`) if there is none."""
+        path = self.directory(name) / "run.json"
+        content = fs.read_bytes(path)
+        if content is None:
+            raise NotFound(f"{path} is missing: the run {name!r} is damaged; restore the file", field="run")
+        return RunSpec.model_validate_json(content)
+
+    def list(self) -> list[RunSpec]:
+        """All runs, by name."""
+        return [self.get(name) for name in fs.names(self._dir) if names.is_run_name(name)]
+
+    def lock(self, name: str) -> AbstractContextManager[int]:
+        """Serialises what changes the chain of one run: submit, rollback, fork."""
+        return file_lock(self.directory(name) / "lock")
+
+
+def _taken(name: str) -> Conflict:
+    return Conflict(f"a run {name!r} exists already; choose another name", field="name")
