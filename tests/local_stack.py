@@ -1,0 +1,132 @@
+"""The whole stack in a temporary directory, as `tandem up` starts it, and the means to hurt it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tiny_model
+from tandem.client import Tandem
+
+from tandem import ports
+from tandem.spool import Spool
+
+API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
+# What a process of each program has on its command line.
+PROGRAMS = {
+    "controller": "tandem.controller",
+    "runner": "tandem.trainer.runner",
+    "vllm": "vllm.entrypoints.openai.api_server",
+    "publisher": "tandem.inference.publisher",
+    "forkserver": "tandem.trainer.launch.forkserver",
+}
+
+
+def until(what: str, check: Callable[[], Any], timeout: float, poll: float = 0.1) -> Any:
+    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}"
+        time.sleep(poll)
+    return answer
+
+
+class LocalStack:
+    """`tandem up` on a tiny model, on ports of its own."""
+
+    def __init__(self, root: Path, **variables: str) -> None:
+        self.root = root
+        tiny_model.write_tiny_qwen3(root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1)
+        with ExitStack() as held:
+            self.controller_port = held.enter_context(ports.reserve()).port
+            self.inference_port = held.enter_context(ports.reserve()).port
+        self.environment = os.environ | {
+            "TANDEM_ROOT": str(root),
+            "TANDEM_BASE_MODEL": "models/tiny",
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_LAUNCH": "fork",
+            "TANDEM_API_KEY": API_KEY,
+            "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
+            "TANDEM_CONTROLLER_PORT": str(self.controller_port),
+            "TANDEM_INFERENCE_PORT": str(self.inference_port),
+            "TANDEM_MAX_MODEL_LEN": "256",
+            "TANDEM_MAX_LORA_RANK": "16",
+            "TANDEM_HEARTBEAT_SECONDS": "1",
+            "TANDEM_LEASE_SECONDS": "10",
+            **variables,
+        }
+        self.client = Tandem(f"http://127.0.0.1:{self.controller_port}", API_KEY)
+        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+
+    def __enter__(self) -> LocalStack:
+        self.log = (self.root / "up.log").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "up"], env=self.environment, stdout=self.log, stderr=self.log
+        )
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=90)
+        finally:
+            for program in PROGRAMS:
+                for pid in self.pids(program):
+                    os.kill(pid, signal.SIGKILL)
+            self.log.close()
+
+    def answers(self, url: str) -> bool:
+        try:
+            return httpx.get(url, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_ready(self, timeout: float = 240) -> None:
+        for url in (f"http://127.0.0.1:{self.controller_port}/readyz", f"{self.inference_url}/health"):
+            until(f"{url} answers", lambda url=url: self.answers(url) or self.dead(), timeout, poll=0.5)
+        assert not self.dead(), f"tandem up ended with {self.process.returncode}: {self.tail()}"
+
+    def dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def tail(self) -> str:
+        return (self.root / "up.log").read_text(errors="replace")[-4000:]
+
+    @property
+    def spool(self) -> Spool:
+        return Spool(self.root)
+
+    def pids(self, program: str) -> list[int]:
+        """Living processes of `program` that belong to this stack, oldest first."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                mine = f"TANDEM_ROOT={self.root}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if mine and state != "Z" and PROGRAMS[program].encode() in words:
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def kill(self, program: str) -> int:
+        """kill -9 the oldest process of `program`; returns its pid."""
+        pid = until(f"a process of {program}", lambda: self.pids(program), 60)[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
