@@ -9,11 +9,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from local_stack import ADMIN_TOKEN, API_KEY, LocalStack, until
+from tandem.errors import SpoolUnusable
 from tandem.spool.schema import TERMINAL, Event
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -92,8 +94,9 @@ def ended(stack, job):
 def alive(pid: int, job: str) -> bool:
     """Whether `pid` still is a process of this job's ranks, not some later process with its number."""
     try:
-        with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as line:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z" and "tandem" in line.read()
+        process = Path(f"/proc/{pid}")
+        running = (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return running and "tandem" in (process / "cmdline").read_text()
     except OSError:
         return False
 
@@ -226,7 +229,5 @@ def test_admin_routes_stayed_closed_and_the_run_goes_on(stack):
 
 
 def test_a_second_stack_on_the_same_spool_is_refused(stack):
-    from tandem.errors import SpoolUnusable
-
     with pytest.raises(SpoolUnusable, match="runner"), stack.spool.jobs.runner_lock("second"):
         pass
