@@ -186,6 +186,11 @@ def from_validation_error(exc: ValidationError | _HasErrors, *, skip: Collection
     return InvalidInput(message, field=".".join(path) or None)
 
 
+def _as_dict(response: Any) -> Mapping[str, Any]:
+    # Without warnings: the openai package doesn't validate answers, and vLLM's nulls are not quite its types.
+    return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
+
+
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     """The turn that choice number `choice` of an answer from vLLM's OpenAI server holds.
 
@@ -194,7 +199,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     choice, log-probs in `choices[i].logprobs.token_logprobs`). Raises InvalidInput whose field is the path in the
     answer of what is missing.
     """
-    data: Mapping[str, Any] = response if isinstance(response, Mapping) else response.model_dump()
+    data = _as_dict(response)
     choices = data.get("choices") or []
     if not 0 <= choice < len(choices):
         raise InvalidInput(f"the answer has {len(choices)} choices, there is no number {choice}", field="choices")
@@ -234,8 +239,7 @@ class TrajectoryBuilder:
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
         """A chat completion (see `turn_from_openai`); appends its message to `messages` and returns it."""
         self._turns.append(turn_from_openai(response, choice))
-        data = response if isinstance(response, Mapping) else response.model_dump()
-        sampled = data["choices"][choice]["message"]
+        sampled = _as_dict(response)["choices"][choice]["message"]
         message = {key: sampled[key] for key in ("role", "content", "tool_calls") if sampled.get(key) is not None}
         self.messages.append(message)
         return message

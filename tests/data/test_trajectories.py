@@ -1,0 +1,249 @@
+"""Input at the door: what vLLM answers becomes turns; what is wrong is refused naming the field."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from openai._models import construct_type
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import TypeAdapter, ValidationError
+
+from tandem.data.trajectories import (
+    AdvantageSettings,
+    Group,
+    PackingSettings,
+    SFTExample,
+    TrajectoryBuilder,
+    from_validation_error,
+    turn_from_openai,
+)
+from tandem.errors import InvalidInput
+
+# The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM 0.32.
+CHAT: dict[str, Any] = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "run@3",
+    "prompt_token_ids": [7, 8, 9],
+    "choices": [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "reasoning": None},
+            "logprobs": {
+                "content": [{"token": "x", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]
+            },
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": ids,
+        }
+        for index, (text, ids, logprobs) in enumerate([("yes", [1, 2], [-0.5, 0.0]), ("no", [3, 2], [-1.5, -0.25])])
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+}
+COMPLETION: dict[str, Any] = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "run@3",
+    "choices": [
+        {
+            "index": 0,
+            "text": "yes",
+            "logprobs": {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["yes"], "top_logprobs": [None]},
+            "finish_reason": "length",
+            "token_ids": [4],
+            "prompt_token_ids": [7, 8],
+        }
+    ],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("as_object", [False, True])
+def test_turn_from_openai(as_object: bool) -> None:
+    # The openai client builds its objects this way: extra keys are kept and nothing is validated.
+    chat = construct_type(type_=ChatCompletion, value=CHAT) if as_object else CHAT
+    first, second = turn_from_openai(chat), turn_from_openai(chat, 1)
+    assert (first.prompt_token_ids, first.token_ids, first.logprobs) == ([7, 8, 9], [1, 2], [-0.5, 0.0])
+    assert (second.prompt_token_ids, second.token_ids, second.logprobs) == ([7, 8, 9], [3, 2], [-1.5, -0.25])
+    completion = construct_type(type_=Completion, value=COMPLETION) if as_object else COMPLETION
+    only = turn_from_openai(completion)
+    assert (only.prompt_token_ids, only.token_ids, only.logprobs) == ([7, 8], [4], [-0.5])
+
+
+def changed(path: str, value: object, of: dict[str, Any] = CHAT) -> Any:
+    copy = json.loads(json.dumps(of))
+    at = copy
+    *parts, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    for part in parts:
+        at = at[part]
+    at[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "message"),
+    [
+        ("choices", [], "choices", "0 choices"),
+        ("prompt_token_ids", None, "prompt_token_ids", "return_token_ids"),
+        ("prompt_token_ids", [], "prompt_token_ids", "at least 1 item"),
+        ("choices.0.token_ids", None, "choices.0.token_ids", "return_token_ids"),
+        ("choices.0.token_ids", [], "choices.0.token_ids", "at least 1 item"),
+        ("choices.0.token_ids", [1, 2, 3], "choices.0.logprobs", "2 log-probs for 3 sampled tokens"),
+        ("choices.0.logprobs", None, "choices.0.logprobs", "logprobs=True"),
+        ("choices.0.logprobs.content", None, "choices.0.logprobs", "logprobs=True"),
+        ("choices.0.logprobs.content.1.logprob", -9999.0, "choices.0.logprobs", "placeholder"),
+    ],
+)
+def test_incomplete_answers_are_refused(path: str, value: object, field: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refused:
+        turn_from_openai(changed(path, value))
+    assert refused.value.field == field
+
+
+def test_echoed_prompt_is_refused() -> None:
+    """With `echo` the first token has no log-prob."""
+    echoed = changed("choices.0.logprobs.token_logprobs", [None], COMPLETION)
+    with pytest.raises(InvalidInput) as refused:
+        turn_from_openai(echoed)
+    assert refused.value.field == "choices.0.logprobs.0"
+
+
+def test_builder() -> None:
+    builder = TrajectoryBuilder([{"role": "user", "content": "?"}])
+    assert builder.add_response(CHAT) == {"role": "assistant", "content": "yes"}
+    builder.add({"role": "user", "content": "sure?"})
+    builder.add_response(CHAT, 1)
+    assert [message["content"] for message in builder.messages] == ["?", "yes", "sure?", "no"]
+    trajectory = builder.finish(0.5, metrics={"turns": 2})
+    assert [turn.token_ids for turn in trajectory.turns] == [[1, 2], [3, 2]]
+    assert (trajectory.reward, trajectory.metrics, trajectory.messages) == (0.5, {"turns": 2}, builder.messages)
+    with pytest.raises(InvalidInput, match="finite") as refused:
+        builder.finish(math.nan)
+    assert refused.value.field == "reward"
+    with pytest.raises(InvalidInput) as refused:
+        TrajectoryBuilder([]).finish(1.0)
+    assert refused.value.field == "turns"
+
+
+def rl(**changes: object) -> list[dict[str, Any]]:
+    turn = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.5]}
+    trajectory = {"turns": [turn], "reward": 1.0}
+    for key, value in changes.items():
+        (turn if key in turn else trajectory)[key] = value
+    return [{"trajectories": [trajectory]}]
+
+
+TRAJECTORY = "0.trajectories.0"
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "message"),
+    [
+        (rl(reward=math.nan), f"{TRAJECTORY}.reward", "finite"),
+        (rl(reward=math.inf), f"{TRAJECTORY}.reward", "finite"),
+        (rl(reward="1"), f"{TRAJECTORY}.reward", "valid number"),
+        (rl(reward=True), f"{TRAJECTORY}.reward", "valid number"),
+        (rl(reward=None), f"{TRAJECTORY}.reward", "valid number"),
+        (rl(advantage=math.nan), f"{TRAJECTORY}.advantage", "finite"),
+        (rl(metrics={"a": math.nan}), f"{TRAJECTORY}.metrics.a", "finite"),
+        (rl(turns=[]), f"{TRAJECTORY}.turns", "at least 1"),
+        (rl(rewards=1), f"{TRAJECTORY}.rewards", "[Ee]xtra"),
+        ([{"trajectories": []}], "0.trajectories", "at least 1"),
+        (rl(prompt_token_ids=[]), f"{TRAJECTORY}.turns.0.prompt_token_ids", "at least 1"),
+        (rl(token_ids=[]), f"{TRAJECTORY}.turns.0.token_ids", "at least 1"),
+        (rl(token_ids=[1, -1]), f"{TRAJECTORY}.turns.0.token_ids", "id -1 at index 1"),
+        (rl(token_ids=[1, 2**31]), f"{TRAJECTORY}.turns.0.token_ids", "id 2147483648 at index 1"),
+        (rl(token_ids=[1, 10**30]), f"{TRAJECTORY}.turns.0.token_ids", "id 10+ at index 1"),
+        (rl(token_ids=[1, 1.0]), f"{TRAJECTORY}.turns.0.token_ids.1", "valid integer"),
+        (rl(token_ids=[1, True]), f"{TRAJECTORY}.turns.0.token_ids.1", "valid integer"),
+        (rl(logprobs=[-1.0]), f"{TRAJECTORY}.turns.0.logprobs", "1 log-probs for 2"),
+        (rl(logprobs=[-1.0, 0.01]), f"{TRAJECTORY}.turns.0.logprobs", "0.01 at index 1 is above 0"),
+        (rl(logprobs=[-1.0, math.nan]), f"{TRAJECTORY}.turns.0.logprobs.1", "finite"),
+        (rl(logprobs=[-1.0, -math.inf]), f"{TRAJECTORY}.turns.0.logprobs.1", "finite"),
+        (rl(logprobs=[-1.0, None]), f"{TRAJECTORY}.turns.0.logprobs.1", "valid number"),
+    ],
+)
+def test_bad_groups(value: object, field: str, message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        TypeAdapter(list[Group]).validate_python(value)
+    error = from_validation_error(raised.value)
+    assert error.field == field
+    assert re.search(message, error.message), error.message
+
+
+def test_rounding_above_zero_is_accepted() -> None:
+    group = TypeAdapter(list[Group]).validate_python(rl(logprobs=[5e-5, 0.0], reward=3))
+    assert group[0].trajectories[0].turns[0].logprobs == [5e-5, 0.0]
+
+
+ASK = {"role": "user", "content": "?"}
+ANSWER = {"role": "assistant", "content": "!"}
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "message"),
+    [
+        ({}, None, "either messages"),
+        ({"messages": [ASK, ANSWER], "token_ids": [1, 2], "trainable": [False, True]}, None, "either messages"),
+        ({"messages": [ASK, ANSWER], "trainable": [False, True]}, None, "either messages"),
+        ({"token_ids": [1, 2]}, None, "either messages"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [ASK]}, "messages", "no assistant message"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content", "required"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "valid string"),
+        ({"token_ids": [1, 2], "trainable": [False]}, "trainable", "1 flags for 2"),
+        ({"token_ids": [1, 2], "trainable": [False, False]}, "trainable", "no token"),
+        ({"token_ids": [1, 2], "trainable": [True, True]}, "trainable", "first token"),
+        ({"token_ids": [1, 2], "trainable": [0, 1]}, "trainable.0", "valid boolean"),
+        ({"token_ids": [1], "trainable": [False]}, "token_ids", "at least 2"),
+        ({"token_ids": [1, -2], "trainable": [False, True]}, "token_ids", "id -2 at index 1"),
+        ({"messages": [ASK, ANSWER], "weight": 0.0}, "weight", "greater than 0"),
+        ({"messages": [ASK, ANSWER], "weight": math.nan}, "weight", "finite"),
+    ],
+)
+def test_bad_examples(value: object, field: str | None, message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as raised:
+        SFTExample.model_validate(value)
+    assert from_validation_error(raised.value).field == field
+
+
+@pytest.mark.parametrize("length", [1, 0, -5, 2**21, 2.0, "2048"])
+def test_bad_row_length(length: object) -> None:
+    with pytest.raises(ValidationError) as raised:
+        PackingSettings.model_validate({"sequence_length": length})
+    assert from_validation_error(raised.value).field == "sequence_length"
+
+
+def test_error_counts_the_others_and_skips_what_is_no_input() -> None:
+    class Request:
+        def errors(self) -> list[dict[str, Any]]:
+            entry = {
+                "type": "missing",
+                "loc": ("body", "rl", "groups", 3, "body"),
+                "msg": "Field required",
+                "input": {},
+            }
+            return [entry, entry, entry]
+
+    error = from_validation_error(Request(), skip=("body", "rl"))
+    assert (error.field, error.message) == ("groups.3.body", "Field required; and 2 more errors")
+    with pytest.raises(ValidationError) as raised:
+        AdvantageSettings.model_validate({"baseline": "median"})
+    assert from_validation_error(raised.value).message.endswith("(got 'median')")
+
+
+def test_clients_need_neither_numpy_nor_torch() -> None:
+    code = (
+        "import sys, tandem.data.trajectories;"
+        "print([name for name in ('numpy', 'torch', 'transformers', 'openai') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
