@@ -1,0 +1,114 @@
+"""Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q < subtree_end[k]`.
+
+Two kernels with the same result: `sdpa` materialises the mask and runs anywhere; `flex` is PyTorch's compiled
+FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips the blocks that nobody sees. The mask is made once per
+row and shared by the layers; it travels through Megatron in `PackedSeqParams`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+Kernel = Literal["sdpa", "flex"]
+
+BLOCK = 128  # FlexAttention's own default, in slots
+
+
+@dataclass
+class TreeParams(PackedSeqParams):
+    """A row's mask: bool [S, S] for `sdpa`, a BlockMask for `flex`."""
+
+    mask: torch.Tensor | BlockMask | None = None
+
+
+def tree_params(subtree_end: torch.Tensor, kernel: Kernel) -> TreeParams:
+    """The mask of one row for all its layers. `subtree_end`: int [S]; padding slots hold their own index + 1, so that
+    each sees itself and no softmax is empty."""
+    mask = dense_mask(subtree_end) if kernel == "sdpa" else block_mask(subtree_end)
+    # Not `thd`: a row is one sequence to Megatron. Positions are ours, see `Policy`.
+    return TreeParams(qkv_format="sbhd", mask=mask)
+
+
+def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
+    """bool [S, S], [query, key]."""
+    slots = torch.arange(len(subtree_end), device=subtree_end.device)
+    query, key = slots[:, None], slots[None, :]
+    return (key <= query) & (query < subtree_end[None, :])
+
+
+def block_mask(subtree_end: torch.Tensor) -> BlockMask:
+    """The same for FlexAttention, exact, from each block's smallest and largest `subtree_end`: no [S, S] is made.
+
+    A block of keys before the queries' own is needed if any key's subtree reaches the first query, and needs no mask if
+    every key's subtree reaches past the last query. The queries' own block is always needed, with the mask.
+    """
+    length = len(subtree_end)
+    blocks = -(-length // BLOCK)
+    slots = torch.arange(blocks * BLOCK, device=subtree_end.device)
+    ends = slots + 1  # slots beyond the row are padding too
+    ends[:length] = subtree_end
+    smallest, largest = ends.view(blocks, BLOCK).amin(1), ends.view(blocks, BLOCK).amax(1)
+    first = slots[::BLOCK]
+    before = first[None, :] < first[:, None]  # [query block, key block]
+    seen = before & (largest[None, :] > first[:, None])
+    full = seen & (smallest[None, :] >= (first + BLOCK).clamp(max=length)[:, None])
+    partial = (seen & ~full) | torch.eye(blocks, dtype=torch.bool, device=ends.device)
+
+    def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return BlockMask.from_kv_blocks(
+        *_ragged(partial), *_ragged(full), BLOCK_SIZE=BLOCK, mask_mod=tree_mask, seq_lengths=(length, length)
+    )
+
+
+def _ragged(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [query blocks, key blocks] -> how many are set in each row, and which (those first, in order)."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    indices = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], indices[None, None].contiguous()
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+class TreeAttention(MegatronModule):
+    """Megatron's core attention for packed rows: softmax(q k^T / sqrt(head_dim)) v under the row's mask, no dropout."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [S, 1, heads, head_dim]
+        key: torch.Tensor,  # [S, 1, kv_heads, head_dim]
+        value: torch.Tensor,
+        _attention_mask: None,  # Megatron's own; the tree's is in packed_seq_params
+        *,
+        packed_seq_params: TreeParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[S, 1, heads * head_dim], of this rank's heads."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        mask = packed_seq_params.mask
+        if isinstance(mask, BlockMask):
+            output = _compiled_flex()(query, key, value, block_mask=mask, scale=self.scale, enable_gqa=True)
+        else:
+            # Expanded by hand: with `enable_gqa` the backward of CUDA's kernels is many times slower.
+            repeat = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self.scale
+            )
+        return output.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,155 @@
+"""Megatron's GPTModel for an `Arch`, with our attention and LoRA, and not one weight initialised."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from tandem.errors import InvalidInput
+from tandem.model import device
+from tandem.model.arch import Arch
+from tandem.model.attention import TreeAttention
+from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
+from tandem.model.policy import Policy
+from tandem.spool.schema import LoraShape
+
+Recompute = Literal["none", "full"]
+
+
+def build_policy(
+    arch: Arch, lora: LoraShape, *, dtype: torch.dtype | None = None, recompute: Recompute = "none"
+) -> Policy:
+    """The policy on this process's device, cut for its tensor-parallel rank. Its base weights are uninitialised memory
+    until `Policy.load_base`, its adapter is zero until `Policy.load_adapter`.
+
+    `device.activate` and `parallel.init_parallel` came before. `dtype` is of base weights and activations (LoRA is
+    fp32), by default the device's own. `recompute="full"` keeps only each layer's input and computes the layer again
+    in the backward pass.
+
+    Raises:
+        InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    for what, size in (
+        ("key/value heads", arch.num_kv_heads),
+        ("MLP features", arch.ffn_hidden_size),
+        ("vocabulary entries", arch.vocab_size),
+    ):
+        if size % tp:
+            raise InvalidInput(f"{size} {what} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
+    dtype = dtype or device.default_dtype()
+    where = device.device()
+    with where:  # for the norms, which ask nobody where to be
+        gpt = GPTModel(
+            transformer_config(arch, dtype=dtype, recompute=recompute),
+            _layer_spec(arch),
+            vocab_size=arch.vocab_size,
+            max_sequence_length=arch.max_positions,
+            share_embeddings_and_output_weights=arch.tie_embeddings,
+            # Rows hold many sequences: `Policy` gives the layers each slot's own rotation.
+            position_embedding_type="none",
+        )
+    gpt.to(dtype).requires_grad_(False)
+    switch = Switch()
+    adapt = partial(LoraLinear, lora=lora, switch=switch, device=where)
+    q, kv = arch.num_heads * arch.head_dim // tp, arch.num_kv_heads * arch.head_dim // tp
+    ffn = arch.ffn_hidden_size // tp
+    qkv_parts = [Part("q_proj", q), Part("k_proj", kv), Part("v_proj", kv)]
+    for layer in gpt.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        attention.linear_qkv = adapt(attention.linear_qkv, qkv_parts, join_qkv(arch.num_kv_heads // tp))
+        attention.linear_proj = adapt(attention.linear_proj, [Part("o_proj", arch.hidden_size)], join_stacked)
+        mlp.linear_fc1 = adapt(mlp.linear_fc1, [Part("gate_proj", ffn), Part("up_proj", ffn)], join_stacked)
+        mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
+    return Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch).to(where))
+
+
+def transformer_config(arch: Arch, *, dtype: torch.dtype, recompute: Recompute) -> TransformerConfig:
+    """Megatron's own configuration of `arch` at this process's place in the process groups."""
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        qk_layernorm=arch.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=False,
+        gradient_accumulation_fusion=False,  # needs apex, and the fused layers are frozen
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,
+        recompute_granularity="full" if recompute == "full" else None,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+
+
+def rope_frequencies(arch: Arch) -> torch.Tensor:
+    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32 [head_dim / 2].
+
+    With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
+    original / high_freq_factor stay, and between them the two are blended.
+    """
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    frequencies = 1.0 / arch.rope_theta**exponents
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+
+
+def _layer_spec(arch: Arch) -> ModuleSpec:
+    qk_norm = WrappedTorchNorm if arch.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=TreeAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=partial(
+                MLP.as_mlp_submodule,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,73 @@
+"""Process groups: which rank does what."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._C._distributed_c10d import HashStore
+
+from tandem.errors import InvalidInput
+from tandem.model import device
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the parallel dimensions, and this rank's place in them."""
+
+    world_size: int
+    rank: int
+    tp: int
+    tp_rank: int
+    dp: int
+    dp_rank: int
+    pp: int = 1
+
+    def sizes(self) -> dict[str, int]:
+        """What a checkpoint's manifest says."""
+        return {key: value for key, value in asdict(self).items() if not key.endswith("rank")}
+
+
+def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:
+    """Join the process groups; `device.activate` came before.
+
+    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) all its ranks take part; without it, this
+    process is alone. A collective that waits longer than `timeout_seconds` fails. Neighbouring ranks are one
+    tensor-parallel group; data parallelism takes what is left.
+
+    Raises:
+        InvalidInput: the number of ranks is not a multiple of `tensor_parallel`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(device.backend(), timeout=timeout)
+        else:
+            dist.init_process_group(device.backend(), store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    world_size = dist.get_world_size()
+    if world_size % tensor_parallel:
+        raise InvalidInput(f"{world_size} ranks don't divide into groups of {tensor_parallel}", field="tensor_parallel")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        distributed_timeout_minutes=timeout_seconds / 60,
+        create_gloo_process_groups=False,
+    )
+    return Topology(
+        world_size=world_size,
+        rank=dist.get_rank(),
+        tp=tensor_parallel,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def destroy() -> None:
+    """Leave together: a barrier, then no groups any more (R3)."""
+    if dist.is_initialized():
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,197 @@
+"""The policy: a frozen base model and a trainable adapter, for packed rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import nn
+
+from tandem.model import device
+from tandem.model.adapter import adapter_shapes, key_a, key_b, read_adapter
+from tandem.model.arch import Arch
+from tandem.model.attention import Kernel, tree_params
+from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
+from tandem.model.lora import LoraLinear, LoraTensor, Switch
+from tandem.model.weights import load_weights, model_directory
+from tandem.spool.schema import LoraShape
+
+if TYPE_CHECKING:
+    from tandem.data.packed import PackedRow
+
+
+@dataclass(frozen=True)
+class RowTensors:
+    """What the model needs of a packed row; all int64 on the device. Slots are indices into the row."""
+
+    tokens: torch.Tensor  # [S]
+    positions: torch.Tensor  # [S]
+    subtree_end: torch.Tensor  # [S]
+    item_source: torch.Tensor  # [items], the slot each item is predicted from
+    item_target: torch.Tensor  # [items], the slot of the predicted token
+
+
+@dataclass(frozen=True)
+class ItemOutputs:
+    """Per item of a row, fp32 [items], in nats."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
+
+    def copied(name: str) -> torch.Tensor:
+        return torch.tensor(getattr(row, name), dtype=torch.int64).to(device)
+
+    return RowTensors(
+        **{name: copied(name) for name in ("tokens", "positions", "subtree_end", "item_source", "item_target")}
+    )
+
+
+class Policy(nn.Module):
+    """Made by `tandem.model.build.build_policy`.
+
+    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients. They
+    are fp32, so an fp32 optimizer steps them directly, without a second master copy.
+
+    Gradients after `backward` are complete with regard to tensor parallelism (see `tandem.model.lora`): only the sum
+    over data-parallel ranks is left to do. Tensors that are cut over tensor-parallel ranks carry Megatron's attribute
+    `tensor_model_parallel=True`: a global norm counts each of their parts, and every other tensor once, not `tp` times.
+    """
+
+    def __init__(self, gpt: GPTModel, arch: Arch, lora: LoraShape, switch: Switch, *, inv_freq: torch.Tensor) -> None:
+        super().__init__()
+        self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
+        self.attention_kernel: Kernel = device.attention_kernel()
+        self.chunk_elements = CHUNK_ELEMENTS
+        self._switch = switch
+        self._tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
+        self._inv_freq = inv_freq
+        self._lora = self._find_lora()
+
+    # ------------------------------------------------------------ weights in and out
+
+    def load_base(self, model: str) -> None:
+        """Fill the base weights from a Hugging Face directory or hub name; see `weights.load_weights` for errors."""
+        adapted = {id(tensor.parameter) for tensor in self._lora.values()}
+        base = {
+            name.replace(".base.", "."): parameter.data
+            for name, parameter in self.gpt.named_parameters()
+            if id(parameter) not in adapted
+        }
+        load_weights(model_directory(model), self.arch, base, tp=self._tp, tp_rank=self._tp_rank)
+
+    def load_adapter(self, directory: Path) -> None:
+        """Fill the adapter from PEFT's files, all or nothing.
+
+        Raises:
+            CheckpointDamaged: see `adapter.read_adapter`. The adapter in memory is then as it was before.
+        """
+        tensors = read_adapter(directory, self.arch, self.lora)
+        with torch.no_grad():
+            for name, parameter in self.lora_parameters().items():
+                parameter.copy_(self.shard(name, torch.from_numpy(tensors[name])))
+
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """PEFT key -> whole fp32 tensor on the CPU. A collective of the tensor-parallel ranks; all get all of it."""
+        return {name: self.gather(name, parameter.data) for name, parameter in self.lora_parameters().items()}
+
+    def lora_parameters(self) -> dict[str, nn.Parameter]:
+        """PEFT key -> this rank's part, fp32, trainable; in `adapter.adapter_shapes`' order on all ranks."""
+        return {name: tensor.parameter for name, tensor in self._lora.items()}
+
+    def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The whole, on the CPU, of a tensor shaped like LoRA parameter `name` (Adam's state, say), from every rank's
+        part. A collective of the tensor-parallel ranks, in the same order on each."""
+        cut = self._lora[name].cut
+        local = local.detach().contiguous()
+        if cut == "whole" or self._tp == 1:
+            return local.to("cpu", copy=True)
+        parts = [torch.empty_like(local) for _ in range(self._tp)]
+        dist.all_gather(parts, local, group=self._tp_group)
+        return torch.cat(parts, dim=0 if cut == "rows" else 1).cpu()
+
+    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor for LoRA parameter `name`; undoes `gather`. A copy, where `full` is."""
+        cut = self._lora[name].cut
+        if cut == "whole" or self._tp == 1:
+            return full.clone()
+        return full.chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank].clone()
+
+    @contextlib.contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """The base model alone; nothing is trainable in it, so there are no gradients inside."""
+        before, self._switch.on = self._switch.on, False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._switch.on = before
+
+    # ------------------------------------------------------------ computing
+
+    def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
+        """log p and entropy of every item at `temperature`; logits are made at the items' sources only."""
+        hidden = self._hidden(row.tokens, row.positions, row.subtree_end)
+        vocab = self.arch.vocab_size // self._tp
+        logprobs, entropy = item_logprobs(
+            hidden[row.item_source],
+            row.tokens[row.item_target],
+            self._head,
+            vocab_start=self._tp_rank * vocab,
+            vocab_size=vocab,
+            temperature=temperature,
+            group=self._tp_group,
+            chunk_elements=self.chunk_elements,
+        )
+        return ItemOutputs(logprobs, entropy)
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
+        """All logits of one row, fp32 [S, vocabulary] on every rank; for tests and probes of small rows."""
+        local = self._head(self._hidden(tokens, positions, subtree_end))
+        return gather_from_tensor_model_parallel_region(local, group=self._tp_group).float()
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [S, hidden]."""
+        embedded = self.gpt.embedding(input_ids=tokens[None], position_ids=None)
+        if torch.is_grad_enabled():
+            # Under full recompute a layer whose input needs no gradient is run without a graph: with a frozen embedding
+            # nothing would be trained, silently.
+            embedded = embedded.detach().requires_grad_()
+        angles = torch.outer(positions.float(), self._inv_freq)
+        hidden = self.gpt.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
+            packed_seq_params=tree_params(subtree_end, self.attention_kernel),
+        )
+        return hidden[:, 0]
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.gpt.shared_embedding_or_output_weight() if self.arch.tie_embeddings else None
+        return self.gpt.output_layer(hidden, weight=weight)[0]
+
+    def _find_lora(self) -> dict[str, LoraTensor]:
+        found: dict[str, LoraTensor] = {}
+        for index, layer in enumerate(self.gpt.decoder.layers):
+            for block, linears in (
+                ("self_attn", (layer.self_attention.linear_qkv, layer.self_attention.linear_proj)),
+                ("mlp", (layer.mlp.linear_fc1, layer.mlp.linear_fc2)),
+            ):
+                for linear in linears:
+                    assert isinstance(linear, LoraLinear)
+                    for (target, which), tensor in linear.tensors().items():
+                        module = f"model.layers.{index}.{block}.{target}"
+                        found[key_a(module) if which == "A" else key_b(module)] = tensor
+        return {name: found[name] for name in adapter_shapes(self.arch, self.lora)}
