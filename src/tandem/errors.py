@@ -54,6 +54,11 @@ class Unauthorized(TandemError):
     http_status = 401
 
 
+class RequestTooLarge(InvalidInput):
+    code = "request_too_large"
+    http_status = 413
+
+
 class UnknownArchitecture(InvalidInput):
     code = "unknown_architecture"
 
@@ -73,6 +78,29 @@ class SpoolUnusable(TandemError):
 
 
 class JobFailed(TandemError):
-    """A job ended `failed` or `cancelled`; raised by clients that wait for one."""
+    """A job ended `failed` or `cancelled`; raised by clients that wait for one.
+
+    `job_id` is the job's; `reason` its error's type (`rank_crashed`, `deadline`, `cancelled`, ...); the message ends with
+    the tail of the job's log where there is one.
+    """
 
     code = "job_failed"
+
+    def __init__(self, message: str, *, field: str | None = None, job_id: str = "", reason: str = "") -> None:
+        super().__init__(message, field=field)
+        self.job_id = job_id
+        self.reason = reason
+
+
+class NotServed(TandemError):
+    """A checkpoint was refused by the publisher, or not served in the time given; raised by clients that wait."""
+
+    code = "not_served"
+
+
+class Unreachable(TandemError):
+    """The controller did not answer, however often it was asked; raised by clients."""
+
+    code = "unreachable"
+    http_status = 503
+    retriable = True

@@ -1,0 +1,66 @@
+"""`python -m tandem.controller`: the HTTP API under uvicorn."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from tandem.config import Settings
+from tandem.controller.app import create_app
+from tandem.controller.gate import is_loopback, split_keys
+from tandem.errors import TandemError, Unauthorized
+
+# Requests under way when the process is told to stop get this long, in seconds; the spool loses nothing either way.
+GRACE_SECONDS = 10
+
+
+class _Server(uvicorn.Server):
+    """Ends open event streams as soon as it is told to stop; clients reconnect to whoever comes next."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.state.deployment.stopping = True
+        super().handle_exit(sig, frame)
+
+
+def check_bind(settings: Settings) -> None:
+    """Without a key, only this machine may reach the controller; raises Unauthorized otherwise."""
+    if not split_keys(settings.secret("api_key")) and not is_loopback(settings.controller_host):
+        raise Unauthorized(
+            f"no API key is set, and {settings.controller_host} can be reached from other machines; set TANDEM_API_KEY "
+            "(or TANDEM_API_KEY_FILE), or bind to 127.0.0.1",
+            field="TANDEM_CONTROLLER_HOST",
+        )
+
+
+def main() -> int:
+    """Serve until a signal; returns the exit status."""
+    try:
+        settings = Settings()
+        check_bind(settings)
+        app = create_app(settings)
+    except (TandemError, ValidationError, OSError) as error:
+        print(f"tandem controller: {error}", file=sys.stderr)
+        return 2
+    config = uvicorn.Config(
+        app,
+        host=settings.controller_host,
+        port=settings.controller_port,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        server_header=False,
+        log_level="info",
+    )
+    server = _Server(config, app)
+    server.run()
+    return 0 if server.started else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from pydantic import TypeAdapter
+
+import tandem
+from tandem.config import Settings
+from tandem.controller import refusals, routes_checkpoints, routes_jobs, routes_runs
+from tandem.controller.deployment import Deployment, Here
+from tandem.controller.gate import Gate, split_keys
+from tandem.controller.schemas import ErrorBody, Health, TrainRequest
+
+_DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take
+the checkpoint.
+
+Sampling is vLLM's own OpenAI-compatible API; a run's step is its model `<run>@<step>`.
+Every refusal is `{"error": {"type", "message", "field"}}`."""
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorBody, "description": "No key, or none of this deployment's."},
+    404: {"model": ErrorBody, "description": "No such run, step or job."},
+    409: {"model": ErrorBody, "description": "It doesn't fit the present state."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    422: {"model": ErrorBody, "description": "The input is wrong; `field` says which."},
+    503: {"model": ErrorBody, "description": "The volume can't be used; try again later."},
+}
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application of one deployment.
+
+    Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
+    """
+    app = FastAPI(
+        title="Tandem",
+        version=tandem.__version__,
+        description=_DESCRIPTION,
+        generate_unique_id_function=_operation_id,
+        separate_input_output_schemas=False,
+        redoc_url=None,
+    )
+    app.state.deployment = Deployment(settings)
+    refusals.install(app)
+    # The gate checks the key; this only tells the schema that there is one.
+    bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
+    for module in (routes_runs, routes_jobs, routes_checkpoints):
+        app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
+    _add_health(app)
+    app.add_middleware(Gate, keys=split_keys(settings.secret("api_key")), max_bytes=settings.max_request_bytes)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _add_health(app: FastAPI) -> None:
+    @app.get("/healthz", tags=["health"])
+    async def live() -> Health:
+        """The process answers."""
+        return Health(version=tandem.__version__)
+
+    @app.get("/readyz", tags=["health"], responses={503: _REFUSALS[503]})
+    def ready(here: Here) -> Health:
+        """The volume can be written."""
+        here.spool.check_writable()
+        return Health(version=tandem.__version__)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's schema, and that of the body which `train` reads for itself."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        request = TypeAdapter(TrainRequest).json_schema(ref_template="#/components/schemas/{model}")
+        components = schema["components"]["schemas"]
+        for name, part in request.pop("$defs").items():
+            components.setdefault(name, part)
+        components["TrainRequest"] = request
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,60 @@
+"""What the routes work with: the settings, the spool, the base model's architecture, and threads for heavy work."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated
+
+import anyio
+from fastapi import Depends, Request
+
+from tandem.config import Settings, resolve_model
+from tandem.errors import InvalidInput
+from tandem.model.arch import Arch, read_arch
+from tandem.spool import Spool
+
+# Parsing and packing a batch takes a core and several times the request's size in memory: two at a time, others wait.
+PACKING_THREADS = 2
+# Threads that look for new events; each look takes milliseconds, and heavy requests can't take these threads.
+WATCHING_THREADS = 8
+
+
+class Deployment:
+    """One per controller process; holds nothing that the spool doesn't hold too."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.base_model is None:
+            raise InvalidInput("TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name",
+                               field="TANDEM_BASE_MODEL")  # fmt: skip
+        self.settings = settings
+        self.base_model: str = settings.base_model
+        self.spool = Spool.create(settings.root)
+        self.packing = anyio.CapacityLimiter(PACKING_THREADS)
+        self.watching = anyio.CapacityLimiter(WATCHING_THREADS)
+        self.stopping = False  # open event streams end when this turns True
+        self._arch: Arch | None = None
+        self._arch_lock = threading.Lock()
+
+    @property
+    def model(self) -> str:
+        """The base model as this container sees it."""
+        return resolve_model(self.settings.root, self.base_model)
+
+    def arch(self) -> Arch:
+        """The base model's architecture, read once; raises as `read_arch` does, and tries again the next time."""
+        with self._arch_lock:
+            if self._arch is None:
+                self._arch = read_arch(self.model)
+            return self._arch
+
+    def is_base_model(self, name: str) -> bool:
+        """Whether `name` is the deployment's base model, by its name or by what it resolves to."""
+        return name == self.base_model or resolve_model(self.settings.root, name) == self.model
+
+
+def _of(request: Request) -> Deployment:
+    deployment: Deployment = request.app.state.deployment
+    return deployment
+
+
+Here = Annotated[Deployment, Depends(_of)]
