@@ -81,9 +81,41 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Pack
     )
 
 
+class _Rows:
+    """Rows being filled. Room is what a row really has left, with prefixes that its groups share counted once."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self.trees: list[PrefixTree] = []
+        self._length = sequence_length
+        self._by_room: list[tuple[int, int]] = []  # (room, row), sorted
+
+    def room(self, row: int) -> int:
+        return self._length - self.trees[row].num_slots
+
+    def open(self, tree: PrefixTree) -> int:
+        self.trees.append(tree)
+        row = len(self.trees) - 1
+        insort(self._by_room, (self.room(row), row))
+        return row
+
+    def add(self, row: int, sequences: list[int]) -> None:
+        self._by_room.pop(bisect_left(self._by_room, (self.room(row), row)))
+        for index in sequences:
+            self.trees[row].add(index)
+        insort(self._by_room, (self.room(row), row))
+
+    def tightest(self, size: int) -> int | None:
+        """The row with the least room that is at least `size`."""
+        at = bisect_left(self._by_room, (size, -1))
+        return self._by_room[at][1] if at < len(self._by_room) else None
+
+    def emptiest(self, size: int) -> int | None:
+        """The row with the most room, if that is at least `size`."""
+        return self._by_room[-1][1] if self._by_room and self._by_room[-1][0] >= size else None
+
+
 def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> list[PrefixTree]:
-    """The rows, as trees. Room is what a row really has left, prefixes that its groups share counted once; whether a
-    group fits is judged by its size alone, so that no row can overflow."""
+    """The rows, as trees. Whether a group fits is judged by its size alone, so that no row can overflow."""
     trees = []
     for group in groups:
         tree = empty.fresh()
@@ -91,39 +123,30 @@ def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> 
             tree.add(index)
         trees.append(tree)
 
-    rows: list[PrefixTree] = []
-    room: list[tuple[int, int]] = []  # (slots left, row), sorted
+    rows = _Rows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
         if tree.num_slots > sequence_length:
-            for part in _split(tree, sequence_length):
-                insort(room, (sequence_length - part.num_slots, len(rows)))
-                rows.append(part)
-            continue
-        at = bisect_left(room, (tree.num_slots, -1))
-        if at == len(room):
-            insort(room, (sequence_length - tree.num_slots, len(rows)))
-            rows.append(tree)
+            _split(tree, rows)
+        elif (row := rows.tightest(tree.num_slots)) is not None:
+            rows.add(row, tree.sequences)
         else:
-            _, number = room.pop(at)
-            for index in tree.sequences:
-                rows[number].add(index)
-            insort(room, (sequence_length - rows[number].num_slots, number))
-    return rows
+            rows.open(tree)
+    return rows.trees
 
 
-def _split(tree: PrefixTree, sequence_length: int) -> list[PrefixTree]:
-    """Rows for a tree that is larger than one. In lexicographic order each sequence goes where it takes the fewest
-    slots, then where the least room is left, among the last few rows; if it fits none of them, a row is opened."""
-    rows: list[PrefixTree] = []
-    window: list[PrefixTree] = []
+def _split(tree: PrefixTree, rows: _Rows) -> None:
+    """Place a tree that is larger than a row. In lexicographic order each sequence goes, among the last few rows this
+    tree went to, where it takes the fewest slots, then where the least room is left. If it fits none of them, it goes
+    to the row with the most room (so that its siblings can follow), and if it does not fit there, to a new row."""
+    window: list[int] = []
     for index in tree.sequences:
-        costs = [(row.cost(index), sequence_length - row.num_slots, at) for at, row in enumerate(window)]
+        costs = [(rows.trees[row].cost(index), rows.room(row), row) for row in window]
         fitting = [entry for entry in costs if entry[0] <= entry[1]]
         if fitting:
-            window[min(fitting)[2]].add(index)
+            rows.add(min(fitting)[2], [index])
             continue
-        row = tree.fresh()
-        row.add(index)
-        rows.append(row)
+        row = rows.emptiest(tree.length(index))
+        if row is None:
+            row = rows.open(tree.fresh())
+        rows.add(row, [index])
         window = [*window, row][-OPEN_ROWS:]
-    return rows

@@ -46,6 +46,10 @@ class PrefixTree:
         """Indices of its sequences, in lexicographic order (by index where equal)."""
         return [index for _, index in self._order]
 
+    def length(self, index: int) -> int:
+        """Tokens of sequence `index`."""
+        return len(self._tokens[index])
+
     def cost(self, index: int) -> int:
         """Slots that adding sequence `index` would take: its length less what it shares with a neighbour."""
         at = bisect_left(self._order, (self._keys[index], index))
