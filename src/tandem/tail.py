@@ -15,17 +15,15 @@ class Tail:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
-        self._fd: int | None = None
+        self._fd = -1
         self._partial = b""
         if from_end and self._open():
-            assert self._fd is not None
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
         """New complete lines, without their ends. `final`: the last line counts even if it was not finished."""
         found: list[str] = []
         while self._open():
-            assert self._fd is not None
             if os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR):
                 os.lseek(self._fd, 0, os.SEEK_SET)
             while chunk := os.read(self._fd, _CHUNK):
@@ -48,7 +46,7 @@ class Tail:
         return text
 
     def _open(self) -> bool:
-        if self._fd is None:
+        if self._fd < 0:
             try:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
@@ -56,7 +54,6 @@ class Tail:
         return True
 
     def _rotated(self) -> bool:
-        assert self._fd is not None
         try:
             there = self.path.stat()
         except OSError:
@@ -65,9 +62,9 @@ class Tail:
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
     def _close_file(self) -> None:
-        if self._fd is not None:
+        if self._fd >= 0:
             os.close(self._fd)
-            self._fd = None
+            self._fd = -1
 
 
 def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:

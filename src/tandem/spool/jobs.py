@@ -188,9 +188,10 @@ class Jobs(JobFiles):
                 return where
             return self._settle(where, job, _cancelled("cancelled before it started"))
 
-    def requeue(self, job: Job, error: JobError) -> JobState:
+    def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result: back to `queued`, or, if `error` is not retriable or no attempts are left,
         to `failed`; to `cancelled` if that was asked for. Gives the new state. A job that is decided stays so.
+        `counts` False: the attempt ended through no fault of the job (its runner was stopped) and uses up none.
         """
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
@@ -200,9 +201,12 @@ class Jobs(JobFiles):
             self._same_attempt(job, current)
             if self.cancel_requested(job_id):
                 return self._settle(where, current, _cancelled("cancelled while it ran"))
-            if not error.retriable or current.attempt >= current.spec.max_attempts:
+            stopped = current.stopped + (0 if counts else 1)
+            if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                 return self._settle(where, current, JobResult(state="failed", error=error, finished=time.time()))
-            fs.write_json_atomic(self._file(where, job_id), current.model_copy(update={"last_error": error}))
+            fs.write_json_atomic(
+                self._file(where, job_id), current.model_copy(update={"last_error": error, "stopped": stopped})
+            )
             if not any(e.type == "requeued" and e.attempt == current.attempt for e in self._spool.events.read(job_id)):
                 self._spool.events.append(
                     job_id, "requeued", attempt=current.attempt, error=error.model_dump(exclude={"log_tail"})

@@ -215,6 +215,7 @@ class Job(Record):
 
     spec: JobSpec
     attempt: int = 0  # attempts started so far
+    stopped: int = 0  # of those, ended because the runner was asked to stop; they don't count against max_attempts
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None
 

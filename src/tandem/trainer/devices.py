@@ -1,0 +1,86 @@
+"""The trainer's GPUs as seen from outside the ranks: by UUID, through nvidia-smi, without a CUDA context.
+
+An index restarts at 0 in each container and the pids NVML reports are the host's, so only UUIDs and bytes are used.
+On a machine without GPUs there are no devices, and "free" means that no rank of ours is left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+
+MIB = 2**20
+FREE_BYTES = 256 * MIB
+"""A device with less than this in use is free: a CUDA context alone takes more, a driver's own bookkeeping less."""
+
+_TIMEOUT_SECONDS = 20.0
+
+
+class Devices:
+    """The GPUs that the ranks of this runner use."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises InvalidInput where the settings name devices that are not there."""
+        self.uuids: tuple[str, ...] = ()
+        if settings.device == "cpu":
+            return
+        found = _query()
+        if not found:
+            if settings.device == "cuda":
+                raise InvalidInput(
+                    "nvidia-smi finds no GPU; give the container one, or set TANDEM_DEVICE=cpu", field="TANDEM_DEVICE"
+                )
+            return
+        self.uuids = _selected(settings, {index: uuid for index, uuid, _ in found})
+
+    def used(self) -> dict[str, int]:
+        """Bytes in use per UUID, whoever uses them."""
+        if not self.uuids:
+            return {}
+        return {uuid: used for _, uuid, used in _query() if uuid in self.uuids}
+
+    def wait_free(self, timeout: float) -> dict[str, int]:
+        """`used` once every device is free, or after `timeout` seconds: the driver frees a dead process's memory a
+        little after it is gone."""
+        end = time.monotonic() + timeout
+        while True:
+            used = self.used()
+            if all(value < FREE_BYTES for value in used.values()) or time.monotonic() > end:
+                return used
+            time.sleep(0.2)
+
+
+def _selected(settings: Settings, by_index: dict[str, str]) -> tuple[str, ...]:
+    names = settings.trainer_devices
+    where = "TANDEM_TRAINER_DEVICES"
+    if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        names, where = visible.split(","), "CUDA_VISIBLE_DEVICES"
+    if not names:
+        return tuple(by_index.values())
+    uuids = []
+    for name in names:
+        # CUDA accepts a UUID's unambiguous beginning too.
+        matches = [uuid for index, uuid in by_index.items() if name == index or uuid.startswith(name)]
+        if len(matches) != 1:
+            raise InvalidInput(f"{name!r} is none of the GPUs here, which are {by_index}", field=where)
+        uuids.append(matches[0])
+    return tuple(uuids)
+
+
+def _query() -> list[tuple[str, str, int]]:
+    """(index, UUID, bytes in use) of each GPU; empty without nvidia-smi, without a GPU, or when it doesn't answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (line.split(", ") for line in answer.splitlines() if line.count(", ") == 2)
+    return [(index, uuid, int(used) * MIB) for index, uuid, used in rows if used.isdigit()]

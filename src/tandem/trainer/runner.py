@@ -1,0 +1,282 @@
+"""The runner: claims jobs, starts ranks for them, watches, judges. One per spool; no torch in this process.
+
+    python -m tandem.trainer.runner          (or `tandem runner`)
+
+Every claimed job ends in a state with a reason, within deadline_seconds (or stall_seconds without progress) per attempt
+plus the bounds of `attempt` and RELEASE_SECONDS. SIGTERM or SIGINT: the ranks are stopped, the job goes back to the
+queue without the attempt being counted, and the runner exits with 0 within STOP_SECONDS. `kill -9` of the runner takes
+ranks and launchers with it (PR_SET_PDEATHSIG); what could outlive it is found by its mark and ended by the next runner,
+before that one settles the jobs it left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from tandem import logs, processes
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.logs import Log
+from tandem.processes import Process
+from tandem.spool import Spool, fs
+from tandem.spool.recovery import made_by
+from tandem.spool.schema import Job, JobError, JobResult, JobState, RankProcess
+from tandem.trainer import attempt
+from tandem.trainer.attempt import JobLog, Watch
+from tandem.trainer.devices import FREE_BYTES, Devices
+from tandem.trainer.launch import DEFAULT_ENTRY, Launch, make_launcher
+
+log = Log("runner")
+
+RELEASE_SECONDS = 10.0
+"""How long a device's memory may take to be free after its last process is gone."""
+STOP_SECONDS = attempt.GRACE_SECONDS + attempt.KILL_SECONDS + RELEASE_SECONDS + 5.0
+"""Bound between SIGTERM and the runner's exit."""
+_IDLE_SECONDS = 0.2
+_LONGEST_PAUSE = 30.0
+_MARKER = "TANDEM_RUNNER_OF"
+_QUEUED: tuple[JobState, ...] = ("queued",)
+
+
+class Runner:
+    """`entry`: module whose `main(root, job_id, attempt)` is a rank."""
+
+    def __init__(self, settings: Settings, *, entry: str = DEFAULT_ENTRY) -> None:
+        self._settings = settings
+        self._entry = entry
+        self._stop = False
+        self._survivors: list[Process] = []
+
+    def request_stop(self, *_: object) -> None:
+        self._stop = True
+
+    def run(self) -> int:
+        """Until SIGTERM. Raises SpoolUnusable when the spool can't be opened or has a runner already."""
+        self._spool = Spool.create(self._settings.root)
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        with self._spool.jobs.runner_lock(self._name):
+            status = self._spool.root.stat()
+            # The same volume may have another name in another life of this container.
+            marker = (_MARKER, f"{status.st_dev}:{status.st_ino}")
+            processes.adopt_orphans()
+            self._sweep(marker)
+            self._devices = Devices(self._settings)
+            self._launcher = make_launcher(self._settings, entry=self._entry, marker=marker)
+            log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=self._launcher.name,
+                     ranks=self._settings.trainer_ranks, devices=",".join(self._devices.uuids) or "cpu")  # fmt: skip
+            for state, job in self._spool.jobs.recover(self._name):
+                log.info("settled a job of an earlier runner", job=job.spec.id, run=job.spec.run, state=state)
+            try:
+                self._loop()
+            finally:
+                self._launcher.close()
+            log.info("runner is down")
+        return 0
+
+    def _sweep(self, marker: tuple[str, str]) -> None:
+        """End what a dead runner of this spool left. Holding the lock, we know that it is dead."""
+        orphans = processes.marked(*marker)
+        for orphan in orphans:
+            log.warning("ending a process of an earlier runner", pid=orphan.pid, command=orphan.command)
+        self._survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=attempt.KILL_SECONDS)
+
+    # ---------------------------------------------------------------- the loop
+
+    def _loop(self) -> None:
+        self._launcher.prepare()
+        while not self._stop:
+            job = self._insist("look for a job", self._next)
+            if job is not None:
+                self._run_job(job)
+            elif not self._stop:
+                time.sleep(_IDLE_SECONDS)
+
+    def _next(self) -> Job | None:
+        jobs = self._spool.jobs
+        if not jobs.list(states=_QUEUED):
+            return None
+        self._wait_for_devices()
+        if self._stop:
+            return None
+        return jobs.claim(self._name)
+
+    def _wait_for_devices(self) -> None:
+        """Return when the devices are free; a job whose attempt could only fail on full devices is not claimed."""
+        said = False
+        while not self._stop:
+            self._survivors = [left for left in self._survivors if _lives(left)]
+            used = {uuid: size for uuid, size in self._devices.used().items() if size >= FREE_BYTES}
+            if not used and not self._survivors:
+                break
+            if not said:
+                log.warning("jobs wait: the devices are not free", bytes_in_use=used or None,
+                            processes=[left.pid for left in self._survivors] or None)  # fmt: skip
+                said = True
+            self._pause(2.0)
+        if said and not self._stop:
+            log.info("the devices are free again")
+
+    def _run_job(self, job: Job) -> None:
+        spec = job.spec
+        begin = time.monotonic()
+        log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
+                 attempt=f"{job.attempt}/{spec.max_attempts}")  # fmt: skip
+        decided = self._decide(job)
+        state = self._insist("record the job's end", lambda: self._record(job, decided))
+        if state is None:
+            log.warning("stopped before the job's end could be written; the next runner settles it", job=spec.id)
+            return
+        error = decided.error if isinstance(decided, JobResult) else decided
+        why = {} if error is None else {"type": error.type, "error": error.message}
+        log.info(f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **why)
+        if state == "queued" and not self._stop:
+            self._pause(min(2.0 ** (job.attempt - 1), _LONGEST_PAUSE))
+
+    def _decide(self, job: Job) -> JobResult | JobError:
+        try:
+            verdict = self._insist("check the job's base", lambda: self._beforehand(job))
+            if verdict is None and not self._stop:
+                verdict = self._attempt(job)
+        except TandemError as error:  # not retriable: the run was removed, a manifest is damaged, ...
+            return JobError(type=error.code, message=str(error))
+        stopped = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
+        return verdict or stopped
+
+    def _beforehand(self, job: Job) -> JobResult | JobError | None:
+        """The verdict where it is known without running anything."""
+        spec = job.spec
+        if made_by(self._spool, job):
+            return JobResult(state="succeeded", step=spec.base_step + 1, finished=time.time())
+        steps = self._spool.checkpoints.steps(spec.run)
+        if spec.base_step + 1 in steps:
+            message = f"checkpoint {spec.base_step + 1} of run {spec.run!r} exists and was not made by this job"
+            return JobError(type="conflict", message=message)
+        if spec.base_step in steps:
+            return None
+        message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
+        for state, other in reversed(self._spool.jobs.list(spec.run)):
+            if other.spec.base_step == spec.base_step - 1 and state in ("failed", "cancelled"):
+                message += f": job {other.spec.id}, which was to make it, is {state}"
+                break
+        return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
+
+    def _attempt(self, job: Job) -> JobResult | JobError:
+        spec, jobs = job.spec, self._spool.jobs
+        work = jobs.work_dir(spec.id, job.attempt)
+        joblog = JobLog(jobs.log_path(spec.id), work, self._settings.trainer_ranks)
+        joblog.say(
+            f"attempt {job.attempt} of {spec.max_attempts}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        )
+        launch = Launch(
+            root=self._spool.root, job=spec.id, attempt=job.attempt, ranks=self._settings.trainer_ranks, work=work,
+            entry=self._entry,
+        )  # fmt: skip
+        watch = Watch(
+            cancelled=lambda: _quietly(lambda: jobs.cancel_requested(spec.id)) or False,
+            stopping=lambda: self._stop,
+            beat=lambda phase, ranks: self._beat(job, phase, ranks),
+        )
+        ended = attempt.run(job, self._launcher, launch, joblog, watch, self._settings.heartbeat_seconds)
+        self._release(job, ended.survivors)
+        if self._insist("look for the checkpoint", lambda: made_by(self._spool, job)):
+            # Committed before whatever came after: the chain has it, so the job is done.
+            joblog.say(f"checkpoint {spec.base_step + 1} is there: succeeded")
+            return JobResult(state="succeeded", step=spec.base_step + 1, finished=time.time())
+        error = ended.error
+        joblog.say(f"no checkpoint: {error.type}: {error.message}")
+        if error.type == "cancelled":
+            return JobResult(state="cancelled", error=error, finished=time.time())
+        return error.model_copy(update={"log_tail": joblog.tail()})
+
+    def _release(self, job: Job, survivors: list[Process]) -> None:
+        """Measure what is left on the devices and tell; the terminal state comes after this (R15)."""
+        self._survivors = survivors
+        begin = time.monotonic()
+        used = self._devices.wait_free(RELEASE_SECONDS)
+        left = {uuid: size for uuid, size in used.items() if size >= FREE_BYTES}
+        if survivors or left:
+            log.error("the ranks are gone but memory is not free" if left else "processes survive SIGKILL",
+                      job=job.spec.id, bytes_in_use=left or None,
+                      processes=[process.pid for process in survivors] or None)  # fmt: skip
+        data: dict[str, object] = {
+            "processes": len(survivors), "bytes": sum(used.values()), "devices": used,
+            "seconds": time.monotonic() - begin,
+        }  # fmt: skip
+        append = self._spool.events.append
+        self._insist("tell that memory is free", lambda: append(job.spec.id, "released", attempt=job.attempt, **data))
+
+    def _record(self, job: Job, verdict: JobResult | JobError) -> str:
+        if isinstance(verdict, JobResult):
+            if verdict.state == "succeeded":
+                # Nobody maps the arrays any more, and with the checkpoint there nobody needs them: gone before "done".
+                fs.remove_tree(self._spool.jobs.data_dir(job.spec.id))
+            return self._spool.jobs.finish(job, verdict)
+        return self._spool.jobs.requeue(job, verdict, counts=verdict.type != "runner_stopped")
+
+    def _beat(self, job: Job, phase: str, ranks: list[Process]) -> None:
+        recorded = [RankProcess(pid=rank.pid, start_time=rank.started) for rank in ranks]
+        _quietly(lambda: self._spool.jobs.beat(job.spec.id, self._name, phase, recorded))
+
+    # ---------------------------------------------------------------- patience
+
+    def _insist[T](self, what: str, action: Callable[[], T]) -> T | None:
+        """Do it; while the volume is unusable (full, gone, read-only) wait and try again, said once. None if stopped
+        meanwhile."""
+        pause, said = 0.5, False
+        while True:
+            try:
+                result = action()
+            except (TandemError, OSError) as error:
+                if isinstance(error, TandemError) and not error.retriable:
+                    raise
+                if not said:
+                    log.error(f"can't {what}; trying again until the volume is back", error=error)
+                    said = True
+                if self._stop:
+                    return None
+                self._pause(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE)
+            else:
+                if said:
+                    log.info(f"could {what} again")
+                return result
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def _lives(process: Process) -> bool:
+    now = processes.read(process.pid)
+    return now is not None and now.started == process.started and not now.zombie
+
+
+def _quietly[T](action: Callable[[], T]) -> T | None:
+    """The result, or None where the volume is unusable just now: the ranks' own trouble with it decides."""
+    with suppress(TandemError, OSError):
+        return action()
+    return None
+
+
+def main(entry: str = DEFAULT_ENTRY) -> int:
+    """Run until SIGTERM; the exit status."""
+    logs.configure()
+    try:
+        runner = Runner(Settings(), entry=entry)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, runner.request_stop)
+        return runner.run()
+    except TandemError as error:
+        log.error("the runner can't run", type=error.code, error=error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
