@@ -1,0 +1,121 @@
+"""R16: whatever is wrong with an adapter's files, loading fails and names it; LoRA is never silently reset."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tandem.errors import CheckpointDamaged
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from tandem.model.arch import arch_from_config
+from tandem.model.identity import write_identity_adapter
+from tandem.spool.schema import LoraShape
+from tiny import SHAPE
+
+ARCH = arch_from_config({"model_type": "qwen3", **SHAPE})
+LORA = LoraShape(rank=4, alpha=8)
+NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    write_identity_adapter(tmp_path, ARCH, LORA, base_model="tiny", seed=1)
+    return tmp_path
+
+
+def test_the_whole_adapter_is_read(adapter):
+    tensors = read_adapter(adapter, ARCH, LORA)
+    assert len(tensors) == 2 * 2 * 7
+    assert all(tensor.dtype == np.float32 for tensor in tensors.values())
+
+
+def rewrite(adapter, change):
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    change(tensors)
+    save_file(tensors, adapter / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(NAME), f"lacks the tensor {NAME}"),
+        (lambda t: t.update({NAME + ".more": t[NAME]}), f"unexpected tensor {NAME}.more"),
+        (lambda t: t.update({NAME: t[NAME].T.copy()}), f"{NAME} has the shape \\[32, 4\\], expected \\[4, 32\\]"),
+        (lambda t: t.update({NAME: t[NAME] * np.float32("nan")}), f"{NAME} holds NaN"),
+    ],
+    ids=["missing", "extra", "misshapen", "nan"],
+)
+def test_wrong_tensors_are_named(adapter, change, says):
+    rewrite(adapter, change)
+    with pytest.raises(CheckpointDamaged, match=says):
+        read_adapter(adapter, ARCH, LORA)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_missing_file_is_named(adapter, name):
+    (adapter / name).unlink()
+    with pytest.raises(CheckpointDamaged, match=f"{name} is missing"):
+        read_adapter(adapter, ARCH, LORA)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
+def test_a_truncated_file_is_named(adapter, keep):
+    path = adapter / WEIGHTS_FILE
+    content = path.read_bytes()
+    path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
+        read_adapter(adapter, ARCH, LORA)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"r": 8}, "r is 8, the run's is 4"),
+        ({"lora_alpha": 16}, "lora_alpha is 16"),
+        ({"target_modules": ["q_proj"]}, "target_modules"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_a_config_of_another_adapter_is_refused(adapter, change, says):
+    path = adapter / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointDamaged, match=says):
+        read_adapter(adapter, ARCH, LORA)
+
+
+def test_another_rank_in_the_run_is_refused(adapter):
+    with pytest.raises(CheckpointDamaged, match="the run's is 8"):
+        read_adapter(adapter, ARCH, LoraShape(rank=8, alpha=8))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_broken_config_is_refused(adapter, content):
+    (adapter / CONFIG_FILE).write_text(content)
+    with pytest.raises(CheckpointDamaged, match=CONFIG_FILE):
+        read_adapter(adapter, ARCH, LORA)
+
+
+def test_identity_depends_on_the_seed_and_on_nothing_else(tmp_path):
+    written = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        write_identity_adapter(tmp_path / name, ARCH, LORA, base_model="tiny", seed=seed)
+        written.append((tmp_path / name / WEIGHTS_FILE).read_bytes())
+    assert written[0] == written[1] != written[2]
+
+
+def test_identity_is_peft_s_initialisation(adapter):
+    tensors = read_adapter(adapter, ARCH, LORA)
+    firsts = [tensor for name, tensor in tensors.items() if "lora_A" in name]
+    assert all((tensor == 0).all() for name, tensor in tensors.items() if "lora_B" in name)
+    assert len({tensor.tobytes() for tensor in firsts}) == len(firsts)  # no two layers share their numbers
+    for tensor in firsts:
+        assert abs(tensor).max() <= tensor.shape[1] ** -0.5
+    # U(-1, 1) after scaling: mean 0, standard deviation 1/sqrt(3).
+    scaled = np.concatenate([(tensor * tensor.shape[1] ** 0.5).ravel() for tensor in firsts])
+    assert abs(scaled.mean()) < 0.05
+    assert abs(scaled.std() - 3**-0.5) < 0.02

@@ -1,0 +1,134 @@
+"""The base model computes what transformers computes, in fp32, whatever its shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from policies import all_logits, linear_row, make_policy
+from safetensors.torch import load_file, save_file
+
+from tandem.errors import InvalidInput
+from tiny import write_random_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"tie_word_embeddings": True, "num_hidden_layers": 3},
+        {"num_key_value_heads": 4, "head_dim": 8},
+        {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "hidden_size": 40, "vocab_size": 131},
+        {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"family": "qwen2", "head_dim": 8},
+        {"family": "llama", "num_key_value_heads": 1},
+        {"family": "llama", "rope_parameters": LLAMA3_ROPE},
+        {"family": "mistral", "tie_word_embeddings": True},
+    ],
+    ids=lambda config: ",".join(f"{k}={v if not isinstance(v, dict) else v['rope_type']}" for k, v in config.items()),
+)
+def test_same_logits(alone, tmp_path, config):
+    model = write_random_model(tmp_path, seed=len(config), **config)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = make_policy(model)
+    tokens = torch.randint(0, policy.arch.vocab_size, (130,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, actual = reference(tokens[None]).logits[0], all_logits(policy, tokens)
+    assert expected.std() > 0.5
+    assert (actual - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_elements", [1, 5 * 260, 2**26])
+def test_items_log_probs_and_entropies(alone, tmp_path, temperature, chunk_elements):
+    model = write_random_model(tmp_path, seed=3)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = make_policy(model)
+    policy.chunk_elements = chunk_elements
+    tokens = torch.randint(0, 260, (40,))
+    trained = [3, 4, 5, 17, 17, 39]
+    with torch.no_grad():
+        logp = torch.log_softmax(reference(tokens[None]).logits[0].double() / temperature, -1)
+        outputs = policy(linear_row(tokens.numpy(), trained, padding=9), temperature=temperature)
+    sources = torch.tensor(trained) - 1
+    assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
+    torch.testing.assert_close(outputs.logprobs.double(), logp[sources, tokens[trained]], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs.entropy.double(), -(logp.exp() * logp).sum(-1)[sources], atol=2e-5, rtol=1e-5)
+
+
+def test_a_row_without_items_takes_part_in_backward(alone, tmp_path):
+    policy = make_policy(write_random_model(tmp_path))
+    outputs = policy(linear_row([1, 2, 3], trained=[]))
+    assert outputs.logprobs.shape == outputs.entropy.shape == (0,)
+    (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
+
+
+def test_padding_changes_nothing_and_is_never_nan(alone, tmp_path):
+    policy = make_policy(write_random_model(tmp_path))
+    plain, padded = linear_row([5, 6, 7, 8]), linear_row([5, 6, 7, 8], padding=60)
+    logits = policy.logits(padded.tokens, padded.positions, padded.subtree_end)
+    assert torch.isfinite(logits).all()
+    torch.testing.assert_close(logits[:4], policy.logits(plain.tokens, plain.positions, plain.subtree_end))
+
+
+def sharded(directory):
+    """The same model in two files and an index, as big models come."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, directory / file)
+    weight_map = {name: file for file, members in parts.items() for name in members}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors").unlink()
+
+
+def test_sharded_files(alone, tmp_path):
+    model = write_random_model(tmp_path)
+    tokens = torch.arange(30)
+    expected = all_logits(make_policy(model), tokens)
+    sharded(model)
+    assert torch.equal(all_logits(make_policy(model), tokens), expected)
+
+
+def drop(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def misshape(tensors):
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [(drop, "no tensor model.layers.1.mlp.up_proj"), (misshape, "k_proj.weight has the shape")]
+)
+def test_a_base_that_lacks_something_is_refused(alone, tmp_path, change, says):
+    model = write_random_model(tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(InvalidInput, match=says):
+        make_policy(model)
+
+
+def test_a_truncated_or_absent_base_is_refused(alone, tmp_path):
+    model = write_random_model(tmp_path)
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(InvalidInput, match="can't be read"):
+        make_policy(model)
+    path.unlink()
+    with pytest.raises(InvalidInput, match="has neither"):
+        make_policy(model)

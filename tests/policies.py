@@ -1,0 +1,75 @@
+"""What several of the model's tests need: policies, rows and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tandem.model.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
+from tandem.model.arch import read_arch
+from tandem.model.build import build_policy
+from tandem.model.policy import Policy, RowTensors
+from tandem.spool.schema import LoraShape
+
+LORA = LoraShape(rank=4, alpha=10.0)
+
+
+def make_policy(model: Path, lora: LoraShape = LORA, adapter: Path | None = None, **options) -> Policy:
+    policy = build_policy(read_arch(str(model)), lora, **options)
+    policy.load_base(str(model))
+    if adapter is not None:
+        policy.load_adapter(adapter)
+    return policy
+
+
+def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0) -> Path:
+    """An adapter that changes the logits a lot: A and B are both random."""
+    generator = torch.Generator().manual_seed(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        for name, shape in adapter_shapes(read_arch(str(model)), lora).items()
+    }
+    save_file(tensors, directory / WEIGHTS_FILE)
+    write_adapter_config(directory, lora, str(model))
+    return directory
+
+
+def linear_row(tokens: list[int] | np.ndarray, trained: list[int] | None = None, padding: int = 0) -> RowTensors:
+    """One sequence in a row of its own; `trained` are slots, by default all but the first."""
+    length = len(tokens)
+    targets = torch.tensor(list(range(1, length)) if trained is None else trained, dtype=torch.int64)
+    slots = torch.arange(length + padding)
+    return RowTensors(
+        tokens=torch.cat([torch.as_tensor(np.asarray(tokens), dtype=torch.int64), torch.zeros(padding).long()]),
+        positions=torch.where(slots < length, slots, 0),
+        subtree_end=torch.where(slots < length, length, slots + 1),
+        item_source=targets - 1,
+        item_target=targets,
+    )
+
+
+def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
+    row = linear_row(tokens.numpy())
+    return policy.logits(row.tokens, row.positions, row.subtree_end)
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Of every LoRA parameter, and none left behind."""
+    found = {}
+    for name, parameter in policy.lora_parameters().items():
+        assert parameter.grad is not None, name
+        found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
+    """Each tensor's difference is at most `relative` of its norm."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, f"{name} is zero: the comparison says nothing"
+        error = ((actual[name] - value).norm() / value.norm()).item()
+        assert error <= relative, f"{name}: relative difference {error:.2e}"
