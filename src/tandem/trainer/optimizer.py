@@ -1,0 +1,121 @@
+"""Adam on the LoRA parameters: Megatron's gradient buffers and its optimizer, our gradient clipping.
+
+The policy's LoRA parameters are fp32 and cast in use, so they are the master weights themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from tandem.errors import TandemError
+from tandem.model.policy import Policy
+from tandem.spool.schema import OptimizerSettings
+
+
+class NonFinite(TandemError):
+    """A loss or a gradient is NaN or infinite. Nothing of the step was applied."""
+
+    code = "non_finite"
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """Steps taken, and name -> first and second moment, fp32. No names where no step was taken yet."""
+
+    step: int
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+
+
+class AdapterOptimizer:
+    """The LoRA parameters' gradients and Adam's state, in this rank's shards.
+
+    Gradients are accumulated over micro steps and *summed* over data-parallel ranks: losses are divided by a global
+    denominator beforehand.
+    """
+
+    def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.parameters = policy.lora_parameters()
+        policy.config.calculate_per_token_loss = True  # Megatron's word for: sum over data-parallel ranks, no average
+        self._gradients = DistributedDataParallel(
+            config=policy.config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            module=policy,
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=0.0,  # Megatron's clipping takes CUDA tensors only
+        )
+        self._optimizer = get_megatron_optimizer(config, [self._gradients], use_gloo_process_groups=False)
+        self._adam_of = {
+            parameter: part.optimizer
+            for part in self._optimizer.chained_optimizers
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+
+    def zero_grad(self) -> None:
+        self._gradients.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def reduce_gradients(self) -> None:
+        """Sum the accumulated gradients over data-parallel ranks; afterwards they are the parameters' `.grad`."""
+        self._gradients.finish_grad_sync()
+        self._optimizer.prepare_grads()
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the whole gradient: each shard counts, a replicated parameter counts once.
+
+        Collective over the model-parallel ranks, the same on all of them; NaN or infinite where any gradient is.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        for part in self._optimizer.chained_optimizers:
+            for grad in part.get_grads_for_grad_norm():
+                square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        dist.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
+        return float(square.sqrt())
+
+    def non_finite(self) -> list[str]:
+        """Names of this rank's parameters whose gradient holds NaN or infinity."""
+        return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+
+    def step(self, norm: float) -> None:
+        """Scale the gradient down to `max_grad_norm` where `norm` is above it, and apply it."""
+        if norm > self.settings.max_grad_norm:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.settings.max_grad_norm / norm)
+        self._optimizer.step_with_ready_grads()
+
+    def state(self) -> AdamState:
+        """References to Adam's state, not copies."""
+        exp_avg, exp_avg_sq, steps = {}, {}, {0}
+        for name, parameter in self.parameters.items():
+            state = self._adam_of[parameter].state[parameter]
+            if state:
+                exp_avg[name], exp_avg_sq[name] = state["exp_avg"], state["exp_avg_sq"]
+                steps.add(int(state["step"]))
+        return AdamState(max(steps), exp_avg, exp_avg_sq)
+
+    @torch.no_grad()
+    def load_state(self, saved: AdamState) -> None:
+        """Continue from `saved` (local shards of every parameter)."""
+        for name, parameter in self.parameters.items():
+            self._adam_of[parameter].state[parameter] = {
+                "step": torch.tensor(float(saved.step)),
+                "exp_avg": torch.empty_like(parameter).copy_(saved.exp_avg[name]),
+                "exp_avg_sq": torch.empty_like(parameter).copy_(saved.exp_avg_sq[name]),
+            }

@@ -1,0 +1,141 @@
+"""Adapter and optimizer state in and out of checkpoints, always as a pair.
+
+`optimizer/adam.safetensors` holds fp32 `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq` in the full shapes of the
+adapter's tensors, and `step` (int64 scalar), so that any topology reads what any other wrote. A checkpoint without that
+directory has never been trained: step 0.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from tandem.errors import CheckpointDamaged
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes
+from tandem.model.policy import Policy
+from tandem.spool import Spool, fs
+from tandem.spool.schema import Manifest, RLLoss
+from tandem.trainer.optimizer import AdamState, AdapterOptimizer
+
+OPTIMIZER_FILE = "optimizer/adam.safetensors"
+
+
+def load(spool: Spool, run: str, step: int, policy: Policy, optimizer: AdapterOptimizer) -> Manifest:
+    """Load checkpoint `step` of `run` into policy and optimizer: both, or neither where it raises before training.
+
+    Raises CheckpointDamaged when a file is missing, truncated or altered (R16), when a tensor doesn't fit, or when a
+    trained checkpoint lacks its optimizer state; NotFound when there is no such step.
+    """
+    manifest = spool.checkpoints.verify(run, step)
+    directory = spool.checkpoints.path(run, step)
+    trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
+    if trained and OPTIMIZER_FILE not in manifest.files:
+        raise CheckpointDamaged(f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and without it the adapter's "
+                                "training can't be continued; roll the run back to an older step")  # fmt: skip
+    policy.load_adapter(directory)
+    if OPTIMIZER_FILE in manifest.files:
+        optimizer.load_state(read_optimizer(directory / OPTIMIZER_FILE, policy))
+    return manifest
+
+
+def read_optimizer(path: Path, policy: Policy) -> AdamState:
+    """Adam's state of `path`, as this rank's shards. CheckpointDamaged names the file and the tensor that is wrong."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} can't be read: {error}") from error
+    expected = {f"{name}.{moment}": shape for name, shape in full_shapes(policy).items() for moment in _MOMENTS}
+    for name in sorted({"step", *expected} ^ set(tensors)):
+        what = "has an unexpected tensor" if name in tensors else "lacks the tensor"
+        raise CheckpointDamaged(f"{path} {what} {name}")
+    for name, shape in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            raise CheckpointDamaged(
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected finite float32 {list(shape)}"
+            )
+    step = tensors["step"]
+    if step.dtype != torch.int64 or step.dim() != 0 or step < 1:
+        raise CheckpointDamaged(f"{path}: step must be an int64 scalar of at least 1")
+    shards = [
+        {name: policy.shard(name, tensors[f"{name}.{moment}"]) for name in policy.lora_parameters()}
+        for moment in _MOMENTS
+    ]
+    return AdamState(int(step), *shards)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Full tensors on the CPU, the same on every rank: what a checkpoint holds."""
+
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+@torch.no_grad()
+def snapshot(policy: Policy, optimizer: AdapterOptimizer) -> Snapshot:
+    """Gather adapter and Adam's state from all ranks. Collective: every rank calls it."""
+    adam = optimizer.state()
+    tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
+    for moment, shards in zip(_MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
+        tensors |= {f"{name}.{moment}": policy.gather(name, shard).cpu() for name, shard in shards.items()}
+    return Snapshot(policy.adapter_tensors(), tensors)
+
+
+def stage(saved: Snapshot, previous: Path, directory: Path) -> None:
+    """Write a checkpoint's files into the new `directory` and read them back; `previous` is the one before it.
+
+    Raises SpoolUnusable when the volume can't take them, CheckpointDamaged when what was read back is not, bit for bit,
+    what was written.
+    """
+    with fs.volume_errors(directory):
+        fs.remove_tree(directory)
+        (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
+        shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
+        for name, tensors in ((WEIGHTS_FILE, saved.adapter), (OPTIMIZER_FILE, saved.optimizer)):
+            # In memory first: the library's own writer reports a full disk as an error without a number.
+            (directory / name).write_bytes(save(tensors, metadata={"format": "pt"}))
+    for name, tensors in ((WEIGHTS_FILE, saved.adapter), (OPTIMIZER_FILE, saved.optimizer)):
+        back = load_file(directory / name)
+        if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
+            raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
+
+
+@contextmanager
+def reference_adapter(policy: Policy, directory: Path) -> Iterator[None]:
+    """The policy with another checkpoint's adapter in place of its own, which is put back bit for bit."""
+    own = {name: parameter.detach().clone() for name, parameter in policy.lora_parameters().items()}
+    try:
+        policy.load_adapter(directory)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in policy.lora_parameters().items():
+                parameter.copy_(own[name])
+
+
+def reference(spool: Spool, run: str, loss: RLLoss, policy: Policy) -> AbstractContextManager[None]:
+    """The policy as the KL's reference: its adapter switched off, or another checkpoint of the run in its place.
+
+    Raises NotFound or CheckpointDamaged for a checkpoint that isn't there or isn't whole.
+    """
+    if loss.kl_reference == "base":
+        return policy.adapter_disabled()
+    spool.checkpoints.verify(run, loss.kl_reference)
+    return reference_adapter(policy, spool.checkpoints.path(run, loss.kl_reference))
+
+
+def full_shapes(policy: Policy) -> dict[str, torch.Size]:
+    """PEFT key -> shape of the whole tensor."""
+    return {name: torch.Size(shape) for name, shape in adapter_shapes(policy.arch, policy.lora).items()}
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,88 @@
+"""One rank of one job, as a process: its arguments, its exit status, and the error it leaves behind.
+
+    python -m tandem.trainer.worker --root <spool> --job <id> --attempt <n>
+
+under torchrun's environment. What a rank does is in `tandem.trainer.session`. A rank that fails leaves
+`error.<rank>.json` (a JobError) in the attempt's work directory and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.processes import die_with_parent
+from tandem.spool import Spool, fs
+from tandem.spool.schema import JobError
+
+# A rank that merely lost its peer waits this long before it fails too, so that the peer's own error is the first.
+PEER_GRACE_SECONDS = 3.0
+_TRACEBACK_CHARACTERS = 4000
+
+
+def preload() -> None:
+    """Import everything a rank uses, for a process that ranks are forked from. Touches no device."""
+    importlib.import_module("tandem.trainer.session")
+
+
+def main(root: Path | str, job_id: str, attempt: int) -> int:
+    """Run this process's rank; its exit status. Never raises: errors go to stderr and to `error.<rank>.json`."""
+    faulthandler.enable()
+    rank = int(os.environ.get("RANK", "0"))
+    work: Path | None = None
+    try:
+        spool = Spool(root)
+        work = spool.jobs.work_dir(job_id, attempt)
+        # cuBLAS sums in the same order every time only with a workspace that was fixed before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Late: importing torch takes seconds, and a spool that is unusable should say so at once.
+        from tandem.trainer.session import run_rank
+
+        run_rank(spool, Settings(root=spool.root), job_id, attempt)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if _lost_a_peer(error):
+            time.sleep(PEER_GRACE_SECONDS)
+        if work is not None:
+            with contextlib.suppress(TandemError, OSError):
+                fs.write_json_atomic(work / f"error.{rank}.json", describe(error))
+        return 1
+    return 0
+
+
+def describe(error: BaseException) -> JobError:
+    """What a job's record says about `error`."""
+    if isinstance(error, TandemError):
+        return JobError(type=error.code, message=str(error), retriable=error.retriable)
+    trace = "".join(traceback.format_exception(error))
+    return JobError(
+        type="rank_error",
+        message=f"{type(error).__name__}: {error}",
+        retriable=True,
+        log_tail=trace[-_TRACEBACK_CHARACTERS:],
+    )
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    phrases = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.root, arguments.job, arguments.attempt))
