@@ -181,7 +181,7 @@ def _join(spool: Spool, job_id: str, attempt: int, rank: int) -> Assignment:
         assignment = Assignment(run, _spec(message["job"]), message["done"])
     dist.init_process_group(
         device.backend(),
-        store=PrefixStore("tandem", store),
+        store=PrefixStore(key, store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=assignment.job.stall_seconds),

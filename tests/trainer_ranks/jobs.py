@@ -1,0 +1,193 @@
+"""Spools with a tiny model, runs and jobs on them, and ways to run a job's ranks: here, or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tandem.data.prepare import prepare_rl, prepare_sft
+from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
+from tandem.model import parallel
+from tandem.model.arch import read_arch
+from tandem.model.identity import write_identity_adapter
+from tandem.spool import Spool
+from tandem.spool.schema import (
+    Job,
+    JobError,
+    JobResult,
+    LoraShape,
+    OptimizerSettings,
+    PackedData,
+    RLJob,
+    RLLoss,
+    RunSpec,
+    SFTJob,
+    SFTLoss,
+)
+from tandem.trainer import worker
+from tiny import SHAPE, write_random_qwen3
+
+VOCAB = SHAPE["vocab_size"]
+LORA = LoraShape(rank=4, alpha=8)
+ROW = 48
+
+
+def make_model(directory: Path) -> Path:
+    return write_random_qwen3(directory, seed=1)
+
+
+def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> RunSpec:
+    spec = RunSpec(name=name, base_model=str(model), lora=LORA, seed=seed, created=time.time())
+    arch = read_arch(str(model))
+    return spool.runs.create(
+        spec, lambda path: write_identity_adapter(path, arch, LORA, base_model=str(model), seed=seed)
+    )
+
+
+def random_groups(seed: int, groups: int = 4, size: int = 3) -> list[Group]:
+    """Groups that share a prompt; prompts and completions of many lengths, so rows hold different numbers of items."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(groups):
+        prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).tolist()
+        members = []
+        for _ in range(size):
+            tokens = rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()
+            logprobs = (-rng.exponential(3.0, len(tokens))).tolist()
+            turn = Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs)
+            members.append(Trajectory(turns=[turn], reward=float(rng.normal())))
+        out.append(Group(trajectories=members))
+    return out
+
+
+def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(n):
+        length = int(rng.integers(4, 20))
+        trained = int(rng.integers(1, length - 1))
+        flags = [False] * (length - trained) + [True] * trained
+        weight = float(rng.choice([0.5, 1.0, 2.0]))
+        out.append(SFTExample(token_ids=rng.integers(0, VOCAB, length).tolist(), trainable=flags, weight=weight))
+    return out
+
+
+def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path, str], PackedData], build: Any) -> str:
+    def make(name: str, base: int, staged: Path) -> Any:
+        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name, stall_seconds=60,
+                     data=pack(staged, f"jobs/data/{name}"))  # fmt: skip
+
+    spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
+    return job_id
+
+
+def submit_rl(
+    spool: Spool,
+    run: str = "r",
+    job_id: str = "rl",
+    *,
+    groups: list[Group] | None = None,
+    loss: RLLoss | None = None,
+    row: int = ROW,
+    **optimizer: Any,
+) -> str:
+    packed = groups or random_groups(0)
+    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
+
+    def pack(out: Path, path: str) -> PackedData:
+        return prepare_rl(packed, vocab_size=VOCAB, advantage=AdvantageSettings(),
+                          packing=PackingSettings(sequence_length=row), out=out, path=path)  # fmt: skip
+
+    return _submit(spool, run, job_id, pack, lambda **k: RLJob(loss=loss or RLLoss(), optimizer=settings, **k))
+
+
+def submit_sft(
+    spool: Spool,
+    run: str = "r",
+    job_id: str = "sft",
+    *,
+    examples: list[SFTExample] | None = None,
+    loss: SFTLoss | None = None,
+    row: int = ROW,
+    **optimizer: Any,
+) -> str:
+    packed = examples or random_examples(0)
+    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
+
+    def pack(out: Path, path: str) -> PackedData:
+        return prepare_sft(packed, tokenizer_path="", vocab_size=VOCAB, packing=PackingSettings(sequence_length=row),
+                           out=out, path=path)  # fmt: skip
+
+    return _submit(spool, run, job_id, pack, lambda **k: SFTJob(loss=loss or SFTLoss(), optimizer=settings, **k))
+
+
+def claim(spool: Spool, job_id: str) -> Job:
+    job = spool.jobs.claim("test")
+    assert job is not None
+    assert job.spec.id == job_id
+    return job
+
+
+def finish(spool: Spool, job: Job) -> None:
+    spool.jobs.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+
+
+def run_here(spool: Spool, job_id: str) -> Path:
+    """Run the job's only rank in this process; the directory of the checkpoint it made."""
+    job = claim(spool, job_id)
+    status = worker.main(spool.root, job_id, job.attempt)
+    assert status == 0, error_of(spool, job)
+    finish(spool, job)
+    return spool.checkpoints.path(job.spec.run, job.spec.base_step + 1)
+
+
+def fail_here(spool: Spool, job_id: str) -> JobError:
+    """Run a job that must fail; what it left as the reason. The job stays running."""
+    job = claim(spool, job_id)
+    assert worker.main(spool.root, job_id, job.attempt) == 1
+    parallel.destroy()  # a rank that fails just exits
+    return error_of(spool, job)
+
+
+def error_of(spool: Spool, job: Job, rank: int = 0) -> JobError:
+    path = spool.jobs.work_dir(job.spec.id, job.attempt) / f"error.{rank}.json"
+    return JobError.model_validate_json(path.read_text())
+
+
+def run_torchrun(spool: Spool, job_ids: list[str], *, ranks: int, tensor_parallel: int = 1) -> list[Path]:
+    """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once."""
+    jobs = [claim(spool, job_id) for job_id in job_ids]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
+         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
+         str(Path(__file__).with_name("rank_of_jobs.py")), str(spool.root), *job_ids],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
+             "TANDEM_TENSOR_PARALLEL": str(tensor_parallel)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    for job in jobs:
+        finish(spool, job)
+    return [spool.checkpoints.path(job.spec.run, job.spec.base_step + 1) for job in jobs]
+
+
+def steps_of(spool: Spool, job_id: str) -> list[dict[str, float]]:
+    """Metrics of each optimizer step."""
+    return [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
+
+
+def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    return load_file(checkpoint / "adapter_model.safetensors")
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    names = ("adapter_model.safetensors", "optimizer/adam.safetensors")
+    return all((a / name).read_bytes() == (b / name).read_bytes() for name in names)

@@ -1,0 +1,230 @@
+"""Whole jobs on a tiny model: they learn, they end in a checkpoint or in an error, and they are exactly repeatable."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.data.trajectories import Group, Trajectory, Turn
+from tandem.spool import Spool
+from tandem.spool.schema import RLLoss, SFTLoss
+from tandem.trainer import worker
+from trainer_ranks import jobs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return jobs.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def spool(tmp_path: Path, model: Path) -> Spool:
+    spool = Spool.create(tmp_path / "spool")
+    jobs.make_run(spool, model)
+    return spool
+
+
+def test_sft_reduces_the_loss_and_leaves_a_whole_checkpoint(spool: Spool) -> None:
+    jobs.submit_sft(spool, epochs=15, learning_rate=2e-2)
+    checkpoint = jobs.run_here(spool, "sft")
+    steps = jobs.steps_of(spool, "sft")
+    per_epoch = len(steps) // 15
+    first, last = (np.mean([s["loss"] for s in part]) for part in (steps[:per_epoch], steps[-per_epoch:]))
+    assert last < 0.5 * first
+    manifest = spool.checkpoints.verify("r", 1)
+    assert manifest.job == "sft"
+    assert sorted(manifest.files) == ["adapter_config.json", "adapter_model.safetensors", "optimizer/adam.safetensors"]
+    assert manifest.metrics == steps[-1]
+    assert (checkpoint / "adapter_config.json").read_bytes() == (
+        spool.checkpoints.path("r", 0) / "adapter_config.json"
+    ).read_bytes()
+    assert [e.type for e in spool.events.read("sft") if e.type not in ("step", "claimed")] == [
+        "started", "loaded", "checkpoint", "succeeded",
+    ]  # fmt: skip
+    loaded = next(e for e in spool.events.read("sft") if e.type == "loaded")
+    assert {"data", "build", "base_weights", "state", "probe"} <= set(loaded.data["seconds"])
+
+
+def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
+    answers = {10: 0.0, 20: 0.5, 30: 1.0}
+    prompt = [1, 2, 3]
+
+    def turn(token: int) -> Turn:
+        return Turn(prompt_token_ids=prompt, token_ids=[token, 0], logprobs=[-5.0, -5.0])
+
+    groups = [Group(trajectories=[Trajectory(turns=[turn(t)], reward=r) for t, r in answers.items()])]
+    before: dict[int, float] = {}
+    after: dict[int, float] = {}
+    for step in range(3):
+        job = jobs.submit_rl(
+            spool, job_id=f"rl{step}", groups=groups, loss=RLLoss(policy="cispo", old_logprobs="trainer"), epochs=4
+        )
+        jobs.run_here(spool, job)
+        probe = spool.checkpoints.manifest("r", step + 1).probe
+        assert probe is not None
+        for tokens, now, previous in zip(probe.tokens, probe.logprobs, probe.previous, strict=True):
+            assert len(now) == len(previous) == len(tokens) - 1
+            answer = tokens[3]
+            before.setdefault(answer, previous[2])
+            after[answer] = now[2]
+    assert set(after) == set(answers)
+    gain = {answer: after[answer] - before[answer] for answer in answers}
+    assert gain[30] > 1.0
+    assert gain[30] > gain[20] > gain[10]
+    assert gain[10] < 0
+
+
+RL_VARIANTS = {
+    "cispo": RLLoss(),
+    "ppo": RLLoss(policy="ppo", old_logprobs="trainer", tis_cap=2.0, normalisation="group", entropy_coef=0.01),
+    "gspo": RLLoss(policy="gspo", normalisation="trajectory", kl_coef=0.1, temperature=0.7),
+    "constant": RLLoss(policy="ppo", normalisation="constant", normalisation_constant=8.0, kl_metric=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["sft", *RL_VARIANTS])
+def test_the_same_job_gives_the_same_bytes_and_a_pause_changes_nothing(kind: str, spool: Spool, model: Path) -> None:
+    """Run `r`: jobs A and B in turn. Run `again`: the same. Then B once more, in a fork of A's checkpoint."""
+
+    def submit(run: str, job_id: str, seed: int) -> str:
+        if kind == "sft":
+            return jobs.submit_sft(spool, run, job_id, examples=jobs.random_examples(seed))
+        return jobs.submit_rl(spool, run, job_id, groups=jobs.random_groups(seed), loss=RL_VARIANTS[kind])
+
+    jobs.make_run(spool, model, "again")
+    made = {}
+    for run in ("r", "again"):
+        for seed in (0, 1):
+            made[run, seed] = jobs.run_here(spool, submit(run, f"{run}-{seed}", seed))
+    for seed in (0, 1):
+        assert jobs.same_bytes(made["r", seed], made["again", seed])
+    assert not jobs.same_bytes(made["r", 0], made["r", 1])
+    numbers = jobs.steps_of(spool, "r-1")[-1]
+    assert all(math.isfinite(value) for value in numbers.values())
+    expected = {"loss", "grad_norm", "learning_rate", "tokens", "trainable_tokens", "tokens_per_second", "entropy",
+                "seconds_forward_backward", "seconds_optimizer", "memory_optimizer_peak_bytes"}  # fmt: skip
+    if kind != "sft":
+        expected |= {"ratio_mean", "ratio_max", "clip_fraction", "kl_sampler", "sampler_logprob_difference",
+                     "reward_mean", "reward_std", "reward_min", "reward_max", "advantage_mean"}  # fmt: skip
+    assert expected <= set(numbers)
+    assert ("kl_reference" in numbers) == (kind in ("gspo", "constant"))
+
+
+def test_optimizer_state_is_carried_over(spool: Spool, model: Path) -> None:
+    """Two jobs of one epoch end where one job of two epochs would only if Adam's moments and step count survive."""
+    from safetensors.numpy import load_file
+
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="a"))
+    first = load_file(spool.checkpoints.path("r", 1) / "optimizer/adam.safetensors")
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="b"))
+    second = load_file(spool.checkpoints.path("r", 2) / "optimizer/adam.safetensors")
+    per_job = len(jobs.steps_of(spool, "a"))
+    assert int(first["step"]) == per_job
+    assert int(second["step"]) == 2 * per_job
+    names = set(jobs.tensors(spool.checkpoints.path("r", 1)))
+    assert set(first) == {"step"} | {f"{n}.{m}" for n in names for m in ("exp_avg", "exp_avg_sq")}
+    assert all(first[f"{n}.exp_avg"].shape == t.shape for n, t in jobs.tensors(spool.checkpoints.path("r", 1)).items())
+
+
+def test_a_job_whose_checkpoint_exists_is_done_and_anothers_is_a_conflict(spool: Spool) -> None:
+    jobs.submit_sft(spool)
+    job = jobs.claim(spool, "sft")
+    assert worker.main(spool.root, "sft", 1) == 0
+    before = spool.checkpoints.manifest("r", 1)
+    assert worker.main(spool.root, "sft", 1) == 0
+    assert spool.checkpoints.manifest("r", 1) == before
+    manifest = spool.checkpoints.path("r", 1) / "manifest.json"
+    manifest.write_text(before.model_copy(update={"job": "somebody"}).model_dump_json())
+    assert worker.main(spool.root, "sft", 1) == 1
+    error = jobs.error_of(spool, job)
+    assert error.type == "conflict"
+    assert "somebody" in error.message
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer/adam.safetensors"])
+def test_a_damaged_checkpoint_fails_the_job_and_nothing_is_reset(file: str, damage: str, spool: Spool) -> None:
+    """R16: for the adapter and for the optimizer's state."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    path = spool.checkpoints.path("r", 1) / file
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-40] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    jobs.submit_sft(spool, job_id="second")
+    error = jobs.fail_here(spool, "second")
+    assert error.type == "checkpoint_damaged"
+    assert Path(file).name in error.message
+    assert damage in error.message
+    assert not error.retriable
+    assert spool.checkpoints.steps("r") == [0, 1]
+
+
+def test_a_trained_checkpoint_without_optimizer_state_is_damaged(spool: Spool) -> None:
+    """Even when its manifest agrees: both or neither."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    path = spool.checkpoints.path("r", 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["optimizer/adam.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "optimizer/adam.safetensors").unlink()
+    jobs.submit_sft(spool, job_id="second")
+    error = jobs.fail_here(spool, "second")
+    assert error.type == "checkpoint_damaged"
+    assert "optimizer/adam.safetensors" in error.message
+
+
+def test_what_is_not_finite_is_named_and_no_checkpoint_is_made(spool: Spool) -> None:
+    """An advantage as large as float32 takes, at a ratio of 5."""
+    groups = jobs.random_groups(0)
+    turn = Turn(prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-20.0, -20.0])
+    groups[0] = Group(trajectories=[Trajectory(turns=[turn], reward=1.0, advantage=3e38), *groups[0].trajectories])
+    jobs.submit_rl(spool, groups=groups, grad_accumulation_sequences=64)
+    error = jobs.fail_here(spool, "rl")
+    assert error.type == "non_finite"
+    assert "optimizer step 1 of 1: not finite: loss; the gradient of " in error.message
+    assert "lora_B.weight" in error.message
+    assert spool.checkpoints.steps("r") == [0]
+
+
+def test_heartbeats_tell_phase_and_step(spool: Spool) -> None:
+    jobs.submit_sft(spool)
+    job = jobs.claim(spool, "sft")
+    assert worker.main(spool.root, "sft", 1) == 0
+    beat = json.loads((spool.jobs.work_dir("sft", job.attempt) / "beat.0").read_text())
+    assert beat["phase"] == "leave"
+    assert beat["step"] == len(jobs.steps_of(spool, "sft"))
+
+
+def test_an_unknown_reference_checkpoint_fails_the_job(spool: Spool) -> None:
+    jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=5))
+    error = jobs.fail_here(spool, "rl")
+    assert error.type == "not_found"
+    assert "checkpoint 5" in error.message
+
+
+def test_a_reference_checkpoint_of_the_run_is_used_and_the_policy_restored(spool: Spool) -> None:
+    """Against the checkpoint it starts from the first KL is exactly 0; against the base it is not."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    for job_id, reference, zero in (("self", 1, True), ("base", "base", False)):
+        loss = RLLoss(kl_metric=True, kl_reference=reference)
+        jobs.run_here(spool, jobs.submit_rl(spool, job_id=job_id, loss=loss))
+        first = jobs.steps_of(spool, job_id)[0]["kl_reference"]
+        assert (first == 0.0) == zero
+        if zero:
+            plain = spool.checkpoints.path("r", 2)
+            adapter = (plain / "adapter_model.safetensors").read_bytes()
+            spool.checkpoints.rollback("r", 1)
+            again = jobs.run_here(spool, jobs.submit_rl(spool, job_id="plain", loss=RLLoss()))
+            assert (again / "adapter_model.safetensors").read_bytes() == adapter
+
+
+def test_sft_normalisations_differ(spool: Spool) -> None:
+    for kind in ("token", "trajectory"):
+        jobs.run_here(spool, jobs.submit_sft(spool, job_id=kind, loss=SFTLoss(normalisation=kind)))
+    assert jobs.steps_of(spool, "token")[0]["loss"] != jobs.steps_of(spool, "trajectory")[0]["loss"]
