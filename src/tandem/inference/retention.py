@@ -1,0 +1,55 @@
+"""Which adapters vLLM may forget, and when."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Mapping
+
+from tandem.inference.admin import AdminClient
+from tandem.logs import Log
+
+log = Log("publisher")
+
+_OURS = re.compile(r"[a-z0-9._-]+@[0-9]+")
+
+
+class Retention:
+    """Unloads what is no longer wanted.
+
+    vLLM's unload takes the name away: running requests finish with the adapter they began with, new ones get a 404. So
+    an older step goes when no request used it for `grace` seconds in a row (a conversation between two turns is not
+    visible), and a step that a rollback discarded goes at once.
+    """
+
+    def __init__(self, admin: AdminClient, *, grace: float, max_listed: int) -> None:
+        self._admin = admin
+        self.grace = grace
+        self._max_listed = max_listed
+        self._idle_since: dict[str, float] = {}
+
+    def retire(self, listed: Mapping[str, str], *, wanted: Collection[str], existing: Collection[str]) -> list[str]:
+        """Unload what may go; returns the names. `existing`: steps that are on the volume.
+
+        Names that are not `<run>@<step>` were loaded by somebody else and stay.
+        """
+        candidates = [name for name in listed if name not in wanted and _OURS.fullmatch(name)]
+        self._idle_since = {name: since for name, since in self._idle_since.items() if name in candidates}
+        if not candidates:
+            return []
+        now = time.monotonic()
+        in_use = self._admin.adapters_in_use()
+        gone: list[str] = []
+        # Oldest first: they are listed in the order they were loaded in.
+        for name in candidates:
+            if name in in_use:
+                self._idle_since.pop(name, None)
+            idle = now - self._idle_since.setdefault(name, now)
+            crowded = len(listed) - len(gone) > self._max_listed
+            if name in existing and (name in in_use or (idle < self.grace and not crowded)):
+                continue
+            self._admin.unload_lora(name)
+            self._idle_since.pop(name, None)
+            gone.append(name)
+            log.info("unloaded", model=name, discarded=name not in existing)
+        return gone
