@@ -45,7 +45,6 @@ def run(
         advantage=AdvantageSettings.model_validate(advantage),
         packing=packing,
         out=out,
-        path="jobs/data/x",
     )
 
 
@@ -153,7 +152,7 @@ def read_back(batch: PackedBatch) -> Counter:
     return found
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(2, 40), st.sampled_from(["truncate", "drop"]))
 @example([Group(trajectories=[one([1], [2, 3], 0.0), one([1], [2, 3], 1.0), one([1], [2], 1.0)])], 3, "drop")
 def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> None:
@@ -211,7 +210,7 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
         assert data.num_tokens <= data.num_unshared_tokens
         assert (data.num_trajectories, data.num_groups) == (len(rewards), len(set(group_numbers)))
         assert (data.truncated_trajectories, data.dropped_trajectories) == (truncated, dropped)
-        assert (data.path, data.sequence_length) == ("jobs/data/x", length)
+        assert data.sequence_length == length
 
 
 def test_siblings_share_a_row_exactly() -> None:
@@ -253,10 +252,10 @@ def test_groups_in_a_row_share_a_system_prompt(tmp_path: Path) -> None:
 
 
 def test_best_fit_decreasing(tmp_path: Path) -> None:
-    """Group sizes 6 4 5 5 into rows of 10: two rows; first come first served would need three."""
+    """Group sizes 4 5 6 5 into rows of 10: two rows; first come first served would need three."""
     groups = [
         Group(trajectories=[one([g], [10 * g + i for i in range(size - 1)], 1.0)])
-        for g, size in enumerate([6, 5, 4, 5], start=1)
+        for g, size in enumerate([4, 5, 6, 5], start=1)
     ]
     data = run(tmp_path / "a", groups, length=10, vocab_size=100, keep_zero_variance=True)
     assert (data.num_rows, data.num_tokens) == (2, 20)

@@ -222,19 +222,12 @@ def test_bad_row_length(length: object) -> None:
     assert from_validation_error(raised.value).field == "sequence_length"
 
 
-def test_error_counts_the_others_and_skips_what_is_no_input() -> None:
-    class Request:
-        def errors(self) -> list[dict[str, Any]]:
-            entry = {
-                "type": "missing",
-                "loc": ("body", "rl", "groups", 3, "body"),
-                "msg": "Field required",
-                "input": {},
-            }
-            return [entry, entry, entry]
-
-    error = from_validation_error(Request(), skip=("body", "rl"))
-    assert (error.field, error.message) == ("groups.3.body", "Field required; and 2 more errors")
+def test_error_counts_the_others() -> None:
+    with pytest.raises(ValidationError) as raised:
+        PackingSettings.model_validate({"sequence_length": 1, "too_long": "split", "rows": 3})
+    error = from_validation_error(raised.value)
+    assert error.field == "sequence_length"
+    assert error.message == "Input should be greater than or equal to 2 (got 1); and 2 more errors"
     with pytest.raises(ValidationError) as raised:
         AdvantageSettings.model_validate({"baseline": "median"})
     assert from_validation_error(raised.value).message.endswith("(got 'median')")

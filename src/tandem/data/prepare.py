@@ -28,14 +28,13 @@ def prepare_rl(
     advantage: AdvantageSettings,
     packing: PackingSettings,
     out: Path,
-    path: str = "",
 ) -> PackedData:
     """Write `groups` as a packed directory `out` and return what a job records of it.
 
     A group is dropped, and counted, when all its advantages are 0 (no variance in its rewards) and
     `keep_zero_variance` is off: it has no policy gradient. Advantages are computed over the whole group, before
-    trajectories that are too long are left out. Reward statistics are over everything handed in. `path` becomes
-    `PackedData.path`: where the directory will be, relative to the spool's root.
+    trajectories that are too long are left out. Reward statistics are over everything handed in. `PackedData.path` is
+    left empty: the spool sets it when the directory gets its final name.
 
     Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn; nothing is written then.
     """
@@ -71,7 +70,7 @@ def prepare_rl(
         "reward_min": float(every.min()),
         "reward_max": float(every.max()),
     }
-    return _write(kept, vocab_size, packing, out, path=path, dropped_groups=dropped_groups, **statistics)
+    return _write(kept, vocab_size, packing, out, dropped_groups=dropped_groups, **statistics)
 
 
 def prepare_sft(
@@ -81,7 +80,6 @@ def prepare_sft(
     vocab_size: int,
     packing: PackingSettings,
     out: Path,
-    path: str = "",
 ) -> PackedData:
     """Write `examples` as a packed directory `out`; each is a trajectory and a group of its own, with its weight as
     advantage. `tokenizer_path` (directory or hub name) is read only if an example has `messages`; how those become
@@ -104,7 +102,7 @@ def prepare_sft(
             sequences = link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
         _check_length(sequences, packing, where)
         trajectories.append(PackedTrajectory(sequences, e, example.weight, float("nan")))
-    return _write(trajectories, vocab_size, packing, out, path=path)
+    return _write(trajectories, vocab_size, packing, out)
 
 
 def _write(
@@ -121,14 +119,21 @@ def _write(
             truncated += fitted.truncated
     dropped = len(trajectories) - len(kept)
     if not kept:
-        raise NothingToLearn(
-            f"nothing is left to train: {summary.get('dropped_groups', 0)} groups have no variance in their rewards, "
-            f"{dropped} trajectories don't fit {packing.sequence_length} tokens; sample more per prompt, or harder "
-            "prompts, or set keep_zero_variance or a larger sequence_length"
-        )
+        reasons = []
+        if flat := summary.get("dropped_groups", 0):
+            reasons.append(
+                f"{flat} groups have no variance in their rewards (sample more per prompt, take prompts that are neither "
+                "always solved nor never, or set advantage.keep_zero_variance)"
+            )
+        if dropped:
+            reasons.append(
+                f"{dropped} trajectories don't fit {packing.sequence_length} tokens (raise packing.sequence_length)"
+            )
+        raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
     arrays = pack(kept, packing.sequence_length)
     write_packed(out, arrays, vocab_size=vocab_size)
     return PackedData(
+        path="",
         num_rows=len(arrays.tokens),
         sequence_length=packing.sequence_length,
         num_items=len(arrays.item_target),

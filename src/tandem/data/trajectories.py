@@ -7,8 +7,8 @@ their log-probs. These ids are what is trained; text is never tokenised again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -163,19 +163,11 @@ class SFTExample(Input):
         return self
 
 
-class _HasErrors(Protocol):
-    def errors(self) -> Sequence[Any]: ...
-
-
-def from_validation_error(exc: ValidationError | _HasErrors, *, skip: Collection[str] = ()) -> InvalidInput:
-    """The first error of a pydantic ValidationError (or FastAPI's RequestValidationError) as InvalidInput: its `field`
-    is the dotted path without leading parts named in `skip` (`body`, a union's tag), and the message says how many
-    more errors there are."""
+def from_validation_error(exc: ValidationError) -> InvalidInput:
+    """The first error of a pydantic ValidationError as InvalidInput: its `field` is the dotted path, and the message
+    says how many more errors there are."""
     errors = exc.errors()
     first = errors[0]
-    path = [str(part) for part in first["loc"]]
-    while path and path[0] in skip:
-        path.pop(0)
     message = str(first["msg"]).removeprefix("Value error, ")
     value = first.get("input")
     if isinstance(value, str | int | float | bool) and first["type"] != "value_error":
@@ -183,7 +175,7 @@ def from_validation_error(exc: ValidationError | _HasErrors, *, skip: Collection
         message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
     if len(errors) > 1:
         message += f"; and {len(errors) - 1} more error{'s' if len(errors) > 2 else ''}"
-    return InvalidInput(message, field=".".join(path) or None)
+    return InvalidInput(message, field=".".join(str(part) for part in first["loc"]) or None)
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
