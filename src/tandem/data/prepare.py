@@ -122,8 +122,8 @@ def _write(
         reasons = []
         if flat := summary.get("dropped_groups", 0):
             reasons.append(
-                f"{flat} groups have no variance in their rewards (sample more per prompt, take prompts that are neither "
-                "always solved nor never, or set advantage.keep_zero_variance)"
+                f"{flat} groups have no variance in their rewards (sample more per prompt, take prompts that are "
+                "neither always solved nor never, or set advantage.keep_zero_variance)"
             )
         if dropped:
             reasons.append(
