@@ -42,6 +42,9 @@ def check_bind(settings: Settings) -> None:
 
 def main() -> int:
     """Serve until a signal; returns the exit status."""
+    # Where torch is installed beside us, transformers would import it along with any tokenizer: seconds and gigabytes
+    # for nothing. This makes it believe, as in the controller's image, that there is none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         settings = Settings()
         check_bind(settings)

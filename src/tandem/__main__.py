@@ -1,0 +1,5 @@
+"""`python -m tandem`: the command line."""
+
+from tandem.cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""The `tandem` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import tandem
+from tandem.cli import checkpoints, doctor, jobs, programs, runs, train
+from tandem.cli.output import Json, exit_code, show, tell_error
+from tandem.errors import TandemError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tandem",
+    help="""Post-train language models by RL and SFT: Megatron-core trains, vLLM serves, one volume connects them.
+
+    Start everything on this machine with [bold]tandem up[/bold], then, in another terminal:
+
+    [bold]tandem run create my-run[/bold], [bold]tandem train my-run examples.jsonl[/bold], and ask vLLM for the model
+    [bold]my-run@1[/bold].
+
+    TANDEM_URL says where the controller is (http://127.0.0.1:8080), TANDEM_API_KEY is the key sent to it.
+    [bold]tandem doctor[/bold] looks at everything and says what to do.
+    """,
+    epilog="Exit status: 0 done; 1 refused or broken; 2 wrong usage; 3 the job failed or was cancelled; 4 the step is "
+    "not served; 5 the controller can't be reached.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("up", rich_help_panel="Programs")(programs.up)
+app.add_typer(runs.app, name="run")
+app.command("train")(train.train)
+app.add_typer(jobs.app, name="jobs")
+app.command("logs")(jobs.logs)
+app.add_typer(checkpoints.app, name="checkpoints")
+app.command("doctor")(doctor.doctor)
+for _command in (programs.controller, programs.runner, programs.serve, programs.publisher):
+    app.command(rich_help_panel="Programs")(_command)
+
+
+@app.command()
+def version(json: Json = False) -> None:
+    """Print the version."""
+    show({"version": tandem.__version__}, json, lambda data: data["version"])
+
+
+def main() -> None:
+    """Run the command line; the process exits with the status that the help describes."""
+    try:
+        app()
+    except (TandemError, TimeoutError) as error:
+        tell_error(error, json="--json" in sys.argv)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

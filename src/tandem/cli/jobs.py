@@ -1,0 +1,170 @@
+"""`tandem jobs` and `tandem logs`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, cast
+
+import typer
+
+from tandem.cli.output import PATIENCE, Json, details, err, fields, show, show_line, table, when
+from tandem.client import Event, JobStatus, Tandem
+from tandem.client.calls import outcome
+from tandem.errors import InvalidInput
+from tandem.spool.schema import TERMINAL, JobState
+
+app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=True)
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+STATES = ("queued", "running", *TERMINAL)
+_POLL_SECONDS = 0.5
+# What is worth a word of each event's data.
+_WORTH = {
+    "claimed": ["runner"],
+    "started": ["device"],
+    "checkpoint": ["step", "seconds"],
+    "served": ["step", "model", "mean_abs_logprob_error"],
+    "released": ["bytes", "processes"],
+    "succeeded": ["step"],
+}
+_METRICS = ["loss", "reward_mean", "grad_norm", "entropy", "tokens_per_second"]
+
+
+@app.command("list")
+def list_jobs(
+    run: Annotated[str | None, typer.Option(help="Only this run's.")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help=f"Only in this state ({', '.join(STATES)}); repeatable.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="At most this many, the newest.")] = 50,
+    json: Json = False,
+) -> None:
+    """Jobs, oldest first."""
+    for given in state or []:
+        if given not in STATES:
+            raise InvalidInput(f"{given!r} is no state; states are {', '.join(STATES)}", field="--state")
+    with Tandem(patience=PATIENCE) as tandem:
+        show(tandem.list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs)
+
+
+@app.command("show")
+def show_job(job: JobArgument, json: Json = False) -> None:
+    """One job: its state, what it trains on, and why it failed where it did."""
+    with Tandem(patience=PATIENCE) as tandem:
+        show(tandem.get_job(job), json, job_details)
+
+
+@app.command()
+def cancel(job: JobArgument, json: Json = False) -> None:
+    """Stop a job: a queued one at once, a running one within seconds. Its run stays at the step it has."""
+    with Tandem(patience=PATIENCE) as tandem:
+        show(tandem.cancel(job), json, job_details)
+
+
+def logs(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends, with its events.")] = False,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only the last this many lines.")] = None,
+    json: Json = False,
+) -> None:
+    """What a job's ranks printed. With -f also its events, until it ends; the exit status is 3 if it fails."""
+    with Tandem(patience=PATIENCE) as tandem:
+        if not follow:
+            text = tandem.logs(job)
+            if lines is not None:
+                text = "".join(text.splitlines(keepends=True)[-lines:])
+            if json:
+                show_line({"job": job, "log": text})
+            else:
+                sys.stdout.write(text)
+            return
+        status, offset, last = tandem.get_job(job), 0, -1
+        while True:
+            ended = status.state in TERMINAL  # asked before: whatever is written by now will be shown
+            for event in tandem.job_events(job, last):
+                last = event.seq
+                if json:
+                    show_line({"event": event})
+                else:
+                    err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
+            while (part := tandem.log_part(job, offset)).data:
+                offset = part.next_offset
+                text = part.data.decode(errors="replace")
+                if json:
+                    show_line({"log": text})
+                else:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+            if ended:
+                outcome(status)
+                return
+            time.sleep(_POLL_SECONDS)
+            status = tandem.get_job(job)
+
+
+def describe(event: Event) -> str:
+    """An event in one line, in rich's markup."""
+    data = event.data
+    if event.type == "step":
+        text = f"step {data.get('step')}/{data.get('steps')} {fields(data.get('metrics', {}), _METRICS)}"
+        return f"[cyan]{text}[/cyan]"
+    if event.type == "loaded":
+        return f"loaded {fields(data.get('seconds', {}), list(data.get('seconds', {})))}"
+    error = data.get("error") or {}
+    if error:
+        color = "yellow" if event.type == "requeued" else "red"
+        return f"[{color}]{event.type}[/{color}] {error.get('type')}: {_plain(error.get('message', ''))}"
+    color = "green" if event.type in ("succeeded", "served") else "bold"
+    return f"[{color}]{event.type}[/{color}] {_plain(fields(data, _WORTH.get(event.type, [])))}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _jobs(jobs: list[JobStatus]) -> object:
+    rows = [
+        (
+            job.id,
+            job.run,
+            job.kind,
+            f"{job.state} ({job.phase})" if job.phase else job.state,
+            f"{job.spec.base_step} → {job.spec.base_step + 1}",
+            f"{job.attempt}/{job.spec.max_attempts}",
+            when(job.spec.created),
+            job.error.type if job.error else None,
+        )
+        for job in jobs
+    ]
+    return table("Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows)
+
+
+def job_details(job: JobStatus) -> object:
+    """A job for people."""
+    data = job.spec.data
+    rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
+    left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
+    last = job.last_error if job.state not in TERMINAL else None
+    return details(
+        f"Job {job.id}",
+        [
+            ("run", job.run),
+            ("state", f"{job.state} ({job.phase})" if job.phase else job.state),
+            ("cancel", "asked for" if job.cancel_requested else None),
+            ("kind", job.kind),
+            ("from step", job.spec.base_step),
+            ("made step", job.step),
+            ("attempt", f"{job.attempt} of {job.spec.max_attempts}"),
+            ("created", when(job.spec.created)),
+            ("finished", when(job.finished)),
+            ("data", f"{data.num_groups} groups, {data.num_trajectories} trajectories, {data.num_tokens} tokens "
+             f"({data.num_unshared_tokens} without sharing), {data.num_rows} rows of {data.sequence_length}"),
+            ("left out", left_out if data.dropped_groups or data.dropped_trajectories else None),
+            ("truncated", data.truncated_trajectories or None),
+            ("rewards", rewards),
+            ("labels", " ".join(f"{k}={v}" for k, v in job.spec.labels.items()) or None),
+            ("attempt before", f"{last.type}: {last.message}" if last else None),
+            ("error", f"{job.error.type}: {job.error.message}" if job.error else None),
+            ("end of its log", job.error.log_tail if job.error and job.error.log_tail else None),
+        ],
+    )  # fmt: skip
