@@ -1,0 +1,29 @@
+"""Programs for `tandem up` that misbehave as FAKE_<NAME> says; one module per program, since supervisord gets a module.
+
+python -m fake_program_a
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def main(name: str) -> None:
+    order = os.environ.get(f"FAKE_{name.upper()}", "run")
+    print(f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters", flush=True)
+    if order == "child":
+        # Like vLLM's engine: a child in the same process group that doesn't notice its parent's death.
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    if order == "start-fails":
+        sys.exit(3)
+    if order == "crash-loop":
+        time.sleep(1.3)
+        sys.exit(4)
+    if order == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: (print(f"{name} stops at {time.time()}", flush=True), sys.exit(0)))
+    while True:
+        time.sleep(0.1)

@@ -1,0 +1,5 @@
+"""See fake_program."""
+
+from fake_program import main
+
+main("b")

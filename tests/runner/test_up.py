@@ -1,0 +1,165 @@
+"""`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left whatever ends it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem import ports, processes
+from tandem.supervision import runtime_dir
+
+HERE = Path(__file__).parent
+START = """
+import os, sys
+from tandem.config import Settings
+from tandem.supervision import Program
+from tandem.up import up
+from tandem import up as module
+module.CRASHES = int(os.environ.get("FAKE_CRASHES", 2))
+sys.exit(up(Settings(), [Program("a", "fake_program_a", 1, 2), Program("b", "fake_program_b", 2, 2)]))
+"""
+
+
+class Up:
+    def __init__(self, root: Path, **variables: str) -> None:
+        self.root = root
+        with ports.reserve() as one, ports.reserve() as two:
+            self.ports = one.port, two.port
+        self.environment = os.environ | {
+            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": str(HERE),
+            "TANDEM_CONTROLLER_PORT": str(self.ports[0]), "TANDEM_INFERENCE_PORT": str(self.ports[1]), **variables,
+        }  # fmt: skip
+        self.out = root / "terminal"
+        self.process = self.start(self.out)
+
+    def start(self, out: Path) -> subprocess.Popen[bytes]:
+        with out.open("ab") as file:
+            return subprocess.Popen([sys.executable, "-c", START], env=self.environment, stdout=file, stderr=file)
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def until(self, wanted: str, timeout: float = 20, count: int = 1) -> None:
+        end = time.monotonic() + timeout
+        while self.text().count(wanted) < count:
+            assert time.monotonic() < end, f"no {wanted!r} in\n{self.text()}"
+            assert self.process.poll() is None, f"ended before {wanted!r}:\n{self.text()}"
+            time.sleep(0.05)
+
+    def left(self) -> list[processes.Process]:
+        return processes.marked("TANDEM_ROOT", str(self.root))
+
+    def pid(self, module: str) -> int:
+        for process in self.left():
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if module.encode() in words:
+                return process.pid
+        raise AssertionError(f"{module} does not run")
+
+    def wait(self, timeout: float = 30) -> int:
+        return self.process.wait(timeout)
+
+
+@pytest.fixture
+def up(tmp_path):
+    started: list[Up] = []
+
+    def start(**variables: str) -> Up:
+        started.append(Up(tmp_path, **variables))
+        return started[-1]
+
+    yield start
+    for item in started:
+        if item.process.poll() is None:
+            item.process.kill()
+            item.process.wait()
+        processes.kill_all(item.left, timeout=10)
+
+
+def both_run(stack: Up) -> Up:
+    stack.until("a | a runs; admin token of 43 characters")
+    stack.until("b | b runs")
+    return stack
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_in_order_and_it_ends_with_0(up, how):
+    stack = both_run(up(TANDEM_ADMIN_TOKEN="s3cret" + "x" * 37))
+    stack.process.send_signal(how)
+    assert stack.wait() == 0
+    assert stack.left() == []
+    stopped = {name: float(at) for name, at in re.findall(r"(.) stops at ([0-9.]+)", stack.text())}
+    assert stopped["b"] < stopped["a"]
+    # What the terminal showed is in the logs too; the token is in neither, nor in any other file.
+    assert "admin token" in (stack.root / "logs" / "a.log").read_text()
+    written = [path for path in stack.root.rglob("*") if path.is_file()]
+    directory = runtime_dir(stack.root)
+    assert directory.stat().st_mode & 0o077 == 0
+    for path in [*written, directory / "supervisord.conf"]:
+        assert b"s3cret" not in path.read_bytes()
+
+
+def test_a_crashed_program_is_started_again(up):
+    stack = both_run(up())
+    os.kill(stack.pid("fake_program_a"), signal.SIGKILL)
+    stack.until("a runs", count=2)
+    assert "up | a (pid " in stack.text()
+    assert stack.process.poll() is None
+
+
+def test_a_crash_loop_ends_with_71_and_names_the_program(up):
+    stack = up(FAKE_B="crash-loop")
+    assert stack.wait() == 71
+    assert "b crashes again and again; the end of its log:" in stack.text()
+    assert stack.left() == []
+
+
+def test_a_program_that_cannot_start_ends_with_70(up):
+    stack = up(FAKE_A="start-fails", FAKE_CRASHES="8")
+    assert stack.wait() == 70
+    assert "a can't be started" in stack.text()
+    assert stack.left() == []
+
+
+def test_a_program_that_ignores_sigterm_is_killed_with_its_group(up):
+    stack = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
+    begin = time.monotonic()
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.wait() == 0
+    assert time.monotonic() - begin < 8
+    assert stack.left() == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_when_supervisord_dies_nothing_is_left(up, sig):
+    stack = both_run(up(FAKE_A="child"))
+    os.kill(stack.pid("supervisor.supervisord"), sig)
+    assert stack.wait() == 72
+    assert stack.left() == []
+
+
+def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
+    stack = both_run(up())
+    stack.process.kill()
+    stack.process.wait()
+    end = time.monotonic() + 10
+    while stack.left():
+        assert time.monotonic() < end, stack.left()
+        time.sleep(0.1)
+
+
+def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
+    stack = both_run(up())
+    second = stack.start(stack.root / "second")
+    assert second.wait(20) == 1
+    assert "runs on" in (stack.root / "second").read_text()
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.wait() == 0
+    with ports.reserve(stack.ports[0]):
+        assert stack.start(stack.root / "third").wait(20) == 1
+    assert "controller_port: port" in (stack.root / "third").read_text()
