@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -42,9 +43,11 @@ class Events:
                 last, terminated = _last_event(fd, size)
                 seq = 0 if last is None else last.seq + 1
                 event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
-                line = (b"" if terminated else b"\n") + event.model_dump_json().encode() + b"\n"
+                # ASCII only: U+2028 and the like end a line for many readers.
+                content = json.dumps(json.loads(event.model_dump_json()))
+                line = ("" if terminated else "\n") + content + "\n"
                 try:
-                    fs.write_all(fd, line)
+                    fs.write_all(fd, line.encode())
                     os.fsync(fd)
                 except BaseException:
                     os.ftruncate(fd, size)
@@ -55,7 +58,7 @@ class Events:
                 os.close(fd)
             if size == 0:
                 fs.fsync_dir(path.parent)
-            return event
+            return Event.model_validate_json(content)
 
     def read(self, job_id: str, after: int = -1) -> list[Event]:
         """Events with `seq` > `after`, in order; empty if there are none (yet)."""

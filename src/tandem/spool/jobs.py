@@ -196,8 +196,10 @@ class Jobs(JobFiles):
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
             where, current = self._locked_look(job_id)
-            if where != "running" or current.result is not None:
-                return self._settle(where, current, current.result) if current.result is not None else where
+            if current.result is not None:
+                return self._settle(where, current, current.result)
+            if where == "queued":
+                return self._end_attempt(job_id)
             self._same_attempt(job, current)
             if self.cancel_requested(job_id):
                 return self._settle(where, current, _cancelled("cancelled while it ran"))
@@ -212,9 +214,12 @@ class Jobs(JobFiles):
                     job_id, "requeued", attempt=current.attempt, error=error.model_dump(exclude={"log_tail"})
                 )
             fs.move_file(self._file(where, job_id), self._file("queued", job_id))
-            self._remove(self._lease_path(job_id))
-            fs.remove_tree(self._dir / "work" / job_id)
-            return "queued"
+            return self._end_attempt(job_id)
+
+    def _end_attempt(self, job_id: str) -> JobState:
+        self._remove(self._lease_path(job_id))
+        fs.remove_tree(self._dir / "work" / job_id)
+        return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
         """Ends a running job: its result, the terminal event, the rename; then its data, work, lease and cancel marker

@@ -1,0 +1,341 @@
+"""Several processes at once on one spool: nobody loses a job, nobody has one twice; and random lives of jobs."""
+
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from spool.spool_tools import (
+    LOST,
+    commit,
+    failed,
+    maker,
+    may_conflict,
+    run_spec,
+    spool_with_run,
+    submit,
+    succeeded,
+    write_adapter,
+)
+from tandem.errors import Conflict, NotFound
+from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL, Job
+
+FORK = multiprocessing.get_context("fork")
+
+
+def together(*works) -> None:
+    """Runs each in a process of its own, started at one moment; fails if one fails."""
+    barrier = FORK.Barrier(len(works))
+
+    def start(work):
+        barrier.wait()
+        work()
+
+    processes = [FORK.Process(target=start, args=(work,)) for work in works]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(works)
+
+
+def test_the_same_submission_from_many_processes_is_one_job(memory_path):
+    spool = spool_with_run(memory_path)
+    spool.runs.create(run_spec("q"), write_adapter)
+
+    def send():
+        for i in range(5):
+            with may_conflict("id"):
+                spool.jobs.submit(maker(), run="r", job_id=f"j{i}", fingerprint="f", base_step=None)
+
+    def other():  # the same ids for another run: each id goes to one of the two
+        for i in range(5):
+            with may_conflict("id"):
+                spool.jobs.submit(maker("q"), run="q", job_id=f"j{i}", fingerprint="f", base_step=None)
+
+    together(send, send, other, other)
+    jobs = spool.jobs.list()
+    assert sorted(job.spec.id for _, job in jobs) == [f"j{i}" for i in range(5)]
+    for run in ("r", "q"):
+        bases = [job.spec.base_step for _, job in spool.jobs.pending(run)]
+        assert bases == list(range(len(bases)))
+    assert sorted(path.name for path in (memory_path / "jobs/data").iterdir()) == [f"j{i}" for i in range(5)]
+
+
+def test_submissions_to_one_run_form_one_chain(memory_path):
+    spool = spool_with_run(memory_path)
+
+    def send():
+        for _ in range(8):
+            submit(spool)
+
+    together(send, send, send)
+    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(24))
+
+
+def test_only_one_of_several_with_the_same_base_step_gets_it(memory_path):
+    spool = spool_with_run(memory_path)
+
+    def send():
+        for base_step in range(6):
+            with may_conflict("base_step"):
+                submit(spool, base_step=base_step)
+
+    together(send, send, send, send)
+    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(6))
+
+
+def test_claims_cancels_requeues_and_submissions_race(memory_path):
+    """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events tell one story."""
+    spool = spool_with_run(memory_path)
+    runs = [f"run{i}" for i in range(4)]
+    for run in runs:
+        spool.runs.create(run_spec(run), write_adapter)
+    ids = [f"{run}-{i}" for run in runs for i in range(5)]
+    stop = memory_path / "stop"
+
+    def submitter():
+        for i in range(5):
+            for run in runs:
+                submit(spool, f"{run}-{i}", run=run, max_attempts=3)
+                submit(spool, f"{run}-{i}", run=run, max_attempts=3)
+
+    def claimer():
+        choice = random.Random(os.getpid())
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            job = spool.jobs.claim(f"runner {os.getpid()}")
+            if job is None:
+                if all(_ended(spool, job_id) for job_id in ids):
+                    return
+                continue
+            assert spool.jobs.get(job.spec.id) == ("running", job)
+            spool.jobs.beat(job.spec.id, f"runner {os.getpid()}", "training")
+            what = choice.random()
+            if what < 0.3:
+                spool.jobs.requeue(job, LOST)
+            elif what < 0.4 or spool.checkpoints.newest(job.spec.run) != job.spec.base_step:
+                spool.jobs.finish(job, failed())
+            else:
+                commit(spool, job)
+                assert spool.jobs.finish(job, succeeded(job)) == "succeeded"
+        raise TimeoutError("jobs did not end")
+
+    def canceller():
+        choice = random.Random(os.getpid())
+        while not stop.exists():
+            job_id = choice.choice(ids)
+            submitted = list(memory_path.glob(f"jobs/queued/{job_id}.json"))
+            try:
+                if choice.random() < 0.15:
+                    spool.jobs.request_cancel(job_id)
+                else:
+                    spool.jobs.get(job_id)
+                    spool.jobs.list(states=("running",))
+            except NotFound:
+                assert not submitted
+            time.sleep(0.002)
+
+    def main():
+        together(submitter, claimer, claimer)
+        stop.touch()
+
+    together(main, canceller, canceller)
+    states = Counter(state for state, _ in spool.jobs.list())
+    assert sum(states.values()) == 20
+    assert set(states) <= set(TERMINAL)
+    assert states["succeeded"]
+    for run in runs:
+        steps = spool.checkpoints.steps(run)
+        makers = [spool.checkpoints.verify(run, step).job for step in steps[1:]]
+        done = [job.spec.id for _, job in spool.jobs.list(run, ["succeeded"])]
+        assert sorted(makers) == sorted(done)
+    for job_id in ids:
+        _check_story(spool, job_id)
+    assert [
+        path.name for kind in ("data", "work", "leases", "cancel") for path in (memory_path / "jobs" / kind).iterdir()
+    ] == []
+
+
+def _ended(spool: Spool, job_id: str) -> bool:
+    try:
+        return spool.jobs.get(job_id)[0] in TERMINAL
+    except NotFound:
+        return False
+
+
+def _check_story(spool: Spool, job_id: str) -> None:
+    """claimed 1, requeued 1, claimed 2, …, at most one terminal event, which is the last and is the state."""
+    events = spool.events.read(job_id)
+    assert [event.seq for event in events] == list(range(len(events)))
+    state, job = spool.jobs.get(job_id)
+    ends = [event.type for event in events if event.type in TERMINAL]
+    assert ends == ([state] if state in TERMINAL else [])
+    if ends:
+        assert events[-1].type == state
+    starts = [(event.type, event.attempt) for event in events if event.type in ("claimed", "requeued")]
+    expected = [(kind, attempt) for attempt in range(1, job.attempt + 1) for kind in ("claimed", "requeued")]
+    assert starts == expected[: len(starts)]
+    assert len(starts) in (2 * job.attempt, 2 * job.attempt - 1) or not job.attempt
+
+
+class Life(RuleBasedStateMachine):
+    """Random histories of two runs against a model in memory; every object is reopened now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shm = Path("/dev/shm")
+        self.directory = tempfile.TemporaryDirectory(
+            dir=shm if os.access(shm, os.W_OK) else None, prefix="tandem-test-"
+        )
+        self.spool = spool_with_run(Path(self.directory.name))
+        self.spool.runs.create(run_spec("q"), write_adapter)
+        self.chain: dict[str, list[str]] = {"r": [], "q": []}  # makers of the steps 1, 2, …
+        self.queue: dict[str, list[str]] = {"r": [], "q": []}  # ids that are queued, oldest first
+        self.running: dict[str, Job] = {}  # run -> job
+        self.cancelling: set[str] = set()
+        self.ended: dict[str, str] = {}
+        self.attempts: Counter[str] = Counter()
+        self.count = 0
+
+    def teardown(self) -> None:
+        for job_id in [*self.ended, *self.queue["r"], *self.queue["q"]]:
+            _check_story(self.spool, job_id)
+        self.directory.cleanup()
+
+    @initialize()
+    def begin(self) -> None:
+        assert self.spool.jobs.claim("me") is None
+
+    @rule(run=st.sampled_from("rq"), new=st.booleans())
+    def submit(self, run: str, new: bool) -> None:
+        self.count += new or not self.count
+        job_id = f"{run}{self.count}"
+        known = (
+            job_id in self.ended
+            or job_id in self.queue[run]
+            or (run in self.running and self.running[run].spec.id == job_id)
+        )
+        job, made = self.spool.jobs.submit(
+            maker(run, max_attempts=2), run=run, job_id=job_id, fingerprint="f", base_step=None
+        )
+        assert made is not known
+        if made:
+            self.queue[run].append(job_id)
+            assert job.spec.base_step >= len(self.chain[run])
+
+    @rule()
+    def claim(self) -> None:
+        waiting = [run for run in "rq" if self.queue[run] and run not in self.running]
+        job = self.spool.jobs.claim("me")
+        assert (job is None) is (not waiting)
+        if job is not None:
+            run = job.spec.run
+            assert run in waiting
+            self.queue[run].remove(job.spec.id)
+            self.running[run] = job
+            self.attempts[job.spec.id] += 1
+            assert job.attempt == self.attempts[job.spec.id]
+
+    def _end(self, run: str, state: str) -> None:
+        job = self.running.pop(run)
+        self.ended[job.spec.id] = state
+        self.cancelling.discard(job.spec.id)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), twice=st.booleans())
+    def train(self, data, twice: bool) -> None:
+        run = data.draw(st.sampled_from(sorted(self.running)))
+        job = self.running[run]
+        if job.spec.base_step == len(self.chain[run]):
+            commit(self.spool, job)
+            self.chain[run].append(job.spec.id)
+            result = succeeded(job)
+        else:
+            with pytest.raises(Conflict):
+                commit(self.spool, job)
+            result = failed()
+        for _ in range(1 + twice):
+            assert self.spool.jobs.finish(job, result) == result.state
+        self._end(run, result.state)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), retriable=st.booleans(), recover=st.booleans())
+    def crash(self, data, retriable: bool, recover: bool) -> None:
+        runs = sorted(self.running) if recover else [data.draw(st.sampled_from(sorted(self.running)))]
+        error = LOST.model_copy(update={"retriable": retriable or recover})
+        expected = {}
+        for run in runs:
+            job = self.running[run]
+            again = error.retriable and job.attempt < 2
+            expected[run] = "cancelled" if job.spec.id in self.cancelling else "queued" if again else "failed"
+        if recover:
+            found = {job.spec.run: state for state, job in Spool(self.spool.root).jobs.recover("new")}
+            assert found == expected
+        else:
+            assert self.spool.jobs.requeue(self.running[runs[0]], error) == expected[runs[0]]
+        for run, state in expected.items():
+            if state == "queued":
+                self.queue[run].insert(0, self.running.pop(run).spec.id)
+            else:
+                self._end(run, state)
+
+    @rule(run=st.sampled_from("rq"), data=st.data())
+    def cancel(self, run: str, data) -> None:
+        ids = [*self.queue[run], *([self.running[run].spec.id] if run in self.running else [])]
+        if not ids:
+            return
+        job_id = data.draw(st.sampled_from(ids))
+        state = self.spool.jobs.request_cancel(job_id)
+        if job_id in self.queue[run]:
+            assert state == "cancelled"
+            self.queue[run].remove(job_id)
+            self.ended[job_id] = "cancelled"
+        else:
+            assert state == "running"
+            self.cancelling.add(job_id)
+
+    @rule(run=st.sampled_from("rq"), back=st.integers(0, 3))
+    def rollback(self, run: str, back: int) -> None:
+        step = max(0, len(self.chain[run]) - back)
+        if self.queue[run] or run in self.running:
+            with pytest.raises(Conflict):
+                self.spool.checkpoints.rollback(run, step)
+        else:
+            assert self.spool.checkpoints.rollback(run, step) == list(range(len(self.chain[run]), step, -1))
+            del self.chain[run][step:]
+
+    @rule()
+    def reopen(self) -> None:
+        self.spool = Spool(self.spool.root)
+
+    @invariant()
+    def the_spool_says_what_the_model_says(self) -> None:
+        for run in "rq":
+            pending = {job.spec.id: state for state, job in self.spool.jobs.pending(run)}
+            expected = dict.fromkeys(self.queue[run], "queued")
+            if run in self.running:
+                expected[self.running[run].spec.id] = "running"
+            assert pending == expected
+            makers = [self.spool.checkpoints.manifest(run, step).job for step in self.spool.checkpoints.steps(run)]
+            assert makers == [None, *self.chain[run]]
+        assert {job.spec.id: state for state, job in self.spool.jobs.list(states=TERMINAL)} == self.ended
+        kept = {path.name for path in (self.spool.root / "jobs/data").iterdir()}
+        assert kept == {*self.queue["r"], *self.queue["q"], *(job.spec.id for job in self.running.values())}
+        for job_id in self.cancelling:
+            assert self.spool.jobs.cancel_requested(job_id)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)

@@ -1,0 +1,295 @@
+"""Runs and checkpoints."""
+
+import time
+
+import pytest
+
+from spool.spool_tools import (
+    commit,
+    run_spec,
+    spool_with_run,
+    stage,
+    submit,
+    succeeded,
+    temporary_names,
+    train_one,
+    tree,
+    write_adapter,
+)  # fmt: skip
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
+from tandem.spool import Spool
+from tandem.spool.schema import LoraShape, Manifest, Origin, Probe, Served
+
+PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]])
+
+
+def test_a_run_is_made_with_its_step_0(tmp_path):
+    spool = Spool.create(tmp_path)
+    spec = run_spec("my-run.1", seed=7, lora=LoraShape(rank=4))
+    assert spool.runs.create(spec, write_adapter) == spec
+    assert Spool(tmp_path).runs.get("my-run.1") == spec
+    assert spool.runs.list() == [spec]
+    assert spool.checkpoints.steps("my-run.1") == [0]
+    assert spool.checkpoints.newest("my-run.1") == 0
+    manifest = spool.checkpoints.verify("my-run.1", 0)
+    assert manifest.job is None
+    assert sorted(manifest.files) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert manifest.files["adapter_model.safetensors"].size == 700
+    with pytest.raises(NotFound, match=r"my-run\.1") as caught:
+        spool.runs.get("other")
+    assert caught.value.field == "run"
+
+
+def test_a_run_that_exists_is_a_conflict_and_stays(tmp_path):
+    spool = spool_with_run(tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises(Conflict) as caught:
+        spool.runs.create(run_spec("r", seed=9), lambda directory: pytest.fail("must not be made"))
+    assert caught.value.field == "name"
+    assert tree(tmp_path) == before
+
+
+def test_a_run_whose_adapter_fails_leaves_no_trace(tmp_path):
+    spool = Spool.create(tmp_path)
+    before = tree(tmp_path)
+
+    def broken(directory):
+        write_adapter(directory)
+        raise RuntimeError("no")
+
+    def link(directory):
+        (directory / "link").symlink_to("/etc/passwd")
+
+    with pytest.raises(RuntimeError):
+        spool.runs.create(run_spec(), broken)
+    with pytest.raises(InvalidInput, match="not a plain file"):
+        spool.runs.create(run_spec(), link)
+    assert tree(tmp_path) == before
+    assert spool.runs.list() == []
+
+
+def test_what_is_not_ours_is_not_listed(tmp_path):
+    spool = spool_with_run(tmp_path)
+    for name in ("runs/lost+found", "runs/.nfs0001", "runs/r/checkpoints/tmp", "runs/r/checkpoints/0000001"):
+        (tmp_path / name).mkdir()
+    for name in ("jobs/queued/.nfs1", "jobs/queued/note.txt", "jobs/running/a b.json", "jobs/data/a b"):
+        (tmp_path / name).write_text("")
+    assert [spec.name for spec in spool.runs.list()] == ["r"]
+    assert spool.checkpoints.steps("r") == [0]
+    assert spool.jobs.list() == []
+    assert spool.jobs.claim("runner") is None
+    assert spool.jobs.recover("runner") == []
+
+
+def test_commit_says_all_that_the_manifest_holds(tmp_path):
+    spool = spool_with_run(tmp_path)
+    submit(spool, "j")
+    job = spool.jobs.claim("runner")
+    staged = stage(spool, job)
+    manifest = spool.checkpoints.commit(
+        staged,
+        "r",
+        1,
+        "j",
+        topology={"tp": 2},
+        versions={"torch": "2"},
+        metrics={"loss": 0.5},
+        probe=PROBE,
+        origin=None,
+    )
+    assert not staged.exists()
+    assert spool.checkpoints.path("r", 1) == tmp_path / "runs/r/checkpoints/00000001"
+    assert spool.checkpoints.manifest("r", 1) == spool.checkpoints.verify("r", 1) == manifest
+    assert (manifest.job, manifest.topology, manifest.metrics, manifest.probe) == ("j", {"tp": 2}, {"loss": 0.5}, PROBE)
+    assert sorted(manifest.files) == ["adapter_model.safetensors", "optimizer/adam.safetensors"]
+    assert spool.checkpoints.newest("r") == 1
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_commit_of_anything_but_the_next_step_is_a_conflict(tmp_path, step):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    submit(spool, "j")
+    staged = stage(spool, spool.jobs.claim("runner"))
+    before = tree(tmp_path)
+    with pytest.raises(Conflict, match="next is 2") as caught:
+        spool.checkpoints.commit(staged, "r", step, "j")
+    assert caught.value.field == "step"
+    assert tree(tmp_path) == before
+
+
+def test_commit_from_outside_the_volume_is_refused(tmp_path):
+    spool = spool_with_run(tmp_path / "root")
+    outside = tmp_path / "staged"
+    outside.mkdir()
+    with pytest.raises(InvalidInput, match="not under"):
+        spool.checkpoints.commit(outside, "r", 1, "j")
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    spool = spool_with_run(tmp_path)
+    for step in (1, -1, 10**9):
+        for call in (spool.checkpoints.path, spool.checkpoints.manifest, spool.checkpoints.verify):
+            with pytest.raises(NotFound, match="0 to 0") as caught:
+                call("r", step)
+            assert caught.value.field == "step"
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer/adam.safetensors"])
+def test_verify_names_the_damaged_file_and_how(tmp_path, name):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    file = spool.checkpoints.path("r", 1) / name
+    good = file.read_bytes()
+    for content, how in (
+        (None, "missing"),
+        (good[:-1], "truncated"),
+        (b"", "truncated"),
+        (good + b"x", "altered"),
+        (bytes([good[0] ^ 1]) + good[1:], "altered"),
+    ):
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=f"{name} is {how}"):
+            spool.checkpoints.verify("r", 1)
+        file.write_bytes(good)
+        spool.checkpoints.verify("r", 1)
+
+
+def test_verify_names_every_damaged_file(tmp_path):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    directory = spool.checkpoints.path("r", 1)
+    (directory / "adapter_model.safetensors").unlink()
+    (directory / "optimizer/adam.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match=r"adapter_model.*missing.*adam.*truncated"):
+        spool.checkpoints.verify("r", 1)
+
+
+def test_a_damaged_manifest(tmp_path):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    file = spool.checkpoints.path("r", 1) / "manifest.json"
+    good = file.read_bytes()
+    for content in (
+        good[:-20],
+        b"",
+        b"{}",
+        good.replace(b'"step": 1', b'"step": 2'),
+        good.replace(b'"run": "r"', b'"run": "q"'),
+    ):
+        assert content != good
+        file.write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=r"manifest\.json is (truncated or )?altered"):
+            spool.checkpoints.verify("r", 1)
+    file.unlink()
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json is missing"):
+        spool.checkpoints.verify("r", 1)
+
+
+def test_rollback_takes_the_newest_out_and_the_chain_goes_on(tmp_path):
+    spool = spool_with_run(tmp_path)
+    for _ in range(3):
+        train_one(spool)
+    old = spool.checkpoints.verify("r", 2)
+    assert spool.checkpoints.rollback("r", 1) == [3, 2]
+    assert spool.checkpoints.steps("r") == [0, 1]
+    assert spool.checkpoints.rollback("r", 1) == []
+    discarded = sorted(path.name[:9] for path in (tmp_path / "runs/r/discarded").iterdir())
+    assert discarded == ["00000002-", "00000003-"]
+    job = train_one(spool)
+    assert job.spec.base_step == 1
+    assert spool.checkpoints.manifest("r", 2).job == job.spec.id != old.job
+    assert spool.checkpoints.rollback("r", 1) == [2]  # the name of a discarded step is not taken
+    assert len(list((tmp_path / "runs/r/discarded").iterdir())) == 3
+
+
+def test_rollback_is_refused_while_jobs_build_on_the_chain(tmp_path):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    submit(spool, "j")
+    before = tree(tmp_path)
+    for _ in ("queued", "running"):
+        with pytest.raises(Conflict, match="j "):
+            spool.checkpoints.rollback("r", 0)
+        assert tree(tmp_path).keys() >= {name for name in before if name.startswith("runs")}
+        job = spool.jobs.claim("runner")
+    assert job is None
+    _, job = spool.jobs.get("j")
+    commit(spool, job)
+    spool.jobs.finish(job, succeeded(job))
+    with pytest.raises(NotFound):
+        spool.checkpoints.rollback("r", 5)
+    assert spool.checkpoints.rollback("r", 0) == [2, 1]
+
+
+def test_fork_copies_adapter_and_optimizer_and_verifies(tmp_path):
+    spool = spool_with_run(tmp_path)
+    submit(spool, "j")
+    job = spool.jobs.claim("runner")
+    spool.checkpoints.commit(stage(spool, job), "r", 1, "j", probe=PROBE, metrics={"loss": 1.0})
+    spool.jobs.finish(job, succeeded(job))
+    source = tree(spool.checkpoints.path("r", 1))
+    new = spool.checkpoints.fork("r", 1, run_spec("fork", seed=3))
+    assert new.forked_from == Origin(run="r", step=1)
+    assert spool.runs.get("fork") == new
+    copied = tree(spool.checkpoints.path("fork", 0))
+    assert {k: v for k, v in copied.items() if k != "manifest.json"} == {
+        k: v for k, v in source.items() if k != "manifest.json"
+    }
+    manifest: Manifest = spool.checkpoints.verify("fork", 0)
+    assert (manifest.run, manifest.step, manifest.job, manifest.origin) == ("fork", 0, None, Origin(run="r", step=1))
+    assert manifest.probe == PROBE
+    assert tree(spool.checkpoints.path("r", 1)) == source
+    assert train_one(spool, "fork").spec.base_step == 0
+    assert spool.checkpoints.newest("r") == 1
+
+
+def test_fork_refuses(tmp_path):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    before = tree(tmp_path)
+    with pytest.raises(Conflict) as caught:
+        spool.checkpoints.fork("r", 1, run_spec("r"))
+    assert caught.value.field == "name"
+    for field, spec in (
+        ("lora", run_spec("n", lora=LoraShape(rank=3))),
+        ("base_model", run_spec("n").model_copy(update={"base_model": "other"})),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            spool.checkpoints.fork("r", 1, spec)
+        assert caught.value.field == field
+    with pytest.raises(NotFound):
+        spool.checkpoints.fork("r", 2, run_spec("n"))
+    assert tree(tmp_path) == before
+    (spool.checkpoints.path("r", 1) / "adapter_model.safetensors").write_bytes(b"?")
+    with pytest.raises(CheckpointDamaged):
+        spool.checkpoints.fork("r", 1, run_spec("n"))
+    assert [spec.name for spec in spool.runs.list()] == ["r"]
+    assert temporary_names(tmp_path) == []
+
+
+def test_fork_verifies_its_copy(tmp_path, monkeypatch):
+    spool = spool_with_run(tmp_path)
+
+    def bad_copy(source, target):
+        target.write_bytes(source.read_bytes()[::-1] + b"")
+
+    monkeypatch.setattr("shutil.copyfile", bad_copy)
+    with pytest.raises(CheckpointDamaged, match="adapter_model"):
+        spool.checkpoints.fork("r", 0, run_spec("n"))
+    assert [spec.name for spec in spool.runs.list()] == ["r"]
+    assert temporary_names(tmp_path) == []
+
+
+def test_served(tmp_path):
+    spool = spool_with_run(tmp_path)
+    assert spool.served.get("r") is None
+    for step in (0, 1):
+        served = Served(step=step, model=f"r@{step}", checkpoint="ab", verified=time.time(), mean_abs_logprob_error=0.0,
+                        tokens_checked=3)  # fmt: skip
+        spool.served.put("r", served)
+        assert spool.served.get("r") == served
+    with pytest.raises(NotFound):
+        spool.served.get("other")
+    with pytest.raises(NotFound):
+        spool.served.put("other", served)
