@@ -6,9 +6,9 @@ import peft
 import pytest
 import torch
 import transformers
-from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from safetensors.torch import save_file
 
+from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import CheckpointDamaged
 from tandem.model.adapter import WEIGHTS_FILE, write_adapter_config
 from tandem.model.arch import read_arch

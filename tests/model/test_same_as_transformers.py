@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 import transformers
-from policies import all_logits, linear_row, make_policy
 from safetensors.torch import load_file, save_file
 
+from policies import all_logits, linear_row, make_policy
 from tandem.errors import InvalidInput
 from tiny import write_random_model
 

@@ -119,16 +119,17 @@ def _same_stream(_: Any) -> Iterator[None]:
 
 def _answer_for_the_cpu() -> None:
     cpu, only = torch.device("cpu"), _Immediate()
+    # Each name gets an answer of its own: torch.compile refuses a torch in which two names are one object.
     answers: dict[str, Any] = {
         "current_device": lambda: cpu,
         "current_stream": lambda *_, **__: only,
-        "Stream": _Immediate,
-        "Event": _Immediate,
+        "Stream": type("Stream", (_Immediate,), {}),
+        "Event": type("Event", (_Immediate,), {}),
         "stream": _same_stream,
-        "synchronize": _nothing,
+        "synchronize": lambda *_, **__: None,
         # The CPU has one generator, which every caller saves and restores beside CUDA's.
-        "get_rng_state": _rng_state,
-        "set_rng_state": _nothing,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda *_, **__: None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -139,14 +140,8 @@ def _answer_for_the_cpu() -> None:
 
     from megatron.core.tensor_parallel import random  # after the answers: imports may ask already
 
-    random._get_cuda_rng_state, random._set_cuda_rng_state = _rng_state, _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
+    random._get_cuda_rng_state = torch.cuda.get_rng_state
+    random._set_cuda_rng_state = torch.cuda.set_rng_state
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,81 @@
+"""Both kernels see the same tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from policies import make_policy, write_random_adapter
+from tandem.model import attention
+from tiny import write_random_model
+
+
+def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Tensor:
+    """subtree_end of random trees in depth-first order, then padding."""
+    end = torch.arange(length) + 1
+
+    def grow(start: int, stop: int, depth: int) -> None:
+        while start < stop:
+            size = int(torch.randint(1, stop - start + 1, (), generator=generator))
+            segment = int(torch.randint(1, size + 1, (), generator=generator)) if depth < 4 else size
+            end[start : start + segment] = start + size
+            grow(start + segment, start + size, depth + 1)
+            start += size
+
+    grow(0, used, 0)
+    return end
+
+
+def brute_force(end: torch.Tensor) -> torch.Tensor:
+    length = len(end)
+    return torch.tensor([[k <= q < int(end[k]) for k in range(length)] for q in range(length)])
+
+
+def test_the_dense_mask_is_the_definition():
+    end = random_tree(60, 50, torch.Generator().manual_seed(0))
+    assert torch.equal(attention.dense_mask(end), brute_force(end))
+
+
+@pytest.mark.parametrize("length", [128, 384, 1000, 1024])
+def test_the_block_mask_is_the_dense_one(length):
+    for seed in range(5):
+        end = random_tree(length, length - 7 * seed, torch.Generator().manual_seed(seed))
+        dense = attention.dense_mask(end)
+        ours = attention.block_mask(end)
+        theirs = create_block_mask(
+            lambda b, h, q, k, dense=dense: dense[q, k], None, None, length, length, device="cpu", BLOCK_SIZE=128
+        )
+        for kind in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            mine, other = getattr(ours, kind), getattr(theirs, kind)
+            if kind.endswith("indices"):  # beyond its count, an entry means nothing
+                count = getattr(theirs, kind.replace("indices", "num_blocks"))
+                valid = torch.arange(mine.shape[-1]) < count[..., None]
+                mine, other = mine * valid, other * valid
+            assert torch.equal(mine, other), kind
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """FlexAttention as PyTorch's own reference runs it: same blocks, no compiler."""
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+
+
+def test_flex_and_sdpa_give_the_same_logits(alone, uncompiled, tmp_path):
+    """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
+    model = write_random_model(tmp_path / "model", head_dim=16)
+    policy = make_policy(model, adapter=write_random_adapter(tmp_path / "adapter", model))
+    generator = torch.Generator().manual_seed(3)
+    length, used = 200, 180
+    row = (
+        torch.randint(0, 260, (length,), generator=generator),
+        torch.randint(0, 50, (length,), generator=generator),
+        random_tree(length, used, generator),
+    )
+    logits = {}
+    with torch.no_grad():
+        for kernel in ("sdpa", "flex"):
+            policy.attention_kernel = kernel
+            logits[kernel] = policy.logits(*row)
+    assert torch.isfinite(logits["flex"]).all()
+    assert (logits["flex"] - logits["sdpa"]).abs().max() <= 1e-4
