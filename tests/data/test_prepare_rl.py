@@ -244,6 +244,13 @@ def test_large_group_is_split_and_keeps_sharing(tmp_path: Path) -> None:
     assert run(tmp_path / "b", [Group(trajectories=members), other], length=50, vocab_size=200).num_rows == 3
 
 
+def test_split_groups_fill_each_others_rows(tmp_path: Path) -> None:
+    """5 completions of 10 behind 20: rows of 60 and 30; a second such group starts in the 30 left: 3 rows, not 4."""
+    groups = [Group(trajectories=[one([g] * 20, [10 * g + i] * 10, float(i)) for i in range(5)]) for g in (1, 2)]
+    data = run(tmp_path / "a", groups, length=60, vocab_size=100)
+    assert (data.num_rows, data.num_tokens) == (3, 60 + 60 + 60)
+
+
 def test_groups_in_a_row_share_a_system_prompt(tmp_path: Path) -> None:
     system = list(range(30))
     groups = [Group(trajectories=[one([*system, 40 + g], [50 + g, i], float(i)) for i in range(3)]) for g in range(6)]
