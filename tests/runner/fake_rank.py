@@ -104,11 +104,17 @@ def leak(work, rank, beat):
     subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
 
 
+def leak_and_wait(work, rank, beat):
+    leak(work, rank, beat)
+    wait(work, rank, beat)
+
+
 def nothing(work, rank, beat):
     pass
 
 
 DEEDS = {
     "fail": fail, "segfault": segfault, "die": die, "raise": raise_, "exit_zero": exit_zero, "leave": leave,
-    "hang": hang, "wait": wait, "stubborn": stubborn, "leak": leak, "no_checkpoint": nothing, "crash_after": nothing,
+    "hang": hang, "wait": wait, "stubborn": stubborn, "leak": leak, "leak_and_wait": leak_and_wait,
+    "no_checkpoint": nothing, "crash_after": nothing,
 }  # fmt: skip

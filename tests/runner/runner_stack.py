@@ -62,7 +62,7 @@ class Stack:
         job, _ = self.spool.jobs.submit(make, run=run, job_id=None, fingerprint="f", base_step=None)
         return job.spec.id
 
-    def wait(self, job_id: str, timeout: float = 60) -> tuple[str, Job]:
+    def wait(self, job_id: str, timeout: float = 120) -> tuple[str, Job]:
         """The job's terminal state; fails when there is none within `timeout` seconds."""
         self.until(lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, timeout, f"job {job_id} to end")
         state, job = self.spool.jobs.get(job_id)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runner.runner_stack import Stack
+from runner.runner_stack import HERE, Stack
 from tandem import processes
 
 
@@ -157,3 +157,13 @@ def test_a_dead_leader_takes_its_ranks_with_it(stack):
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
     assert "SIGKILL" in job.last_error.message
+
+
+def test_the_fork_server_is_replaced_when_the_code_changed(stack):
+    (before,) = stack.children()
+    os.utime(HERE / "fake_rank.py")
+    _, state, _ = ended(stack, "changed")
+    assert state == "succeeded"
+    (after,) = stack.children()
+    assert after.pid != before.pid
+    assert "replacing the fork server reason='the code changed'" in stack.log.read_text()

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from tandem import logs, processes
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
 from tandem.spool import Spool, fs
@@ -51,6 +51,7 @@ class Runner:
         self._settings = settings
         self._entry = entry
         self._stop = False
+        self._status = 0
         self._survivors: list[Process] = []
 
     def request_stop(self, *_: object) -> None:
@@ -61,9 +62,9 @@ class Runner:
         self._spool = Spool.create(self._settings.root)
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         with self._spool.jobs.runner_lock(self._name):
-            status = self._spool.root.stat()
-            # The same volume may have another name in another life of this container.
-            marker = (_MARKER, f"{status.st_dev}:{status.st_ino}")
+            self._volume = self._identity()
+            # Not the path: the same volume may have another name in another life of this container.
+            marker = (_MARKER, self._volume)
             processes.adopt_orphans()
             self._sweep(marker)
             self._devices = Devices(self._settings)
@@ -77,7 +78,7 @@ class Runner:
             finally:
                 self._launcher.close()
             log.info("runner is down")
-        return 0
+        return self._status
 
     def _sweep(self, marker: tuple[str, str]) -> None:
         """End what a dead runner of this spool left. Holding the lock, we know that it is dead."""
@@ -97,8 +98,23 @@ class Runner:
             elif not self._stop:
                 time.sleep(_IDLE_SECONDS)
 
+    def _identity(self) -> str:
+        root = self._spool.root
+        with fs.volume_errors(root):
+            status = root.stat()
+        return f"{status.st_dev}:{status.st_ino}"
+
     def _next(self) -> Job | None:
         jobs = self._spool.jobs
+        if self._identity() != self._volume:
+            # Without its volume a mount point is an empty directory, which looks like a spool without jobs.
+            if fs.exists(self._spool.root / "spool.json"):
+                self._stop, self._status = True, 1
+                log.error(
+                    "another volume is mounted here, on which this runner holds no lock; ending, to be started again"
+                )
+                return None
+            raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
         if not jobs.list(states=_QUEUED):
             return None
         self._wait_for_devices()
