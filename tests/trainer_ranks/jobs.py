@@ -162,21 +162,24 @@ def error_of(spool: Spool, job: Job, rank: int = 0) -> JobError:
     return JobError.model_validate_json(path.read_text())
 
 
-def run_torchrun(spool: Spool, job_ids: list[str], *, ranks: int, tensor_parallel: int = 1) -> list[Path]:
-    """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once."""
-    jobs = [claim(spool, job_id) for job_id in job_ids]
+def run_torchrun(spool: Spool, tensor_parallel: dict[str, int], *, ranks: int) -> dict[str, Path]:
+    """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once.
+
+    `tensor_parallel`: job -> how many of the ranks share its model.
+    """
+    jobs = [claim(spool, job_id) for job_id in tensor_parallel]
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
          "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
-         str(Path(__file__).with_name("rank_of_jobs.py")), str(spool.root), *job_ids],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
-             "TANDEM_TENSOR_PARALLEL": str(tensor_parallel)},
+         str(Path(__file__).with_name("rank_of_jobs.py")), str(spool.root),
+         *(f"{job_id}={tp}" for job_id, tp in tensor_parallel.items())],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     for job in jobs:
         finish(spool, job)
-    return [spool.checkpoints.path(job.spec.run, job.spec.base_step + 1) for job in jobs]
+    return {job.spec.id: spool.checkpoints.path(job.spec.run, job.spec.base_step + 1) for job in jobs}
 
 
 def steps_of(spool: Spool, job_id: str) -> list[dict[str, float]]:

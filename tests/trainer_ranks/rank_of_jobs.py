@@ -1,9 +1,12 @@
-"""One rank under torchrun that runs several jobs in turn: rank_of_jobs.py <spool> <job> ..."""
+"""One rank under torchrun that runs several jobs in turn: rank_of_jobs.py <spool> <job>=<tensor parallel size> ..."""
 
+import os
 import sys
 
 from tandem.trainer import worker
 
-for job_id in sys.argv[2:]:
+for argument in sys.argv[2:]:
+    job_id, tensor_parallel = argument.split("=")
+    os.environ["TANDEM_TENSOR_PARALLEL"] = tensor_parallel
     if status := worker.main(sys.argv[1], job_id, 1):
         sys.exit(status)
