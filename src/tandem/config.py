@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from tandem.errors import InvalidInput
 
 
 def _alias(name: str, *ancestors: str) -> AliasChoices:
@@ -107,6 +109,18 @@ class Settings(BaseSettings):
             return value.get_secret_value()
         path: Path | None = getattr(self, f"{name}_file")
         return path.read_text().strip() if path is not None else None
+
+
+def load_settings() -> Settings:
+    """The deployment's settings from the environment; InvalidInput naming the variable where one can't be used."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        if name is not None and not name.isupper():
+            name = f"TANDEM_{name.upper()}"
+        raise InvalidInput(first["msg"].removeprefix("Value error, "), field=name) from error
 
 
 def resolve_model(root: Path, base_model: str) -> str:

@@ -80,8 +80,8 @@ class SpoolUnusable(TandemError):
 class JobFailed(TandemError):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 
-    `job_id` is the job's; `reason` its error's type (`rank_crashed`, `deadline`, `cancelled`, ...); the message ends with
-    the tail of the job's log where there is one.
+    `job_id` is the job's; `reason` its error's type (`rank_crashed`, `deadline`, `cancelled`, ...); the message ends
+    with the tail of the job's log where there is one.
     """
 
     code = "job_failed"

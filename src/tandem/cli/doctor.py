@@ -20,9 +20,9 @@ import httpx
 import typer
 from rich.markup import escape
 
-from tandem.cli.output import Json, load_settings, out, show, size
+from tandem.cli.output import Json, out, show, size
 from tandem.client.wire import connection
-from tandem.config import Settings
+from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 
 _ROLES: dict[str, tuple[tuple[str, ...], ...]] = {

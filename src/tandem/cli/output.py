@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.config import Settings
-from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unreachable
+from tandem.errors import JobFailed, NotServed, TandemError, Unreachable
 
 # Seconds that a controller which does not answer is asked again: a restart goes by unnoticed, a wrong URL soon shows.
 PATIENCE = 10.0
@@ -24,18 +22,6 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, for programs.")]
-
-
-def load_settings() -> Settings:
-    """The deployment's settings from the environment; InvalidInput naming the variable where one can't be used."""
-    try:
-        return Settings()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None
-        if name is not None and not name.isupper():
-            name = f"TANDEM_{name.upper()}"
-        raise InvalidInput(first["msg"].removeprefix("Value error, "), field=name) from error
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:

@@ -7,7 +7,8 @@ import sys
 
 import typer
 
-from tandem.cli.output import load_settings
+from tandem.config import load_settings
+from tandem.errors import InvalidInput
 
 
 def up() -> None:
@@ -17,7 +18,10 @@ def up() -> None:
     """
     from tandem.up import up as start  # late: only this command needs supervisord
 
-    raise typer.Exit(start(load_settings()))
+    settings = load_settings()
+    if settings.base_model is None:
+        raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
+    raise typer.Exit(start(settings))
 
 
 def controller() -> None:

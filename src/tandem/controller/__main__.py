@@ -7,9 +7,8 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import ValidationError
 
-from tandem.config import Settings
+from tandem.config import Settings, load_settings
 from tandem.controller.app import create_app
 from tandem.controller.gate import is_loopback, split_keys
 from tandem.errors import TandemError, Unauthorized
@@ -46,10 +45,10 @@ def main() -> int:
     # for nothing. This makes it believe, as in the controller's image, that there is none.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        settings = Settings()
+        settings = load_settings()
         check_bind(settings)
         app = create_app(settings)
-    except (TandemError, ValidationError, OSError) as error:
+    except (TandemError, OSError) as error:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
     config = uvicorn.Config(

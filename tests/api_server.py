@@ -1,0 +1,221 @@
+"""A controller on loopback, and somebody who does the runner's part on its spool."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from tiny_model import write_tiny_qwen3
+
+from tandem import ports
+from tandem.config import Settings
+from tandem.controller.app import create_app
+from tandem.spool import Spool
+from tandem.spool.schema import Job, JobError, JobResult, Probe
+
+KEY = "key-one"
+BASE_MODEL = "models/tiny"
+
+
+def make_root(root: Path) -> Path:
+    """A spool with a tiny model in it."""
+    Spool.create(root)
+    write_tiny_qwen3(root / BASE_MODEL, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+    return root
+
+
+def until(what: str, check: Callable[[], Any], timeout: float = 20.0) -> Any:
+    """The first true answer of `check`."""
+    deadline = time.monotonic() + timeout
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.02)
+    return answer
+
+
+class Server:
+    """The application under uvicorn in a thread of this process."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.held = ports.reserve()
+        values: dict[str, Any] = {
+            "base_model": BASE_MODEL,
+            "api_key": f"{KEY}, key-two\nkey-three",
+            "max_lora_rank": 16,
+        }
+        self.settings = Settings(root=root, controller_port=self.held.port, **(values | settings))
+        self.app = create_app(self.settings)
+        self.spool: Spool = self.app.state.deployment.spool
+        self.url = f"http://127.0.0.1:{self.held.port}"
+        config = uvicorn.Config(self.app, port=self.held.port, log_level="error", timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        until("the server starts", lambda: self._server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.app.state.deployment.stopping = True
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        self.held.close()
+
+    def http(self, key: str | None = KEY) -> httpx.Client:
+        """A plain HTTP client, so that what is on the wire is tested."""
+        return httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30, trust_env=False
+        )
+
+
+class Process:
+    """`python -m tandem.controller`."""
+
+    def __init__(self, root: Path, **variables: str) -> None:
+        self.held = ports.reserve()
+        self.port = self.held.port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.root, self.variables = root, variables
+        self.start()
+
+    def start(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {
+            "TANDEM_ROOT": str(self.root),
+            "TANDEM_BASE_MODEL": BASE_MODEL,
+            "TANDEM_API_KEY": KEY,
+            "TANDEM_CONTROLLER_PORT": str(self.port),
+            **self.variables,
+        }
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "tandem.controller"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.popen.poll() is None, self.output()
+            try:
+                return httpx.get(f"{self.url}/readyz", trust_env=False).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        until("the controller is ready", ready, 60)
+
+    def output(self) -> str:
+        """What it printed; it must have ended."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.read().decode()
+
+    def __enter__(self) -> Process:
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        if self.popen.stdout:
+            self.popen.stdout.close()
+        self.held.close()
+
+
+# ---------------------------------------------------------------- what clients send
+
+
+def turn(prompt: list[int], completion: list[int]) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt, "token_ids": completion, "logprobs": [-0.5] * len(completion)}
+
+
+def groups(count: int = 1) -> list[dict[str, Any]]:
+    """Groups of two trajectories with different rewards."""
+    return [
+        {
+            "trajectories": [
+                {"turns": [turn([10 + i, 11], [20, 21])], "reward": 1.0},
+                {"turns": [turn([10 + i, 11], [30, 21])], "reward": 0.0},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def rl_request(**changes: Any) -> dict[str, Any]:
+    return {"kind": "rl", "groups": groups(), "packing": {"sequence_length": 64}} | changes
+
+
+def sft_request(**changes: Any) -> dict[str, Any]:
+    """Token ids, since messages need transformers, which imports torch into a process that may have it."""
+    example = {"token_ids": [10, 11, 20, 21], "trainable": [False, False, True, True]}
+    return {"kind": "sft", "examples": [example], "packing": {"sequence_length": 64}} | changes
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Everything on the spool, by path; lock files are no content."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))
+    }
+
+
+# ---------------------------------------------------------------- the runner's part
+
+
+def claim(spool: Spool) -> Job:
+    job = spool.jobs.claim("test-runner")
+    assert job is not None
+    return job
+
+
+def work(spool: Spool, job: Job, steps: int = 2) -> None:
+    """The events of a healthy attempt, and its checkpoint."""
+    spec = job.spec
+    spool.events.append(spec.id, "started", attempt=job.attempt, device="cpu")
+    spool.events.append(spec.id, "loaded", attempt=job.attempt, seconds={"build": 0.1})
+    for step in range(steps):
+        spool.events.append(
+            spec.id, "step", attempt=job.attempt, step=step + 1, steps=steps, metrics={"loss": 1.0 / (step + 1)}
+        )
+    spool.jobs.log_path(spec.id).write_text(f"rank 0 trains {spec.id}\n")
+    staged = spool.jobs.work_dir(spec.id, job.attempt) / "checkpoint"
+    staged.mkdir(parents=True)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copyfile(spool.checkpoints.path(spec.run, spec.base_step) / name, staged / name)
+    (staged / "optimizer").mkdir()
+    (staged / "optimizer" / "adam.safetensors").write_bytes(os.urandom(3000))
+    spool.checkpoints.commit(
+        staged,
+        spec.run,
+        spec.base_step + 1,
+        spec.id,
+        metrics={"loss": 0.5},
+        probe=Probe(tokens=[], logprobs=[], previous=[]),
+    )
+    spool.events.append(spec.id, "checkpoint", attempt=job.attempt, step=spec.base_step + 1)
+
+
+def succeed(spool: Spool, job: Job) -> None:
+    spool.jobs.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+
+
+def fail(spool: Spool, job: Job, log_tail: str = "Traceback: boom\n") -> None:
+    error = JobError(type="rank_crashed", message="rank 0 died of SIGSEGV", log_tail=log_tail)
+    spool.jobs.finish(job, JobResult(state="failed", error=error, finished=time.time()))
+
+
+def run_one(spool: Spool) -> Job:
+    """Claim the next job and bring it to a good end."""
+    job = claim(spool)
+    work(spool, job)
+    succeed(spool, job)
+    return job

@@ -1,0 +1,238 @@
+"""Runs and jobs through the client, with somebody doing the runner's part."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from api_server import (
+    KEY,
+    Server,
+    claim,
+    fail,
+    groups,
+    make_root,
+    rl_request,
+    run_one,
+    sft_request,
+    succeed,
+    tree,
+    work,
+)
+from tandem.client import Tandem
+from tandem.data.packed import PackedBatch
+from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed
+from tandem.spool.schema import JobError, Served
+
+pytestmark = pytest.mark.usefixtures("no_jobs_left")
+
+
+def served(step: int, run: str, **more) -> Served:
+    return Served(
+        step=step, model=f"{run}@{step}", checkpoint="0" * 64, verified=time.time(), mean_abs_logprob_error=0.001,
+        tokens_checked=10, **more,
+    )  # fmt: skip
+
+
+def test_a_run_is_created_once(client, root):
+    status = client.create_run("once", lora={"rank": 4, "alpha": 8}, seed=3)
+    assert (status.newest_step, status.served, status.pending) == (0, None, [])
+    assert status.spec.base_model == "models/tiny"
+    before = tree(root)
+    assert client.create_run("once", lora={"rank": 4, "alpha": 8}, seed=3) == status
+    assert (
+        client.create_run("once", base_model=str(root / "models/tiny"), lora={"rank": 4, "alpha": 8}, seed=3) == status
+    )
+    with pytest.raises(Conflict) as refused:
+        client.create_run("once", lora={"rank": 4, "alpha": 9}, seed=3)
+    assert refused.value.field == "name"
+    assert tree(root) == before
+    assert "once" in [run.spec.name for run in client.list_runs()]
+    (info,) = client.checkpoints("once")
+    assert (info.step, info.job, info.damage) == (0, None, None)
+
+
+def test_an_rl_job_from_queue_to_served(client, server, run):
+    job = client.train_rl(run, groups(3), packing={"sequence_length": 64}, labels={"who": "me"}, loss={"policy": "ppo"})
+    assert (job.state, job.kind, job.run, job.attempt, job.spec.base_step) == ("queued", "rl", run, 0, 0)
+    assert job.spec.data.num_groups == 3
+    assert job.spec.loss.policy == "ppo"
+    with PackedBatch.open(server.spool.absolute(job.spec.data.path)) as batch:
+        assert len(batch) == job.spec.data.num_rows
+    assert client.get_run(run).pending == [job.id]
+
+    claimed = claim(server.spool)
+    server.spool.jobs.beat(job.id, "test-runner", "forward")
+    assert (client.get_job(job.id).state, client.get_job(job.id).phase) == ("running", "forward")
+    work(server.spool, claimed)
+    succeed(server.spool, claimed)
+    done = client.wait_job(job.id, timeout=10)
+    assert (done.state, done.step, done.error) == ("succeeded", 1, None)
+    assert client.get_run(run).newest_step == 1
+    assert [e.type for e in client.job_events(job.id)] == [
+        *("claimed", "started", "loaded", "step", "step", "checkpoint", "succeeded")
+    ]
+    assert client.logs(job.id) == f"rank 0 trains {job.id}\n"
+
+    with pytest.raises(NotServed, match="not served within"):
+        client.wait_served(run, 1, timeout=0)
+    server.spool.served.put(run, served(0, run, refused_step=1, refused_reason="log-probs differ by 3 nats"))
+    with pytest.raises(NotServed, match="3 nats"):
+        client.wait_served(run, 1)
+    server.spool.served.put(run, served(1, run))
+    assert client.wait_served(run, 1).model == f"{run}@1"
+
+
+def test_train_and_wait_until_served(client, server, run):
+    seen = []
+
+    def runner_and_publisher() -> None:
+        while not (jobs := server.spool.jobs.list(run=run)):
+            time.sleep(0.02)
+        run_one(server.spool)
+        server.spool.served.put(run, served(1, run))
+        server.spool.events.append(jobs[0][1].spec.id, "served", step=1)
+
+    thread = threading.Thread(target=runner_and_publisher)
+    thread.start()
+    examples = sft_request()["examples"]
+    job = client.train_sft(run, examples, packing={"sequence_length": 64}, wait="served", on_event=seen.append)
+    thread.join()
+    assert job.state == "succeeded"
+    assert [e.type for e in seen][-1] == "succeeded"
+    assert client.job_events(job.id)[-1].type == "served"
+
+
+def test_jobs_queue_up_along_the_chain(client, server, run):
+    first, second = (client.train(run, rl_request()) for _ in range(2))
+    assert (first.spec.base_step, second.spec.base_step) == (0, 1)
+    run_one(server.spool)
+    run_one(server.spool)
+    assert client.get_run(run).newest_step == 2
+
+
+def test_a_failed_job_raises_with_reason_and_log(client, server, run):
+    job = client.train(run, rl_request())
+    fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, and \r\nTraceback: boom\n")
+    with pytest.raises(JobFailed) as failed:
+        client.wait_job(job.id, timeout=10)
+    assert (failed.value.job_id, failed.value.reason) == (job.id, "rank_crashed")
+    assert "SIGSEGV" in failed.value.message
+    assert failed.value.message.endswith("Traceback: boom")
+    assert client.get_run(run).newest_step == 0
+
+
+def test_a_retried_job_shows_the_attempt_before(client, server, run):
+    job = client.train(run, rl_request())
+    server.spool.jobs.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))
+    status = client.get_job(job.id)
+    assert (status.state, status.attempt, status.error) == ("queued", 1, None)
+    assert status.last_error is not None
+    assert status.last_error.type == "rank_hung"
+    run_one(server.spool)
+    assert client.wait_job(job.id, timeout=10).attempt == 2
+
+
+def test_cancel(client, server, run):
+    queued = client.train(run, rl_request())
+    assert client.cancel(queued.id).state == "cancelled"
+    with pytest.raises(JobFailed) as failed:
+        client.wait_job(queued.id, timeout=10)
+    assert failed.value.reason == "cancelled"
+    running = client.train(run, rl_request())
+    claimed = claim(server.spool)
+    status = client.cancel(running.id)
+    assert (status.state, status.cancel_requested) == ("running", True)
+    server.spool.jobs.requeue(claimed, JobError(type="cancelled", message="asked for", retriable=True))
+    assert client.cancel(running.id).state == "cancelled"
+    assert client.get_run(run).newest_step == 0
+
+
+def test_the_same_id_is_the_same_job(client, http, server, run, root):
+    request = rl_request(id="mine", labels={"a": "1", "b": "2"})
+    first = http.post(f"/v1/runs/{run}/train", json=request)
+    assert first.status_code == 202
+    before = tree(root)
+    # The same content, spelt otherwise: defaults written out, keys in another order.
+    respelt = dict(reversed(list((request | {"max_attempts": 3, "loss": {}, "labels": {"b": "2", "a": "1"}}).items())))
+    again = http.post(f"/v1/runs/{run}/train", json=respelt)
+    assert (again.status_code, again.json()) == (200, first.json())
+    other = rl_request(id="mine", groups=groups(2))
+    for refused in (
+        http.post(f"/v1/runs/{run}/train", json=other),
+        http.post(f"/v1/runs/{run}/train", json=sft_request(id="mine")),
+    ):
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"], error["field"]) == (409, "conflict", "id")
+    assert tree(root) == before
+    run_one(server.spool)
+    assert http.post(f"/v1/runs/{run}/train", json=request).json()["state"] == "succeeded"
+
+
+def test_many_submits_of_one_id_at_once_are_one_job(server, run):
+    answers = []
+
+    def submit() -> None:
+        with server.http() as http:
+            answers.append(http.post(f"/v1/runs/{run}/train", json=rl_request(id="many")))
+
+    threads = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(a.status_code for a in answers) == [200] * 7 + [202]
+    assert len(server.spool.jobs.list(run=run)) == 1
+
+
+def test_lists_of_jobs(client, run):
+    first, second = (client.train(run, rl_request()).id for _ in range(2))
+    client.cancel(first)
+    assert [job.id for job in client.list_jobs(run)] == [first, second]
+    assert [job.id for job in client.list_jobs(run, ["queued", "running"])] == [second]
+    assert [job.id for job in client.list_jobs(run, limit=1)] == [second]
+
+
+def test_fork_and_rollback(client, server, run):
+    for _ in range(2):
+        client.train(run, rl_request())
+        run_one(server.spool)
+    fork = client.fork(run, 1, f"{run}-fork")
+    assert (fork.newest_step, fork.spec.forked_from.step) == (0, 1)
+    assert client.fork(run, 1, f"{run}-fork") == fork
+    with pytest.raises(Conflict) as refused:
+        client.fork(run, 2, f"{run}-fork")
+    assert refused.value.field == "name"
+    (info,) = client.checkpoints(f"{run}-fork")
+    assert info.origin.run == run
+    ours = client.checkpoint(f"{run}-fork", 0).files
+    assert ours == client.checkpoint(run, 1).files
+    assert "optimizer/adam.safetensors" in ours
+
+    pending = client.train(run, rl_request())
+    with pytest.raises(Conflict):
+        client.rollback(run, 0)
+    client.cancel(pending.id)
+    assert client.rollback(run, 0).discarded == [2, 1]
+    assert client.get_run(run).newest_step == 0
+    assert client.rollback(run, 0).discarded == []
+    assert client.train(run, rl_request()).spec.base_step == 0
+
+
+def test_nothing_to_learn_reaches_the_caller_as_itself(client, run):
+    same = groups()
+    same[0]["trajectories"][1]["reward"] = 1.0
+    with pytest.raises(NothingToLearn):
+        client.train_rl(run, same)
+
+
+def test_a_step_that_ranks_cant_share_is_refused(tmp_path):
+    root = make_root(tmp_path / "spool")
+    with Server(root, trainer_ranks=4, tensor_parallel=2) as server, Tandem(server.url, KEY) as client:
+        client.create_run("a", lora={"rank": 2})
+        with pytest.raises(InvalidInput) as refused:
+            client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 3}))
+        assert refused.value.field == "optimizer.grad_accumulation_sequences"
+        client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
