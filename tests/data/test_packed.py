@@ -125,6 +125,23 @@ def test_split_sequence_is_refused(tmp_path: Path) -> None:
         write_packed(tmp_path / "bad", split, vocab_size=10)
 
 
+def test_source_in_another_branch_is_refused(tmp_path: Path) -> None:
+    """Slot 5 is a child of slot 4; slot 2 is as deep as slot 4, but no ancestor of slot 5."""
+    arrays = small()
+    for name, values in [
+        ("tokens", [5, 6, 7, 8, 9, 1, 0, 0]),
+        ("positions", [0, 1, 2, 3, 2, 3, 0, 0]),
+        ("subtree_end", [6, 6, 4, 4, 6, 6, 7, 8]),
+    ]:
+        getattr(arrays, name)[0] = values
+    arrays.row_num_tokens[0] = 6
+    arrays.item_target[2], arrays.item_source[2] = 5, 4
+    write_packed(tmp_path / "good", arrays, vocab_size=10)
+    arrays.item_source[2] = 2
+    with pytest.raises(InvalidInput, match="not the token before its target"):
+        write_packed(tmp_path / "bad", arrays, vocab_size=10)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     directory = tmp_path / "a"
     for name, damage in [
