@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from typing import Literal
@@ -29,6 +30,9 @@ from tandem.model.policy import Policy
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]
+
+# At every build GPTModel warns that its successor is HybridModel: news for us, not for who reads a job's log.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_policy(
