@@ -80,10 +80,10 @@ def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
     return out
 
 
-def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path, str], PackedData], build: Any) -> str:
+def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path], PackedData], build: Any) -> str:
     def make(name: str, base: int, staged: Path) -> Any:
         return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name, stall_seconds=60,
-                     data=pack(staged, f"jobs/data/{name}"))  # fmt: skip
+                     data=pack(staged))  # fmt: skip
 
     spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id
@@ -102,9 +102,9 @@ def submit_rl(
     packed = groups or random_groups(0)
     settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
-    def pack(out: Path, path: str) -> PackedData:
+    def pack(out: Path) -> PackedData:
         return prepare_rl(packed, vocab_size=VOCAB, advantage=AdvantageSettings(),
-                          packing=PackingSettings(sequence_length=row), out=out, path=path)  # fmt: skip
+                          packing=PackingSettings(sequence_length=row), out=out)  # fmt: skip
 
     return _submit(spool, run, job_id, pack, lambda **k: RLJob(loss=loss or RLLoss(), optimizer=settings, **k))
 
@@ -122,9 +122,9 @@ def submit_sft(
     packed = examples or random_examples(0)
     settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
-    def pack(out: Path, path: str) -> PackedData:
+    def pack(out: Path) -> PackedData:
         return prepare_sft(packed, tokenizer_path="", vocab_size=VOCAB, packing=PackingSettings(sequence_length=row),
-                           out=out, path=path)  # fmt: skip
+                           out=out)  # fmt: skip
 
     return _submit(spool, run, job_id, pack, lambda **k: SFTJob(loss=loss or SFTLoss(), optimizer=settings, **k))
 
