@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import tiny_model
-from tandem.client import Tandem
 
 from tandem import ports
+from tandem.client import Tandem
 from tandem.spool import Spool
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"

@@ -47,13 +47,14 @@ class AdminClient:
         api_key: str | None,
         admin_token: str | None,
         timeout: float = 30.0,
-        load_timeout: float = 120.0,
+        work_timeout: float = 120.0,
     ) -> None:
+        """Seconds: `timeout` for what vLLM only looks up, `work_timeout` for what its engine must compute or load."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         if admin_token:
             headers[ADMIN_HEADER] = admin_token.strip()
         self.url = url
-        self._load_timeout = load_timeout
+        self._work_timeout = work_timeout
         self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0))
         self._version: tuple[int, ...] | None = None
 
@@ -132,7 +133,7 @@ class AdminClient:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        answer = self._json("POST", "/v1/completions", body, tries=3)
+        answer = self._json("POST", "/v1/completions", body, tries=3, timeout=self._work_timeout)
         entries = answer["choices"][0].get("prompt_logprobs") or []
         if len(entries) != len(tokens):
             raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
@@ -149,7 +150,7 @@ class AdminClient:
         load it.
         """
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
-        self._request("POST", "/v1/load_lora_adapter", body, timeout=self._load_timeout)
+        self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
     def unload_lora(self, name: str) -> bool:
         """Take the name away; requests that use the adapter finish with it. False if there was no such adapter."""
@@ -173,8 +174,16 @@ class AdminClient:
 
     # ---- transport
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, tries: int = 1) -> Any:
-        response = self._request(method, path, body, tries=tries)
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        tries: int = 1,
+        timeout: float | None = None,
+    ) -> Any:
+        response = self._request(method, path, body, tries=tries, timeout=timeout)
         try:
             return response.json()
         except ValueError as error:

@@ -43,7 +43,7 @@ class Movement:
 
 @dataclass(frozen=True)
 class Verification:
-    """`error`: mean |served - expected| over `tokens` log-probs, nats. `reason`: why it is refused, empty if it is not."""
+    """`error`: mean |served - expected| over `tokens` log-probs, nats. `reason`: why refused, empty if not."""
 
     error: float
     tokens: int

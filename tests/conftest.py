@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """One vLLM for the whole session (it takes half a minute to start); tests name their runs apart."""
+    import tiny_model
+
+    from vllm_server import VllmServer
+
+    directory = tmp_path_factory.mktemp("vllm")
+    server = VllmServer(directory, tiny_model.write_tiny_qwen3(directory / "model", hidden_size=64, layers=2))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()

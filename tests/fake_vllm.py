@@ -1,0 +1,149 @@
+"""What the publisher uses of vLLM's HTTP interface, with a one-line language model that adapters really change.
+
+For the publisher's own logic, at thousands of times the real one's speed; the slow tests hold both to the same tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+API_KEY, ADMIN_TOKEN = "key", "token"
+
+
+def effect(adapter: Path | None) -> float:
+    """How far an adapter moves the log-probs; 0 for the identity."""
+    if adapter is None:
+        return 0.0
+    weights = load_file(adapter / "adapter_model.safetensors")
+    return float(sum(value.sum() for name, value in weights.items() if "lora_B" in name))
+
+
+def logprobs(tokens: Sequence[int], moved: float) -> list[float]:
+    out = []
+    for j in range(1, len(tokens)):
+        digest = hashlib.sha256(json.dumps(list(tokens[: j + 1])).encode()).digest()
+        out.append(-3.0 - digest[0] / 256 + moved * (digest[1] / 128 - 1))
+    return out
+
+
+class FakeVllm:
+    def __init__(self, version: str = "0.32.0") -> None:
+        self.version = version
+        self.adapters: dict[str, tuple[str, float]] = {}
+        self.in_use: set[str] = set()
+        self.calls: list[tuple[str, Any]] = []
+        self.ignores_weights = False  # serves every adapter as the base model
+        self._server: ThreadingHTTPServer | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Empty, as a vLLM that has just started; on the same port every time."""
+        self.adapters.clear()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                fake._answer(self, None)
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                fake._answer(self, json.loads(body) if body else {})
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server.daemon_threads = True
+        self._port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def loads(self) -> list[str]:
+        return [body["lora_name"] for path, body in self.calls if path == "/v1/load_lora_adapter"]
+
+    def _answer(self, request: BaseHTTPRequestHandler, body: Any) -> None:
+        path = request.path.split("?")[0]
+        self.calls.append((path, body))
+        try:
+            status, answer = self._route(path, body or {}, request)
+        except Exception as error:
+            status, answer = 500, {"error": {"message": repr(error)}}
+        content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(content)))
+        # One connection per request, so that stopping the server leaves none behind.
+        request.send_header("Connection", "close")
+        request.end_headers()
+        request.wfile.write(content)
+        request.close_connection = True
+
+    def _route(self, path: str, body: dict[str, Any], request: BaseHTTPRequestHandler) -> tuple[int, Any]:
+        if path.startswith("/v1/") and request.headers.get("Authorization") != f"Bearer {API_KEY}":
+            return 401, {"error": "Unauthorized"}
+        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache")
+        if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
+            return 401, {"error": {"message": "admin token"}}
+        match path:
+            case "/health":
+                return 200, ""
+            case "/version":
+                return 200, {"version": self.version}
+            case "/v1/models":
+                served = {"base": "/model"} | {name: path for name, (path, _) in self.adapters.items()}
+                return 200, {"data": [{"id": name, "root": root} for name, root in served.items()]}
+            case "/v1/load_lora_adapter":
+                name = body["lora_name"]
+                if name in self.adapters:
+                    return 400, {"error": {"message": "already loaded"}}
+                self.adapters[name] = (body["lora_path"], effect(Path(body["lora_path"])))
+                return 200, "Success"
+            case "/v1/unload_lora_adapter":
+                found = self.adapters.pop(body["lora_name"], None)
+                return (200, "Success") if found else (404, {"error": {"message": "cannot be found"}})
+            case "/reset_prefix_cache":
+                return 200, {"success": True}
+            case "/v1/completions":
+                return self._complete(body)
+            case "/metrics":
+                return 200, self._metrics()
+        return 404, {"error": {"message": "no such route"}}
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["model"] != "base" and body["model"] not in self.adapters:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        moved = 0.0 if body["model"] == "base" or self.ignores_weights else self.adapters[body["model"]][1]
+        values = [None if math.isnan(value) else value for value in logprobs(body["prompt"], moved)]
+        entries = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], values, strict=True)]
+        return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+    def _metrics(self) -> str:
+        now = time.time()
+        return "\n".join(
+            [
+                f'vllm:num_requests_running{{engine="0",model_name="base"}} {float(len(self.in_use))}',
+                'vllm:num_requests_waiting{engine="0",model_name="base"} 0.0',
+                'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",waiting_lora_adapters=""} 1.5e+09',
+                f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{",".join(sorted(self.in_use))}",'
+                f'waiting_lora_adapters=""}} {now!r}',
+            ]
+        )

@@ -1,0 +1,176 @@
+"""The admin guard, by itself and in front of a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, WebSocket
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from tandem.inference.guard import ADMIN_HEADER, KEYED, PUBLIC, AdminGuard
+
+ADMIN = {ADMIN_HEADER: "s3cret-token"}
+API = {"Authorization": "Bearer the-key"}
+CLOSED = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/sleep", "/update_weights", "/collective_rpc",
+          "/adapters", "/server_info", "/v1/chat/completions/render", "/v1/responses", "/", ""]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN", "s3cret-token")
+    monkeypatch.delenv("TANDEM_ADMIN_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "the-key")
+
+
+def client(**options: Any) -> TestClient:
+    """A router that answers on every path, behind the guard."""
+    app = FastAPI(openapi_url=None, **options)
+
+    @app.websocket("/{path:path}")
+    async def socket(websocket: WebSocket, path: str) -> None:
+        await websocket.accept()
+        await websocket.send_text("in")
+        await websocket.close()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+    async def anything(path: str) -> dict[str, str]:
+        return {"path": path}
+
+    app.add_middleware(AdminGuard)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def test_public_routes_need_nothing() -> None:
+    for path in PUBLIC:
+        assert client().get(path).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", CLOSED)
+def test_every_other_route_needs_the_token(path: str) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):
+        for headers in ({}, API, {ADMIN_HEADER: "wrong"}, {ADMIN_HEADER: ""}, {"Authorization": "Bearer s3cret-token"}):
+            answer = client().request(method, path, headers=headers)
+            assert answer.status_code == 401, (method, headers)
+            if method != "HEAD":
+                assert answer.json()["error"]["type"] == "unauthorized"
+                assert "s3cret" not in answer.text
+        assert client().request(method, path, headers=ADMIN).status_code == 200
+
+
+def test_token_twice_is_refused() -> None:
+    token = ADMIN[ADMIN_HEADER]
+    for values in ([token, token], [token, "wrong"], ["wrong", token]):
+        answer = client().get("/pause", headers=[(ADMIN_HEADER, value) for value in values])
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//pause", "/pause/", "/./pause", "/health/../pause", "/%70ause", "/PAUSE", "/pause?x=/health", "/pause%2f",
+     "/pause;/health", "/health/", "/health//", "//health", "/HEALTH", "/v1//models", "/v1/models/", "/v1/models/x",
+     "/v1/completions/../load_lora_adapter", "/v1/completions%2f..%2fload_lora_adapter", "/health%00", "/health%20",
+     "/metrics/../pause", "/metricsx", "/pause#/health"],
+)  # fmt: skip
+def test_spellings_do_not_get_around_it(path: str) -> None:
+    assert client().post(path, headers=API).status_code == 401
+    raw, query = path.split("#")[0].split("?")[0], ""
+    assert _asgi(raw, query) == 401
+
+
+def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> int:
+    """The status for exactly this `path`, which no client has tidied up before."""
+    statuses = []
+
+    async def reached(scope: Any, receive: Any, send: Any) -> None:
+        statuses.append(200)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": scheme, "method": "POST", "path": path, "query_string": query.encode(), "headers": []}
+    asyncio.run(AdminGuard(reached)({**scope, "root_path": root_path}, receive, send))
+    return statuses[0] if statuses else 0
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "status"),
+    [
+        ("/models-api/health", "/models-api", 200),
+        ("/models-api/pause", "/models-api", 401),
+        ("/pause", "/models-api", 401),
+        ("/health", "/models-api", 200),  # Starlette routes it all the same
+        ("/models-apihealth", "/models-api", 401),
+        ("/health/pause", "/health", 401),
+        ("/pause/health", "/pause", 200),  # a server mounted at /pause: its router sees /health
+        ("/models-api", "/models-api", 401),
+    ],
+)
+def test_root_path(path: str, root_path: str, status: int) -> None:
+    from starlette._utils import get_route_path
+
+    from tandem.inference.guard import route_path
+
+    assert _asgi(path, "", root_path) == status
+    scope = {"type": "http", "path": path, "root_path": root_path}
+    assert route_path(scope) == get_route_path(scope), "the guard must judge the path that the router matches"
+
+
+def test_websockets_and_unknown_scopes() -> None:
+    for path in ("/v1/realtime", "/pause", "/health", "/tokenize"):
+        with pytest.raises(WebSocketDisconnect) as caught, client().websocket_connect(path, headers=API):
+            pass
+        assert caught.value.code == 1008
+        with client().websocket_connect(path, headers=ADMIN) as socket:
+            assert socket.receive_text() == "in"
+    assert _asgi("/health", "", scheme="webtransport") == 0
+
+
+def test_tokenize_needs_the_api_key_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in KEYED:
+        for headers, status in [({}, 401), (API, 200), ({"Authorization": "Bearer wrong"}, 401), (ADMIN, 200),
+                                ({"Authorization": "the-key"}, 401)]:  # fmt: skip
+            assert client().post(path, headers=headers).status_code == status, headers
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert client().post("/tokenize").status_code == 200
+
+
+@pytest.mark.parametrize("token", ["", "  ", None])
+def test_without_a_token_configured_the_admin_routes_are_closed(
+    token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if token is None:
+        monkeypatch.delenv("TANDEM_ADMIN_TOKEN")
+    else:
+        monkeypatch.setenv("TANDEM_ADMIN_TOKEN", token)
+    for headers in ({}, API, {ADMIN_HEADER: ""}, {ADMIN_HEADER: "  "}, {ADMIN_HEADER: "None"}):
+        answer = client().post("/pause", headers=headers)
+        assert answer.status_code == 401
+        assert "TANDEM_ADMIN_TOKEN" in answer.text
+    assert client().get("/health").status_code == 200
+
+
+def test_token_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TANDEM_ADMIN_TOKEN")
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(FileNotFoundError):
+        AdminGuard(None)  # type: ignore[arg-type]
+    (tmp_path / "token").write_text("from-a-file\n")
+    assert client().post("/pause", headers={ADMIN_HEADER: "from-a-file"}).status_code == 200
+    assert client().post("/pause", headers=ADMIN).status_code == 401
+
+
+def test_guard_needs_only_the_standard_library() -> None:
+    code = "import sys, json; import tandem.inference.guard; print(json.dumps(sorted(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "vllm", "pydantic", "httpx", "numpy"} & set(json.loads(out))

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tandem.inference.verify import movement, verify
+from tandem.spool.schema import Probe
+
+RNG = np.random.default_rng(0)
+TOKENS = [RNG.integers(0, 200, 65).tolist() for _ in range(4)]
+PREVIOUS = RNG.normal(-3.0, 0.5, (4, 64))
+BASE = RNG.normal(-3.0, 0.5, (4, 64))
+
+
+class Scorer:
+    def __init__(self, served: np.ndarray, base: np.ndarray = BASE) -> None:
+        self.values = {"run@1": served, "base": base}
+
+    def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
+        return self.values[model][TOKENS.index(list(tokens))].tolist()
+
+
+def probe(new: np.ndarray) -> Probe:
+    return Probe(tokens=TOKENS, logprobs=new.tolist(), previous=PREVIOUS.tolist())
+
+
+def noise(size: float) -> np.ndarray:
+    return RNG.normal(0.0, size, (4, 64))
+
+
+@pytest.mark.parametrize("moved", [1.0, 1e-2, 1e-3, 0.0])
+@pytest.mark.parametrize("error", [1e-6, 1e-4, 1e-2])
+def test_right_weights_pass_whatever_the_step_and_the_noise(moved: float, error: float) -> None:
+    new = PREVIOUS + noise(moved)
+    result = verify(Scorer(new + noise(error)), "run@1", probe(new), tolerance=0.02)
+    assert result.ok, result.reason
+    assert result.tokens == 256
+    assert result.error == pytest.approx(error * math.sqrt(2 / math.pi), rel=0.2)
+
+
+@pytest.mark.parametrize(("moved", "error"), [(1.0, 1e-2), (1e-2, 1e-2), (1e-3, 1e-4), (1e-4, 1e-6)])
+def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(moved: float, error: float) -> None:
+    new = PREVIOUS + noise(moved)
+    result = verify(Scorer(PREVIOUS + noise(error)), "run@1", probe(new), tolerance=0.02)
+    assert not result.ok
+
+
+def test_the_base_model_fails_though_it_is_within_the_tolerance() -> None:
+    new = BASE + noise(5e-3)
+    result = verify(Scorer(BASE + noise(1e-4)), "run@1", probe(new), tolerance=0.02)
+    assert "base model" in result.reason
+
+
+def test_error_above_the_tolerance_fails() -> None:
+    new = PREVIOUS + noise(1.0)
+    assert verify(Scorer(new + 0.0199), "run@1", probe(new), tolerance=0.02).ok
+    assert (
+        "differ from the trainer's by 0.0201"
+        in verify(Scorer(new + 0.0201), "run@1", probe(new), tolerance=0.02).reason
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_fails(value: float) -> None:
+    served = PREVIOUS.copy()
+    served[2, 3] = value
+    assert not verify(Scorer(served), "run@1", probe(PREVIOUS), tolerance=0.02).ok
+
+
+def test_malformed_probes_fail() -> None:
+    good = probe(PREVIOUS)
+    for update in ({"logprobs": good.logprobs[:-1]}, {"previous": good.previous[:-1]}, {"tokens": [], "logprobs": []}):
+        assert "malformed" in verify(Scorer(PREVIOUS), "run@1", good.model_copy(update=update), tolerance=0.02).reason
+
+
+def test_movement_is_the_share_of_the_way() -> None:
+    new = PREVIOUS + noise(1.0)
+    for share in (0.0, 0.3, 1.0, 2.0):
+        moved = movement(*((a.ravel().tolist()) for a in (PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS)))
+        assert moved is not None
+        assert moved.coefficient == pytest.approx(share, abs=1e-9)
+        assert moved.standard_error == pytest.approx(0.0, abs=1e-9)
+    assert movement([1.0], [2.0], [2.0]) is None
