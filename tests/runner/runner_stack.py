@@ -19,9 +19,10 @@ HERE = Path(__file__).parent
 class Stack:
     """`launch`: torchrun or fork. Everything it started is gone after `close`."""
 
-    def __init__(self, root: Path, launch: str, ranks: int = 1, **environment: str) -> None:
+    def __init__(self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank", **environment: str) -> None:
         self.spool = Spool.create(root)
         self.log = root / "runner.log"
+        self._entry = entry
         self._environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
             "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",
@@ -32,7 +33,7 @@ class Stack:
     def start(self) -> subprocess.Popen[bytes]:
         """Start a runner, like a container does."""
         with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "tandem.trainer.runner", "fake_rank"]
+            command = [sys.executable, "-m", "tandem.trainer.runner", self._entry]
             runner = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         self._processes.append(runner)
         return runner
