@@ -45,6 +45,13 @@ def test_devices_are_a_comma_separated_list(monkeypatch):
     assert Settings().trainer_devices == ["GPU-aa", "1"]
 
 
+def test_a_device_of_both_is_refused(monkeypatch):
+    monkeypatch.setenv("TANDEM_TRAINER_DEVICES", "0,1")
+    monkeypatch.setenv("TANDEM_INFERENCE_DEVICES", "1")
+    with pytest.raises(ValidationError, match="TANDEM_INFERENCE_DEVICES both name 1"):
+        Settings()
+
+
 def test_ranks_that_tensor_parallel_does_not_divide_are_refused(monkeypatch):
     monkeypatch.setenv("TANDEM_TRAINER_RANKS", "3")
     monkeypatch.setenv("TANDEM_TENSOR_PARALLEL", "2")

@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     inference_url: str | None = None
     """Where clients, publisher and trainer reach vLLM; by default http://inference_host:inference_port."""
     inference_tensor_parallel: int = Field(default=1, ge=1)
+    inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    """CUDA indices or UUIDs for vLLM, comma separated; empty: as the container was given."""
     max_model_len: int | None = Field(default=None, ge=16)
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
@@ -76,7 +78,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _split_devices(cls, values: dict[str, object]) -> dict[str, object]:
-        for key in ("trainer_devices", "TANDEM_TRAINER_DEVICES"):
+        for key in ("trainer_devices", "inference_devices"):
             if isinstance(values.get(key), str):
                 values[key] = [part.strip() for part in str(values[key]).split(",") if part.strip()]
         return values
@@ -87,6 +89,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"TANDEM_TRAINER_RANKS={self.trainer_ranks} is not a multiple of "
                 f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
+            )
+        if both := set(self.trainer_devices) & set(self.inference_devices):
+            raise ValueError(
+                f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "
+                "each needs devices of its own"
             )
         if not self.exit_after_job:
             raise ValueError("TANDEM_EXIT_AFTER_JOB=0 (a resident trainer) is not built yet; leave it unset")

@@ -35,6 +35,8 @@ def configure(level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    # A line per request of a poll twice a second would bury everything else.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class Log:

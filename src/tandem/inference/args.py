@@ -96,6 +96,8 @@ def _environment(settings: Settings, device: str, model: str, environ: Mapping[s
     env = {**defaults, **environ}
     # The admin routes, which the guard closes to everybody without the admin token.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if settings.inference_devices:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     api_key = settings.secret("api_key")
     if api_key:
         env["VLLM_API_KEY"] = api_key

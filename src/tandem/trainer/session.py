@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from tandem import __version__
 from tandem.config import Settings, resolve_model
 from tandem.data.packed import PackedBatch
 from tandem.errors import Conflict
@@ -97,7 +98,8 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> Non
         if rank == 0:
             spool.events.append(job_id, kind, attempt=attempt, **data)
 
-    versions = {name: version(name) for name in ("tandem-rl", "torch", "megatron-core")} | {"python": python_version()}
+    versions = {"tandem": __version__, "python": python_version()}
+    versions |= {name: version(name) for name in ("torch", "megatron-core")}
     pids: list[int] = [0] * topology.world_size
     dist.all_gather_object(pids, os.getpid())
     event("started", pids=pids, topology=topology.sizes(), versions=versions, device=str(where))
