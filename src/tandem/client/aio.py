@@ -174,9 +174,7 @@ class AsyncTandem:
                 return result
             if isinstance(step, Call):
                 try:
-                    reply = await self._http.request(
-                        step.method, step.path, params=step.params, content=step.body, headers=step.headers
-                    )
+                    reply = await self._http.request(**step.request())
                 except httpx.TransportError as error:
                     reply = error
             else:

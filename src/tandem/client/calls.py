@@ -30,6 +30,8 @@ from tandem.spool.schema import (
 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
+# A submit is answered once its batch is packed, and others' batches before it.
+PACKING_SECONDS = 900.0
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
 LOG_OFFSET = "Tandem-Log-Offset"
@@ -154,7 +156,7 @@ def train(run: str, request: Mapping[str, Any]) -> Call[JobStatus]:
 def _train(run: str, request: Mapping[str, Any]) -> Call[JobStatus]:
     # The id is ours, so a submit that is sent again after a lost answer is the same job.
     body = _body({**request, "id": request.get("id") or new_ulid()})
-    return Call("POST", run_path(run, "train"), _reads(JobStatus), body=body)
+    return Call("POST", run_path(run, "train"), _reads(JobStatus), body=body, seconds=PACKING_SECONDS)
 
 
 def get_job(job: str) -> Call[JobStatus]:

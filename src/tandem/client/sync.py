@@ -201,9 +201,7 @@ class Tandem:
                 return result
             if isinstance(step, Call):
                 try:
-                    reply = self._http.request(
-                        step.method, step.path, params=step.params, content=step.body, headers=step.headers
-                    )
+                    reply = self._http.request(**step.request())
                 except httpx.TransportError as error:
                     reply = error
             else:

@@ -22,8 +22,7 @@ from tandem.controller.schemas import ErrorBody
 from tandem.errors import TandemError, Unreachable
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-# Seconds. A large batch is packed before its submit is answered, hence the long read.
-TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=900.0)
+CONNECT_SECONDS = 5.0
 _RETRIED = frozenset({429, 502, 503, 504})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
@@ -39,11 +38,18 @@ class Call[T]:
     body: bytes | None = None
     # Whether sending it twice is the same as sending it once. If not, it is sent again only if it can't have arrived.
     idempotent: bool = True
+    seconds: float = 60.0  # how long the answer may take
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What this request needs besides the client's own."""
-        return {} if self.body is None else {"Content-Type": "application/json"}
+    def request(self) -> dict[str, Any]:
+        """Arguments for httpx's `request`."""
+        return {
+            "method": self.method,
+            "url": self.path,
+            "params": self.params,
+            "content": self.body,
+            "headers": {} if self.body is None else {"Content-Type": "application/json"},
+            "timeout": httpx.Timeout(self.seconds, connect=CONNECT_SECONDS),
+        }
 
 
 Reply = httpx.Response | httpx.TransportError | None
@@ -59,7 +65,7 @@ def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
     # The controller takes several keys; a client's own is the first.
     keys = (key or "").replace(",", " ").split()
     headers = {"User-Agent": f"tandem/{__version__}"} | ({"Authorization": f"Bearer {keys[0]}"} if keys else {})
-    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": TIMEOUT}
+    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": httpx.Timeout(60.0, connect=CONNECT_SECONDS)}
 
 
 def send[T](call: Call[T], patience: float) -> Steps[T]:

@@ -1,0 +1,209 @@
+"""The client by itself: what it imports, how it retries, what it makes of errors, and downloads."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+
+import httpx
+import pytest
+
+from api_server import KEY, rl_request, run_one, tree
+from tandem import client as package
+from tandem.client import AsyncTandem, Tandem, sampling_options
+from tandem.client.wire import connection, error_of
+from tandem.errors import (
+    CheckpointDamaged,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    SpoolUnusable,
+    TandemError,
+    Unauthorized,
+    UnknownArchitecture,
+    Unreachable,
+)
+
+pytestmark = pytest.mark.usefixtures("no_jobs_left")
+
+
+def test_importing_it_imports_nothing_heavy():
+    heavy = ["torch", "vllm", "transformers", "numpy", "fastapi", "uvicorn", "megatron", "safetensors", "openai"]
+    code = f"import sys, tandem.client; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_both_clients_have_the_same_methods():
+    def methods(kind: type) -> dict[str, list[str]]:
+        public = {n: m for n, m in vars(kind).items() if not n.startswith("_") and inspect.isfunction(m)}
+        return {name: [str(p) for p in inspect.signature(m).parameters.values()] for name, m in public.items()}
+
+    assert methods(Tandem) == methods(AsyncTandem)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_address_and_key_come_from_the_environment(monkeypatch, tmp_path):
+    for name in ("TANDEM_URL", "TANDEM_API_KEY", "TANDEM_API_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert connection(None, None)["base_url"] == "http://127.0.0.1:8080"
+    assert "Authorization" not in connection(None, None)["headers"]
+    (tmp_path / "key").write_text("from-file, second\n")
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "key"))
+    assert connection(None, None)["headers"]["Authorization"] == "Bearer from-file"
+    monkeypatch.setenv("TANDEM_API_KEY", "from-env")
+    monkeypatch.setenv("TANDEM_URL", "http://elsewhere:1/")
+    assert connection(None, None)["headers"]["Authorization"] == "Bearer from-env"
+    assert connection(None, None)["base_url"] == "http://elsewhere:1"
+    assert connection("http://here", "mine")["headers"]["Authorization"] == "Bearer mine"
+
+
+def test_sampling_options_ask_for_what_training_needs():
+    assert sampling_options(top_k=5) == {"logprobs": True, "extra_body": {"return_token_ids": True, "top_k": 5}}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_input", 422, InvalidInput),
+        ("unknown_architecture", 422, UnknownArchitecture),
+        ("not_found", 404, NotFound),
+        ("conflict", 409, Conflict),
+        ("unauthorized", 401, Unauthorized),
+        ("spool_unusable", 503, SpoolUnusable),
+        ("something_new", 418, TandemError),
+    ],
+)
+def test_errors_come_back_as_they_were_raised(code, status, kind):
+    body = {"error": {"type": code, "message": "m", "field": "a.0.b"}}
+    error = error_of(httpx.Response(status, json=body))
+    assert type(error) is kind
+    assert (error.code, error.message, error.field) == (code, "m", "a.0.b")
+
+
+def test_a_proxys_page_is_an_error_too():
+    answer = httpx.Response(418, text="<html>teapot</html>", request=httpx.Request("GET", "http://x/y"))
+    assert "teapot" in error_of(answer).message
+
+
+class Proxy:
+    """Forwards connections to the server, and loses the first `lost` answers after the server has given them."""
+
+    def __init__(self, port: int, lost: int) -> None:
+        self.lost, self.target = lost, port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.requests = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self.target)) as server:
+            threading.Thread(target=self._pump, args=(client, server), daemon=True).start()
+            while data := server.recv(65536):
+                self.requests += 1
+                if self.lost > 0:
+                    self.lost -= 1
+                    client.shutdown(socket.SHUT_RDWR)  # the answer is never seen
+                    return
+                client.sendall(data)
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+        except OSError:
+            pass
+
+
+def test_a_submit_whose_answer_is_lost_is_one_job(server, run):
+    proxy = Proxy(server.settings.controller_port, lost=2)
+    with Tandem(proxy.url, KEY, patience=20) as client:
+        job = client.train_rl(run, rl_request()["groups"], packing={"sequence_length": 64})
+    assert proxy.lost == 0
+    assert proxy.requests >= 3
+    assert [known.spec.id for _, known in server.spool.jobs.list(run=run)] == [job.id]
+
+
+def test_a_rollback_is_not_sent_twice(server, run):
+    proxy = Proxy(server.settings.controller_port, lost=1)
+    with Tandem(proxy.url, KEY, patience=20) as client, pytest.raises(Unreachable):
+        client.rollback(run, 0)
+    assert proxy.requests == 1
+
+
+def test_a_wrong_key(server):
+    with Tandem(server.url, "wrong") as client, pytest.raises(Unauthorized, match="TANDEM_API_KEY"):
+        client.list_runs()
+
+
+# ---------------------------------------------------------------- downloads
+
+
+@pytest.fixture
+def trained(client, server, run):
+    client.train(run, rl_request())
+    run_one(server.spool)
+    return run
+
+
+def test_download(client, server, http, trained, tmp_path):
+    manifest = client.download(trained, 1, tmp_path / "new" / "adapter")
+    source = tree(server.spool.checkpoints.path(trained, 1))
+    fetched = tree(tmp_path / "new" / "adapter")
+    source_manifest, fetched_manifest = source.pop("manifest.json"), fetched.pop("manifest.json")
+    assert fetched == source
+    assert len(source) == 4
+    assert fetched_manifest == source_manifest
+    assert manifest.step == 1
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["adapter"]
+
+    with http.stream("GET", f"/v1/runs/{trained}/checkpoints/1/download") as answer:
+        assert answer.headers["content-type"] == "application/x-tar"
+        (tmp_path / "raw.tar").write_bytes(answer.read())
+        assert (tmp_path / "raw.tar").stat().st_size == int(answer.headers["content-length"])
+    with tarfile.open(tmp_path / "raw.tar") as archive:
+        assert archive.getnames()[-1] == f"{trained}@1/manifest.json"
+
+
+def test_download_into_something_is_refused(client, trained, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    for dest in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(InvalidInput) as refused:
+            client.download(trained, 1, dest)
+        assert refused.value.field == "dest"
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "missing"])
+def test_damaged_checkpoints_are_not_downloaded(client, server, trained, tmp_path, damage):
+    path = server.spool.checkpoints.path(trained, 1) / "optimizer" / "adam.safetensors"
+    content = path.read_bytes()
+    if damage == "altered":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointDamaged, match=r"adam\.safetensors"):
+        client.download(trained, 1, tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_manifest_shows_in_the_list(client, server, trained):
+    (server.spool.checkpoints.path(trained, 1) / "manifest.json").write_text("{")
+    first, second = client.checkpoints(trained)
+    assert first.damage is None
+    assert "manifest.json" in second.damage
