@@ -19,14 +19,16 @@ HERE = Path(__file__).parent
 class Stack:
     """`launch`: torchrun or fork. Everything it started is gone after `close`."""
 
-    def __init__(self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank", **environment: str) -> None:
+    def __init__(
+        self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank", log: Path | None = None
+    ) -> None:
         self.spool = Spool.create(root)
-        self.log = root / "runner.log"
+        self.log = log or root / "runner.log"
         self._entry = entry
         self._environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
             "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE), **environment,
+            "PYTHONPATH": str(HERE),
         }  # fmt: skip
         self._processes: list[subprocess.Popen[bytes]] = []
 

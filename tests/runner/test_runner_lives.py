@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ from tandem.trainer import runner
 def make(tmp_path):
     stacks = []
 
-    def start(launch: str = "fork", ranks: int = 1) -> Stack:
-        stacks.append(Stack(tmp_path / "spool", launch, ranks))
+    def start(launch: str = "fork", log: Path | None = None) -> Stack:
+        stacks.append(Stack(tmp_path / "spool", launch, log=log))
         stacks[-1].start()
         return stacks[-1]
 
@@ -121,8 +123,8 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
     assert "could look for a job again" in stack.log.read_text()
 
 
-def test_a_full_disk_delays_the_end_of_a_job_and_loses_nothing(make, tmp_path):
-    """A directory in the place of `jobs/succeeded` refuses the rename as a full volume does: with an error."""
+def test_a_volume_that_refuses_delays_the_end_of_a_job_and_loses_nothing(make):
+    """A file in the place of `jobs/succeeded` makes the last rename fail."""
     stack = make()
     stack.run()
     job_id = stack.submit("run", do="wait", until=1, stall=60)
@@ -144,6 +146,42 @@ def test_a_full_disk_delays_the_end_of_a_job_and_loses_nothing(make, tmp_path):
     assert (state, job.result.step) == ("succeeded", 1)
     stack.until(lambda: "could record the job's end again" in stack.log.read_text(), 40, "the good news")
     assert stack.kinds(job_id).count("succeeded") == 1
+
+
+def test_a_really_full_volume(make, tmp_path):
+    """A small file system of its own: the job's rank, the runner's lease, events and verdict all meet ENOSPC."""
+    volume = tmp_path / "spool"
+    volume.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", volume]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting needs privileges that are not here")
+    stack = make(log=tmp_path / "runner.log")
+    try:
+        stack.run()
+        job_id = stack.submit("run", do="wait", until=1, attempts=1)
+        stack.until_beating(job_id)
+        stack.runner.send_signal(signal.SIGSTOP)
+        for process in stack.children():
+            if process.parent != stack.runner.pid:
+                processes.send(process, signal.SIGKILL)
+        stack.until(lambda: len(stack.children()) == 1, 10, "the ranks to be gone")
+        ballast = volume / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        stack.runner.send_signal(signal.SIGCONT)
+        stack.until(lambda: "the volume is full" in stack.log.read_text(), 30, "the complaint")
+        time.sleep(2)
+        assert stack.runner.poll() is None
+        ballast.unlink()
+        state, job = stack.wait(job_id)
+        assert (state, job.result.error.type) == ("failed", "rank_crashed")
+        assert stack.kinds(job_id) == ["claimed", "released", "failed"]
+        other = stack.submit("run")
+        assert stack.wait(other)[0] == "succeeded"
+    finally:
+        stack.close()
+        subprocess.run(["umount", "-l", volume], check=True)
 
 
 def _alive(pid: int) -> bool:

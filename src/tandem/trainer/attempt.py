@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +127,4 @@ def run(job: Job, launcher: Launcher, launch: Launch, joblog: JobLog, watch: Wat
     if stopped is None:
         assert code is not None
         stopped = verdict.failure(code, handle.rank_exits(), verdict.rank_errors(launch.work))
-    with suppress(OSError):
-        for path in launch.work.glob("beat.*"):
-            path.unlink()
     return Ended(stopped, survivors)
