@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +325,50 @@ def test_wrong_admin_token_is_said(stage: Stage) -> None:
         admin.load_lora("run@0", "/somewhere")
     publisher.once()
     assert stage.spool.served.get("run") is None
+
+
+def test_copies_of_unloaded_adapters_go_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
+    publisher = stage.publisher(keep=1)
+    stage.step(0.3)
+    publisher.once()  # loads step 1 only
+    stage.vllm.in_use = {"run@1"}
+    stage.step(0.4)
+    stage.rollback(0)  # both are gone from the volume, and step 1 from vLLM at once, with a request still on it
+
+    def copies() -> list[str]:
+        return sorted(path.name.split("-")[0] for path in (tmp_path / "store").iterdir())
+
+    publisher.once()
+    publisher.once()
+    assert (stage.listed, copies()) == (["run@0"], ["run@0", "run@1"])
+    stage.vllm.in_use = set()
+    publisher.once()
+    assert copies() == ["run@0"]
+
+
+def test_publisher_process_killed_and_started_again(stage: Stage) -> None:
+    environment = {
+        **os.environ,
+        "TANDEM_ROOT": str(stage.spool.root),
+        "TANDEM_INFERENCE_URL": stage.vllm.url,
+        "TANDEM_API_KEY": fake_vllm.API_KEY,
+        "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+        "TMPDIR": str(stage.directory),
+    }
+    for step in (0, 1, 2):
+        if step:
+            stage.step(0.2 * step)
+        process = subprocess.Popen([sys.executable, "-m", "tandem.inference.publisher"], env=environment)
+        try:
+            deadline = time.monotonic() + 60
+            while (served := stage.spool.served.get("run")) is None or served.step != step:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            process.send_signal(signal.SIGTERM if step == 2 else signal.SIGKILL)
+        assert process.wait(10) == (0 if step == 2 else -signal.SIGKILL)
+    assert stage.vllm.loads() == ["run@0", "run@1", "run@2"]
 
 
 class Killed(BaseException):

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from published_runs import LORA
 from tandem.errors import Unauthorized
@@ -18,6 +20,7 @@ from tandem.inference.guard import ADMIN_HEADER, KEYED, PUBLIC
 from tandem.inference.retention import Retention
 from tandem.model.arch import read_arch
 from tandem.model.identity import write_identity_adapter
+from tandem.spool.schema import LoraShape
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 
 pytestmark = pytest.mark.slow
@@ -98,6 +101,9 @@ def test_admin_client(vllm: VllmServer, admin: AdminClient, identity: Path) -> N
 def test_admin_client_says_what_is_wrong(vllm: VllmServer, admin: AdminClient, tmp_path: Path) -> None:
     with pytest.raises(InferenceRefused):
         admin.load_lora(next(names), str(tmp_path / "nothing"))
+    for what in ("weights", "config", "shape", "rank"):
+        with pytest.raises(InferenceRefused):
+            admin.load_lora(next(names), str(_broken_adapter(tmp_path / what, vllm.model, what)))
     with pytest.raises(InferenceRefused, match="does not exist"):
         admin.prompt_logprobs("nobody@1", [1, 2, 3])
     with AdminClient(vllm.url, api_key=API_KEY, admin_token="wrong") as other, pytest.raises(Unauthorized):
@@ -112,6 +118,21 @@ def test_admin_client_says_what_is_wrong(vllm: VllmServer, admin: AdminClient, t
     assert len(admin.prompt_logprobs("base", [1, 2, 3])) == 2
 
 
+def _broken_adapter(directory: Path, model: Path, what: str) -> Path:
+    directory.mkdir()
+    lora = LoraShape(rank=128) if what == "rank" else LORA
+    write_identity_adapter(directory, read_arch(str(model)), lora, base_model=str(model), seed=0)
+    weights = directory / "adapter_model.safetensors"
+    if what == "weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "config":
+        (directory / "adapter_config.json").write_text("{")
+    elif what == "shape":
+        tensors = load_file(weights)
+        save_file({name: np.ascontiguousarray(value[:, :-1]) for name, value in tensors.items()}, weights)
+    return directory
+
+
 def test_adapter_in_use_is_not_retired(vllm: VllmServer, admin: AdminClient, identity: Path) -> None:
     name = next(names)
     admin.load_lora(name, str(identity))
@@ -124,6 +145,7 @@ def test_adapter_in_use_is_not_retired(vllm: VllmServer, admin: AdminClient, ide
         assert retention.retire({name: str(identity)}, wanted=(), existing={name}) == []
         # A step that a rollback discarded goes at once; the request that uses it goes on.
         assert retention.retire({name: str(identity)}, wanted=(), existing=()) == [name]
+        admin.unload_lora(name)
         assert name not in admin.models()
         for _ in range(20):
             assert next(lines) is not None

@@ -6,6 +6,7 @@ missing; what it remembers only spares work. So it may die anywhere and start ag
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged, TandemError
+from tandem.inference.adapters import Adapters
 from tandem.inference.admin import AdminClient, InferenceRefused, InferenceUnavailable
 from tandem.inference.retention import Retention
 from tandem.inference.store import WEIGHTS_FILE, AdapterStore
@@ -28,11 +30,6 @@ from tandem.spool.schema import Manifest, RunSpec, Served
 log = Log("publisher")
 
 POLL_SECONDS = 0.5
-LISTED_SECONDS = 30.0
-"""How long vLLM may take to list an adapter that it said it loaded."""
-FLUSH_SECONDS = 30.0
-"""How long requests of a replaced adapter are waited for, per attempt, where its cached blocks could be mistaken."""
-
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
@@ -72,18 +69,16 @@ class Publisher:
         self._keep = keep
         self._base_model = base_model
         self._retention = Retention(admin, grace=grace, max_listed=max_listed)
+        self._adapters = Adapters(admin)
         self._live: dict[str, Live] = {}
         self._refused: dict[str, tuple[Fingerprint, str]] = {}
-        self._loaded_from: dict[str, str] = {}
         self._told: set[str] = set()
-        # Whether this publisher saw the server start, and so knows every name it ever loaded.
-        self._saw_start = False
         self._said: dict[str, str] = {}
 
     def once(self) -> bool:
         """Do what is missing, for every run; False when vLLM could not be reached."""
         try:
-            listed = self._admin.models()
+            self._adapters.refresh()
             wanted: set[str] = set()
             existing: set[str] = set()
             for run in self._spool.runs.list():
@@ -91,33 +86,37 @@ class Publisher:
                     continue
                 try:
                     existing |= {f"{run.name}@{step}" for step in self._spool.checkpoints.steps(run.name)}
-                    wanted |= self._follow(run, listed)
+                    wanted |= self._follow(run)
                     self._say(run.name, "")
                 except InferenceUnavailable:
                     raise
                 except (TandemError, ValidationError, OSError) as error:
                     # One run's trouble is not the others'. What it has loaded stays.
-                    wanted |= {name for name in listed if name.startswith(f"{run.name}@")}
+                    wanted |= {name for name in self._adapters.listed if name.startswith(f"{run.name}@")}
                     self._say(run.name, f"run {run.name} can't be published: {error}")
-            gone = self._retention.retire(listed, wanted=wanted, existing=existing)
-            for name in gone:
-                self._live.pop(name, None)
-                listed.pop(name, None)
-            self._store.sweep(set(listed.values()), older_than=10 * self._retention.grace)
+            for name in self._retention.retire(self._adapters.listed, wanted=wanted, existing=existing):
+                self._unload(name)
+            self._sweep()
         except InferenceUnavailable as error:
             self._say("vllm", f"waiting for vLLM: {error}")
-            # It may come back as another server: without its adapters, with another base model, of another version.
             self._live.clear()
             self._refused.clear()
-            self._loaded_from.clear()
-            self._admin.forget_version()
-            self._saw_start = True
+            self._adapters.server_went_away()
             return False
         self._say("vllm", "")
         return True
 
-    def _follow(self, run: RunSpec, listed: dict[str, str]) -> set[str]:
-        """Have the newest `keep` good steps of a run loaded; returns their names. `listed` is kept up to date."""
+    def _sweep(self) -> None:
+        """Remove local copies of adapters long unloaded, unless a request still runs on one: vLLM may read it again."""
+        stale = self._store.stale(set(self._adapters.listed.values()), older_than=10 * self._retention.grace)
+        if stale:
+            in_use = tuple(f"{name}-" for name in self._admin.adapters_in_use())
+            for path in stale:
+                if not path.name.startswith(in_use):
+                    self._store.remove(path)
+
+    def _follow(self, run: RunSpec) -> set[str]:
+        """Have the newest `keep` good steps of a run loaded; returns their names."""
         wanted: set[str] = set()
         best: Served | None = None
         refused: tuple[int, str] | None = None
@@ -127,7 +126,7 @@ class Publisher:
                 break
             name = f"{run.name}@{step}"
             try:
-                live = self._ensure(run, step, name, listed)
+                live = self._ensure(run, step, name)
             except Refused as error:
                 refused = refused if best or refused else (step, str(error))
                 continue
@@ -157,45 +156,41 @@ class Publisher:
         if self._served(run) != record:
             self._spool.served.put(run, record)
 
-    def _ensure(self, run: RunSpec, step: int, name: str, listed: dict[str, str]) -> Live:
+    def _ensure(self, run: RunSpec, step: int, name: str) -> Live:
         """The checkpoint, loaded and verified. Raises Refused."""
         live = self._live.get(name)
         try:
             manifest = self._spool.checkpoints.manifest(run.name, step)
             path = self._store.path(name, manifest)
         except CheckpointDamaged as error:
-            if live is not None and listed.get(name) == str(live.path):
+            if live is not None and self._adapters.has(name, live.path):
                 return live  # what vLLM holds was verified, whatever has happened to the volume since
-            raise Refused(self._refuse(name, (), str(error), listed)) from error
-        if live is not None and live.path == path and listed.get(name) == str(path):
+            raise Refused(self._refuse(name, (), str(error))) from error
+        if live is not None and live.path == path and self._adapters.has(name, path):
             return live
         self._live.pop(name, None)
-        if name in listed and listed[name] != str(path):
+        if name in self._adapters.listed and not self._adapters.has(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
-            self._unload(name, listed)
+            self._unload(name)
         fingerprint = self._fingerprint(run.name, step)
         known = self._refused.get(name)
         if known is not None and known[0] == fingerprint:
             raise Refused(known[1])
         try:
-            live = self._publish(run, manifest, name, path, listed)
+            live = self._publish(run, manifest, name, path)
         except (CheckpointDamaged, InferenceRefused) as error:
-            raise Refused(self._refuse(name, fingerprint, str(error), listed)) from error
+            raise Refused(self._refuse(name, fingerprint, str(error))) from error
         self._live[name] = live
         self._refused.pop(name, None)
         return live
 
-    def _publish(self, run: RunSpec, manifest: Manifest, name: str, path: Path, listed: dict[str, str]) -> Live:
+    def _publish(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> Live:
         began = time.monotonic()
         manifest = self._spool.checkpoints.verify(run.name, manifest.step)
         self._store.place(path, self._spool.checkpoints.path(run.name, manifest.step), manifest)
         hashed = time.monotonic()
-        if name not in listed:
-            self._flush_prefix_cache(name, path)
-            self._admin.load_lora(name, str(path))
-            self._loaded_from[name] = str(path)
-            self._wait_until_listed(name, path)
-            listed[name] = str(path)
+        if not self._adapters.has(name, path):
+            self._adapters.load(name, path)
         loaded = time.monotonic()
         result = verify(self._admin, name, manifest.probe, tolerance=self._tolerance)
         if not result.ok:
@@ -234,41 +229,19 @@ class Publisher:
             )
         self._told.add(record.model)
 
-    def _refuse(self, name: str, fingerprint: Fingerprint, reason: str, listed: dict[str, str]) -> str:
+    def _refuse(self, name: str, fingerprint: Fingerprint, reason: str) -> str:
         """Make sure that vLLM does not serve it, and remember until its files or the server change."""
-        if name in listed:
-            self._unload(name, listed)
+        if name in self._adapters.listed:
+            self._unload(name)
         if fingerprint:
             self._refused[name] = (fingerprint, reason)
         self._say(name, f"{name} is refused: {reason}")
         return reason
 
-    def _unload(self, name: str, listed: dict[str, str]) -> None:
-        self._admin.unload_lora(name)
+    def _unload(self, name: str) -> None:
+        self._adapters.unload(name)
         self._live.pop(name, None)
         self._told.discard(name)
-        # Remembered as loaded once: its cached blocks may still lie about.
-        self._loaded_from[name] = listed.pop(name)
-
-    def _wait_until_listed(self, name: str, path: Path) -> None:
-        deadline = time.monotonic() + LISTED_SECONDS
-        while self._admin.models().get(name) != str(path):
-            if time.monotonic() > deadline:
-                raise InferenceRefused(f"vLLM does not list {name} {LISTED_SECONDS:g} s after it said it loaded it")
-            time.sleep(0.05)
-
-    def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Where cached blocks are keyed by the name alone, none of another adapter of this name may be left."""
-        if self._admin.prefix_cache_keyed_by_path:
-            return
-        if self._loaded_from.get(name, str(path) if self._saw_start else "") == str(path):
-            return
-        deadline = time.monotonic() + FLUSH_SECONDS
-        # A request that still runs on the old adapter would write its blocks again after the reset.
-        while name in self._admin.adapters_in_use() or not self._admin.reset_prefix_cache(preempt=True):
-            if time.monotonic() > deadline:
-                raise InferenceUnavailable(f"the prefix cache can't be reset while requests use the old {name}")
-            time.sleep(0.2)
 
     def _fingerprint(self, run: str, step: int) -> Fingerprint:
         directory = self._spool.checkpoints.path(run, step)
@@ -294,6 +267,7 @@ class Publisher:
 def main() -> None:
     """Publish until SIGTERM. Exits 2 on wrong settings; waits for spool and vLLM, whichever comes later."""
     configure()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request otherwise, twice a second
     # Dying is safe at any point, so there is nothing to finish first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -15,7 +15,7 @@ _OURS = re.compile(r"[a-z0-9._-]+@[0-9]+")
 
 
 class Retention:
-    """Unloads what is no longer wanted.
+    """Says what may be unloaded.
 
     vLLM's unload takes the name away: running requests finish with the adapter they began with, new ones get a 404. So
     an older step goes when no request used it for `grace` seconds in a row (a conversation between two turns is not
@@ -29,7 +29,7 @@ class Retention:
         self._idle_since: dict[str, float] = {}
 
     def retire(self, listed: Mapping[str, str], *, wanted: Collection[str], existing: Collection[str]) -> list[str]:
-        """Unload what may go; returns the names. `existing`: steps that are on the volume.
+        """Names of the adapters that may be unloaded now. `existing`: steps that are on the volume.
 
         Names that are not `<run>@<step>` were loaded by somebody else and stay.
         """
@@ -48,8 +48,7 @@ class Retention:
             crowded = len(listed) - len(gone) > self._max_listed
             if name in existing and (name in in_use or (idle < self.grace and not crowded)):
                 continue
-            self._admin.unload_lora(name)
             self._idle_since.pop(name, None)
             gone.append(name)
-            log.info("unloaded", model=name, discarded=name not in existing)
+            log.info("unloading", model=name, discarded=name not in existing)
         return gone

@@ -1,9 +1,10 @@
 """Local copies of the adapters that vLLM serves, each under a path that names its content.
 
-vLLM reads an adapter again whenever it was pushed out of its cache, long after it was loaded: from the volume that read
-would meet a checkpoint that a rollback moved away, or a network file system that is down. The path also tells what was
-loaded, so that a publisher that starts anew can see from vLLM's list alone whether `<run>@<step>` is this checkpoint
-or one of the same name from before a rollback; and newer vLLM versions key their prefix cache by it.
+vLLM reads an adapter again whenever it was pushed out of its cache, long after it was loaded, and its engine dies
+(0.32) when it can't: reading from the volume, a rollback that moved the checkpoint away, or a network file system that
+is down, would take all of vLLM with it. The path also tells what was loaded, so that a publisher that starts anew can
+see from vLLM's list alone whether `<run>@<step>` is this checkpoint or one of the same name from before a rollback; and
+newer vLLM versions key their prefix cache by it.
 """
 
 from __future__ import annotations
@@ -70,13 +71,19 @@ class AdapterStore:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def sweep(self, in_use: Collection[str], *, older_than: float) -> None:
-        """Remove what is not in use and was not for `older_than` seconds: requests of an unloaded adapter may go on."""
+    def stale(self, listed: Collection[str], *, older_than: float) -> list[Path]:
+        """Copies that are not among the paths in `listed`, and were not for `older_than` seconds."""
+        found = []
         for path in self.directory.iterdir():
-            if str(path) in in_use:
+            if str(path) in listed:
                 os.utime(path)
             elif time.time() - path.stat().st_mtime > older_than:
-                shutil.rmtree(path, ignore_errors=True)
+                found.append(path)
+        return found
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> str:
