@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
 from tandem.spool import Spool
@@ -115,19 +116,92 @@ def test_the_same_job_gives_the_same_bytes_and_a_pause_changes_nothing(kind: str
 
 
 def test_optimizer_state_is_carried_over(spool: Spool, model: Path) -> None:
-    """Two jobs of one epoch end where one job of two epochs would only if Adam's moments and step count survive."""
-    from safetensors.numpy import load_file
-
-    jobs.run_here(spool, jobs.submit_sft(spool, job_id="a"))
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="a", grad_accumulation_sequences=64))
     first = load_file(spool.checkpoints.path("r", 1) / "optimizer/adam.safetensors")
-    jobs.run_here(spool, jobs.submit_sft(spool, job_id="b"))
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="b", grad_accumulation_sequences=64))
     second = load_file(spool.checkpoints.path("r", 2) / "optimizer/adam.safetensors")
     per_job = len(jobs.steps_of(spool, "a"))
     assert int(first["step"]) == per_job
     assert int(second["step"]) == 2 * per_job
+    # What the second job started from was what the first one ended with.
+    assert jobs.steps_of(spool, "b")[0]["loss"] < jobs.steps_of(spool, "a")[0]["loss"]
     names = set(jobs.tensors(spool.checkpoints.path("r", 1)))
     assert set(first) == {"step"} | {f"{n}.{m}" for n in names for m in ("exp_avg", "exp_avg_sq")}
     assert all(first[f"{n}.exp_avg"].shape == t.shape for n, t in jobs.tensors(spool.checkpoints.path("r", 1)).items())
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_two_jobs_of_a_step_equal_one_job_of_two(kind: str, spool: Spool, model: Path) -> None:
+    """On a single row, bit for bit: steps don't leak into each other, and everything survives the end of a job."""
+    jobs.make_run(spool, model, "once")
+
+    def submit(run: str, job_id: str, epochs: int) -> str:
+        if kind == "sft":
+            return jobs.submit_sft(spool, run, job_id, examples=jobs.random_examples(2, 2), epochs=epochs)
+        return jobs.submit_rl(spool, run, job_id, groups=jobs.random_groups(2, 1), epochs=epochs)
+
+    whole = jobs.run_here(spool, submit("once", "whole", 2))
+    assert len(jobs.steps_of(spool, "whole")) == 2
+    jobs.run_here(spool, submit("r", "half", 1))
+    assert jobs.same_bytes(jobs.run_here(spool, submit("r", "rest", 1)), whole)
+
+
+def test_jobs_in_processes_of_their_own_equal_jobs_in_one(spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "here")
+    for seed in (0, 1):
+        loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
+        here, apart = (
+            jobs.submit_rl(spool, run, f"{run}-{seed}", groups=jobs.random_groups(seed), loss=loss, epochs=2)
+            for run in ("here", "r")
+        )
+        expected = jobs.run_here(spool, here)
+        assert jobs.same_bytes(jobs.run_in_process(spool, apart), expected)
+
+
+def test_the_ratio_is_against_the_policy_before_the_first_step(spool: Spool) -> None:
+    loss = RLLoss(policy="ppo", old_logprobs="trainer")
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=3, learning_rate=5e-2))
+    first, *_, last = jobs.steps_of(spool, "rl")
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(last["ratio_mean"] - 1.0) > 0.02
+    assert last["ratio_max"] > 1.02
+
+
+def test_log_probs_are_those_at_the_sampling_temperature(spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "hot")
+    for run, temperature in (("r", 1.0), ("hot", 2.0)):
+        jobs.run_here(spool, jobs.submit_rl(spool, run, run, loss=RLLoss(temperature=temperature)))
+    assert jobs.steps_of(spool, "hot")[0]["entropy"] > jobs.steps_of(spool, "r")[0]["entropy"] + 0.5
+
+
+def test_the_gradient_is_clipped_to_its_global_norm(spool: Spool) -> None:
+    """With an epsilon far above every gradient, Adam's first step is learning_rate / epsilon times the gradient."""
+    made = jobs.run_here(
+        spool,
+        jobs.submit_sft(spool, grad_accumulation_sequences=64, learning_rate=1e3, eps=1e3, max_grad_norm=0.01),
+    )
+    assert jobs.steps_of(spool, "sft")[0]["grad_norm"] > 0.1
+    before, after = jobs.tensors(spool.checkpoints.path("r", 0)), jobs.tensors(made)
+    moved = math.sqrt(sum(float(((after[name] - before[name]) ** 2).sum()) for name in before))
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_probe_is_what_the_model_says(spool: Spool, model: Path) -> None:
+    """`previous` of a run's first job is the base model's: compared with transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    jobs.run_here(spool, jobs.submit_rl(spool))
+    probe = spool.checkpoints.manifest("r", 1).probe
+    assert probe is not None
+    assert 1 <= len(probe.tokens) <= 4
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for tokens, now, previous in zip(probe.tokens, probe.logprobs, probe.previous, strict=True):
+        with torch.no_grad():
+            table = base(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = [table[i, token].item() for i, token in enumerate(tokens[1:])]
+        np.testing.assert_allclose(previous, expected, atol=1e-4)
+        assert not np.allclose(now, previous, atol=1e-3)
 
 
 def test_a_job_whose_checkpoint_exists_is_done_and_anothers_is_a_conflict(spool: Spool) -> None:
@@ -204,7 +278,8 @@ def test_heartbeats_tell_phase_and_step(spool: Spool) -> None:
 def test_an_unknown_reference_checkpoint_fails_the_job(spool: Spool) -> None:
     jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=5))
     error = jobs.fail_here(spool, "rl")
-    assert error.type == "not_found"
+    assert error.type == "invalid_input"
+    assert "loss.kl_reference" in error.message
     assert "checkpoint 5" in error.message
 
 

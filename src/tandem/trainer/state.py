@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
 from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes
 from tandem.model.policy import Policy
 from tandem.spool import Spool, fs
@@ -125,11 +125,14 @@ def reference_adapter(policy: Policy, directory: Path) -> Iterator[None]:
 def reference(spool: Spool, run: str, loss: RLLoss, policy: Policy) -> AbstractContextManager[None]:
     """The policy as the KL's reference: its adapter switched off, or another checkpoint of the run in its place.
 
-    Raises NotFound or CheckpointDamaged for a checkpoint that isn't there or isn't whole.
+    Raises InvalidInput or CheckpointDamaged for a checkpoint that isn't there or isn't whole.
     """
     if loss.kl_reference == "base":
         return policy.adapter_disabled()
-    spool.checkpoints.verify(run, loss.kl_reference)
+    try:
+        spool.checkpoints.verify(run, loss.kl_reference)
+    except NotFound as error:
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field="loss.kl_reference") from error
     return reference_adapter(policy, spool.checkpoints.path(run, loss.kl_reference))
 
 

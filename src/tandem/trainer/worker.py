@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 from tandem.config import Settings
@@ -31,12 +32,14 @@ _TRACEBACK_CHARACTERS = 4000
 
 def preload() -> None:
     """Import everything a rank uses, for a process that ranks are forked from. Touches no device."""
+    _quiet()
     importlib.import_module("tandem.trainer.session")
 
 
 def main(root: Path | str, job_id: str, attempt: int) -> int:
     """Run this process's rank; its exit status. Never raises: errors go to stderr and to `error.<rank>.json`."""
     faulthandler.enable()
+    _quiet()
     rank = int(os.environ.get("RANK", "0"))
     work: Path | None = None
     try:
@@ -71,6 +74,12 @@ def describe(error: BaseException) -> JobError:
         retriable=True,
         log_tail=trace[-_TRACEBACK_CHARACTERS:],
     )
+
+
+def _quiet() -> None:
+    """Megatron warns at import about each optional package that is absent; a job's log is for what happened in it."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
 
 
 def _lost_a_peer(error: BaseException) -> bool:
