@@ -20,6 +20,18 @@ from tandem.client import Tandem
 from tandem.spool import Spool
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
+# `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs, where bfloat16 needs more tolerance.
+DEVICES = (
+    {
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_TRAINER_DEVICES": "1",
+        "TANDEM_INFERENCE_DEVICES": "0",
+        "TANDEM_VERIFY_TOLERANCE": "0.05",
+        "TANDEM_ENFORCE_EAGER": "1",
+    }
+    if os.environ.get("TANDEM_TEST_DEVICE") == "cuda"
+    else {"TANDEM_DEVICE": "cpu"}
+)
 # What a process of each program has on its command line.
 PROGRAMS = {
     "controller": "tandem.controller",
@@ -51,7 +63,7 @@ class LocalStack:
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root),
             "TANDEM_BASE_MODEL": "models/tiny",
-            "TANDEM_DEVICE": "cpu",
+            **DEVICES,
             "TANDEM_LAUNCH": "fork",
             "TANDEM_API_KEY": API_KEY,
             "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
