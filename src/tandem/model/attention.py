@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from tandem.model.mcore import MegatronModule, PackedSeqParams, TransformerConfig
 
 Kernel = Literal["sdpa", "flex"]
 

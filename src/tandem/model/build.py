@@ -8,24 +8,30 @@ from functools import partial
 from typing import Literal
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from tandem.errors import InvalidInput
 from tandem.model import device
 from tandem.model.arch import Arch
 from tandem.model.attention import TreeAttention
 from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
+from tandem.model.mcore import (
+    MLP,
+    AttnMaskType,
+    ColumnParallelLinear,
+    GPTModel,
+    IdentityOp,
+    MLPSubmodules,
+    ModuleSpec,
+    RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    WrappedTorchNorm,
+    get_bias_dropout_add,
+    parallel_state,
+)
 from tandem.model.policy import Policy
 from tandem.spool.schema import LoraShape
 

@@ -138,7 +138,7 @@ def _answer_for_the_cpu() -> None:
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint"):
         setattr(torch, name, _on_the_cpu(getattr(torch, name)))
 
-    from megatron.core.tensor_parallel import random  # after the answers: imports may ask already
+    from tandem.model.mcore import random  # after the answers: imports may ask already
 
     random._get_cuda_rng_state = torch.cuda.get_rng_state
     random._set_cuda_rng_state = torch.cuda.set_rng_state

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.utils.checkpoint import checkpoint
+
+from tandem.model.mcore import reduce_from_tensor_model_parallel_region
 
 # Elements of one chunk's logits on this rank: 256 MiB in fp32, and a few times that while it is worked on.
 CHUNK_ELEMENTS = 2**26

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch._C._distributed_c10d import HashStore
 
 from tandem.errors import InvalidInput
 from tandem.model import device
+from tandem.model.mcore import parallel_state
 
 
 @dataclass(frozen=True)

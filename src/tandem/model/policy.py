@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import nn
 
 from tandem.model import device
@@ -21,6 +18,7 @@ from tandem.model.arch import Arch
 from tandem.model.attention import Kernel, tree_params
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
+from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
 from tandem.model.weights import load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
