@@ -25,7 +25,7 @@ class Stack:
         self.spool = Spool.create(root)
         self.log = log or root / "runner.log"
         self._entry = entry
-        self._environment = os.environ | {
+        self.environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
             "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(HERE),
@@ -36,7 +36,7 @@ class Stack:
         """Start a runner, like a container does."""
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "tandem.trainer.runner", self._entry]
-            runner = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+            runner = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
         self._processes.append(runner)
         return runner
 

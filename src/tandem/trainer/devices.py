@@ -38,19 +38,25 @@ class Devices:
             return
         self.uuids = _selected(settings, {index: uuid for index, uuid, _ in found})
 
-    def used(self) -> dict[str, int]:
-        """Bytes in use per UUID, whoever uses them."""
+    def used(self) -> dict[str, int | None]:
+        """Bytes in use per UUID, whoever uses them; None where nvidia-smi doesn't tell."""
         if not self.uuids:
             return {}
-        return {uuid: used for _, uuid, used in _query() if uuid in self.uuids}
+        found = {uuid: used for _, uuid, used in _query()}
+        return {uuid: found.get(uuid) for uuid in self.uuids}
 
-    def wait_free(self, timeout: float) -> dict[str, int]:
+    def busy(self) -> dict[str, int | None]:
+        """The devices that are not free, or can't be asked, as in `used`."""
+        return {uuid: used for uuid, used in self.used().items() if used is None or used >= FREE_BYTES}
+
+    def wait_free(self, timeout: float) -> dict[str, int | None]:
         """`used` once every device is free, or after `timeout` seconds: the driver frees a dead process's memory a
         little after it is gone."""
         end = time.monotonic() + timeout
         while True:
             used = self.used()
-            if all(value < FREE_BYTES for value in used.values()) or time.monotonic() > end:
+            free = all(value is not None and value < FREE_BYTES for value in used.values())
+            if free or time.monotonic() > end:
                 return used
             time.sleep(0.2)
 

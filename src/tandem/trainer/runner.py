@@ -127,11 +127,11 @@ class Runner:
         said = False
         while not self._stop:
             self._survivors = [left for left in self._survivors if _lives(left)]
-            used = {uuid: size for uuid, size in self._devices.used().items() if size >= FREE_BYTES}
-            if not used and not self._survivors:
+            busy = self._devices.busy()
+            if not busy and not self._survivors:
                 break
             if not said:
-                log.warning("jobs wait: the devices are not free", bytes_in_use=used or None,
+                log.warning("jobs wait: the devices are not free", bytes_in_use=busy or None,
                             processes=[left.pid for left in self._survivors] or None)  # fmt: skip
                 said = True
             self._pause(2.0)
@@ -215,15 +215,18 @@ class Runner:
         self._survivors = survivors
         begin = time.monotonic()
         used = self._devices.wait_free(RELEASE_SECONDS)
-        left = {uuid: size for uuid, size in used.items() if size >= FREE_BYTES}
+        left = {uuid: size for uuid, size in used.items() if size is None or size >= FREE_BYTES}
         if survivors or left:
             log.error("the ranks are gone but memory is not free" if left else "processes survive SIGKILL",
                       job=job.spec.id, bytes_in_use=left or None,
                       processes=[process.pid for process in survivors] or None)  # fmt: skip
         data: dict[str, object] = {
-            "processes": len(survivors), "bytes": sum(used.values()), "devices": used,
+            "processes": len(survivors),
+            # null where nvidia-smi didn't answer: not measured is not zero.
+            "bytes": None if None in used.values() else sum(size or 0 for size in used.values()),
+            "devices": used,
             "seconds": time.monotonic() - begin,
-        }  # fmt: skip
+        }
         append = self._spool.events.append
         self._insist("tell that memory is free", lambda: append(job.spec.id, "released", attempt=job.attempt, **data))
 
