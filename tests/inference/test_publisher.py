@@ -280,6 +280,20 @@ def test_restarted_vllm_gets_everything_again(stage: Stage) -> None:
     assert (stage.served.refused_step, stage.listed) == (1, ["run@0"])
 
 
+def test_refused_checkpoint_is_tried_again_when_vllm_was_at_fault(stage: Stage) -> None:
+    publisher = stage.publisher()
+    stage.vllm.ignores_weights = True
+    stage.step(0.3)
+    publisher.once()
+    assert stage.served.refused_step == 1
+    stage.vllm.stop()
+    publisher.once()
+    stage.vllm.ignores_weights = False
+    stage.vllm.start()
+    publisher.once()
+    assert (stage.served.step, stage.served.refused_step) == (1, None)
+
+
 def test_old_steps_go_when_nobody_uses_them(stage: Stage) -> None:
     publisher = stage.publisher(keep=2)
     for moved in (0.1, 0.2):

@@ -34,9 +34,10 @@ def noise(size: float) -> np.ndarray:
 @pytest.mark.parametrize("moved", [1.0, 1e-2, 1e-3, 0.0])
 @pytest.mark.parametrize("error", [1e-6, 1e-4, 1e-2])
 def test_right_weights_pass_whatever_the_step_and_the_noise(moved: float, error: float) -> None:
-    new = PREVIOUS + noise(moved)
-    result = verify(Scorer(new + noise(error)), "run@1", probe(new), tolerance=0.02)
-    assert result.ok, result.reason
+    for _ in range(30):
+        new = PREVIOUS + noise(moved)
+        result = verify(Scorer(new + noise(error)), "run@1", probe(new), tolerance=0.02)
+        assert result.ok, result.reason
     assert result.tokens == 256
     assert result.error == pytest.approx(error * math.sqrt(2 / math.pi), rel=0.2)
 
