@@ -101,7 +101,7 @@ def test_train_and_wait_until_served(client, server, run):
     job = client.train_sft(run, examples, packing={"sequence_length": 64}, wait="served", on_event=seen.append)
     thread.join()
     assert job.state == "succeeded"
-    assert [e.type for e in seen][-1] == "succeeded"
+    assert "succeeded" in [e.type for e in seen]  # `served` may come in the same breath
     assert client.job_events(job.id)[-1].type == "served"
 
 
