@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+
 from tandem.client import AsyncTandem
 from tandem.data.trajectories import turn_from_openai
-
 from tandem.errors import NothingToLearn
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
@@ -119,7 +119,7 @@ async def train(
         await tandem.create_run(run, lora={"rank": 16, "alpha": 32})
         await tandem.wait_served(run, 0)
         step, sft_seconds = 0, time.monotonic()
-        for learning_rate, epochs in [(5e-3, 24), (1e-3, 12)]:  # coarse, then fine
+        for learning_rate, epochs in [(5e-3, 30), (5e-4, 30)]:  # coarse, then fine
             job = await tandem.train_sft(
                 run,
                 examples=sft_examples(),
