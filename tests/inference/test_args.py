@@ -28,6 +28,8 @@ def test_cpu() -> None:
     assert option(command.argv, "--logprobs-mode") == "processed_logprobs"
     assert option(command.argv, "--middleware") == "tandem.inference.guard.AdminGuard"
     assert "--gpu-memory-utilization" not in command.argv
+    assert "--lora-target-modules" in command.argv
+    assert "lm_head" not in command.argv
     assert command.env["PATH"] == "/bin"
     assert command.env["VLLM_SERVER_DEV_MODE"] == command.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert command.env["VLLM_NO_USAGE_STATS"] == "1"

@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -145,6 +146,23 @@ def test_adapter_in_use_is_not_retired(vllm: VllmServer, admin: AdminClient, ide
         for _ in range(20):
             assert next(lines) is not None
     _until(lambda: name not in admin.adapters_in_use())
+
+
+def test_prompt_logprobs_while_others_sample(vllm: VllmServer, admin: AdminClient, identity: Path) -> None:
+    """Publication verifies while clients sample, with adapters and without."""
+    name = next(names)
+    admin.load_lora(name, str(identity))
+    tokens = list(range(1, 40))
+    alone = admin.prompt_logprobs("base", tokens)
+    with ExitStack() as stack:
+        for model in ("base", name, name):
+            body = {"model": model, "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+            call = httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
+            next(stack.enter_context(call).iter_lines())
+        for model in (name, "base"):
+            assert admin.prompt_logprobs(model, tokens) == pytest.approx(alone, abs=1e-4)
+    assert admin.healthy()
+    admin.unload_lora(name)
 
 
 def _until(check, timeout: float = 60.0) -> None:

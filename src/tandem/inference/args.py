@@ -13,9 +13,13 @@ from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.spool.schema import LORA_TARGETS
 
 BASE_MODEL_NAME = "base"
 """What vLLM calls the base model; a run's checkpoints are `<run>@<step>`, so no run can collide with it."""
+
+PACKED_TARGETS = ("qkv_proj", "gate_up_proj")
+"""What vLLM calls the layers into which it fuses some of ours."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
         *("--enable-lora", "--max-lora-rank", str(_allowed_rank(settings.max_lora_rank))),
         # max-loras counts the adapters of one batch and costs GPU memory; the others wait in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
+        # Not "all that vLLM can", which takes in lm_head: its LoRA layer matches prompt log-probs to requests wrongly
+        # as soon as two run together, and on the CPU (0.32) that kills the engine, whatever model was asked for.
+        *("--lora-target-modules", *LORA_TARGETS, *PACKED_TARGETS),
         # Log-probs of the distribution that was really sampled from, after temperature, top-k and top-p.
         *("--logprobs-mode", "processed_logprobs"),
         # Sampling defaults are vLLM's, not those of the model's generation_config.json: top-k there would make the
