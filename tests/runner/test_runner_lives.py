@@ -123,6 +123,7 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
     assert "could look for a job again" in stack.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_volume_that_refuses_delays_the_end_of_a_job_and_loses_nothing(make):
     """A file in the place of `jobs/succeeded` makes the last rename fail."""
     stack = make()

@@ -9,6 +9,8 @@ import pytest
 from runner.runner_stack import Stack
 from tandem import processes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
@@ -36,7 +38,6 @@ def test_two_ranks_train_together_and_nothing_is_left(stack):
     assert stack.marked() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("do", ["die", "segfault"])
 def test_a_killed_rank_is_named_with_its_signal(stack, do):
     stack.run(f"rank-{do}")
@@ -47,7 +48,6 @@ def test_a_killed_rank_is_named_with_its_signal(stack, do):
     assert stack.marked() == []
 
 
-@pytest.mark.slow
 def test_a_killed_agent_takes_its_ranks_with_it(stack):
     stack.run("agent")
     job_id = stack.submit("agent", do="wait", until=1)
@@ -60,7 +60,6 @@ def test_a_killed_agent_takes_its_ranks_with_it(stack):
     assert all(processes.read(process.pid) is None for process in tree)
 
 
-@pytest.mark.slow
 def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stack):
     stack.run("stubborn")
     job_id = stack.submit("stubborn", do="stubborn", stall=8, attempts=1)

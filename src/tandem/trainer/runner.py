@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tandem import logs, processes
-from tandem.config import Settings
+from tandem.config import Settings, load_settings
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
@@ -288,7 +288,7 @@ def main(entry: str = DEFAULT_ENTRY) -> int:
     """Run until SIGTERM; the exit status."""
     logs.configure()
     try:
-        runner = Runner(Settings(), entry=entry)
+        runner = Runner(load_settings(), entry=entry)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, runner.request_stop)
         return runner.run()
