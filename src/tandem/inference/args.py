@@ -81,6 +81,10 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     if device == "cpu" and settings.inference_tensor_parallel == 1:
         # The worker inside the engine's process: one process less that imports torch and vLLM, a third of the start.
         argv += ["--distributed-executor-backend", "uni"]
+    if device == "cpu":
+        # A request with a seed whose prefill is cut in two ends vLLM's engine: it rewinds the generator, which torch's
+        # CPU generator can't (vLLM 0.32: "CPU Generator does not use offset").
+        argv.append("--no-enable-chunked-prefill")
     if device == "cuda":
         argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     return ServerCommand(
