@@ -320,9 +320,11 @@ def test_old_steps_stay_for_the_grace_unless_there_are_too_many(stage: Stage) ->
 
 
 def test_adapters_of_others_are_left_alone(stage: Stage) -> None:
-    stage.vllm.adapters["somebody-elses"] = ("/somewhere", 0.0)
+    for name in ("somebody-elses", "of-another-spool@3", "run@latest"):
+        stage.vllm.adapters[name] = ("/somewhere", 0.0)
+    stage.vllm.adapters["run@9"] = ("/somewhere", 0.0)  # ours, of a step that is no more
     stage.publisher(keep=1).once()
-    assert stage.listed == ["run@0", "somebody-elses"]
+    assert stage.listed == ["of-another-spool@3", "run@0", "run@latest", "somebody-elses"]
 
 
 def test_one_broken_run_does_not_stop_the_others(stage: Stage) -> None:

@@ -81,7 +81,8 @@ class Publisher:
             self._adapters.refresh()
             wanted: set[str] = set()
             existing: set[str] = set()
-            for run in self._spool.runs.list():
+            runs = self._spool.runs.list()
+            for run in runs:
                 if run.weights != "lora":
                     continue
                 try:
@@ -94,7 +95,8 @@ class Publisher:
                     # One run's trouble is not the others'. What it has loaded stays.
                     wanted |= {name for name in self._adapters.listed if name.startswith(f"{run.name}@")}
                     self._say(run.name, f"run {run.name} can't be published: {error}")
-            for name in self._retention.retire(self._adapters.listed, wanted=wanted, existing=existing):
+            listed, names = self._adapters.listed, {run.name for run in runs}
+            for name in self._retention.retire(listed, runs=names, wanted=wanted, existing=existing):
                 self._unload(name)
             self._sweep()
         except InferenceUnavailable as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Collection, Mapping
 
@@ -11,7 +10,10 @@ from tandem.logs import Log
 
 log = Log("publisher")
 
-_OURS = re.compile(r"[a-z0-9._-]+@[0-9]+")
+
+def _run_of(name: str) -> str:
+    run, _, step = name.rpartition("@")
+    return run if step.isdigit() else ""
 
 
 class Retention:
@@ -28,12 +30,14 @@ class Retention:
         self._max_listed = max_listed
         self._idle_since: dict[str, float] = {}
 
-    def retire(self, listed: Mapping[str, str], *, wanted: Collection[str], existing: Collection[str]) -> list[str]:
-        """Names of the adapters that may be unloaded now. `existing`: steps that are on the volume.
+    def retire(
+        self, listed: Mapping[str, str], *, runs: Collection[str], wanted: Collection[str], existing: Collection[str]
+    ) -> list[str]:
+        """Names of the adapters that may be unloaded now. `existing`: the checkpoints of `runs` that are on the volume.
 
-        Names that are not `<run>@<step>` were loaded by somebody else and stay.
+        What is not `<run>@<step>` of one of `runs` was loaded by somebody else and stays.
         """
-        candidates = [name for name in listed if name not in wanted and _OURS.fullmatch(name)]
+        candidates = [name for name in listed if name not in wanted and _run_of(name) in runs]
         self._idle_since = {name: since for name, since in self._idle_since.items() if name in candidates}
         if not candidates:
             return []
