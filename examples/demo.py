@@ -68,16 +68,16 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
 
 def show(report: dict[str, Any]) -> None:
     """Print one row per RL step: what was earned and where the time went."""
-    table = Table(title="RL steps (seconds)")
-    columns = ["step", "reward", "tokens/s", "job", "start", "load", "train", "release", "serve", "sample"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table(title="RL steps: seconds of each part", padding=0)
+    columns = ["job", "start", "load", "train", "release", "serve", "sample"]
+    for column in ("step", "reward", "tok/s", *columns):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in report["steps"]:
         table.add_row(
             str(row["step"]),
             f"{row['reward']:.3f}",
             f"{row['metrics']['tokens_per_second']:.0f}",
-            *(f"{row[f'{c}_seconds']:.2f}" for c in columns[3:]),
+            *(f"{row[f'{c}_seconds']:.2f}" for c in columns),
         )
     console.print(table)
     console.print(

@@ -145,7 +145,7 @@ async def train(
                     groups=groups,
                     base_step=step,
                     packing=packing,
-                    optimizer={"learning_rate": 2e-3, "grad_accumulation_sequences": 64},
+                    optimizer={"learning_rate": 1e-3, "grad_accumulation_sequences": 64},
                     wait="served",
                 )
             except NothingToLearn:  # every answer of every group earned the same

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tandem"
-EVERYBODY = {"errors", "config"}
+EVERYBODY = {"errors", "config", "logs", "processes", "ports", "environment", "tail"}
 MAY_IMPORT = {
     "spool": set(),
     "data": {"spool"},
@@ -74,7 +74,7 @@ def test_no_mirror_and_no_path_of_a_machine_is_named():
     hosts = set()
     for line in (root / "uv.lock").read_text().splitlines():
         for word in line.split('"'):
-            if word.startswith("http"):
+            if word.startswith(("http://", "https://")):
                 hosts.add(word.split("/")[2])
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
     for name in tracked:
