@@ -98,6 +98,13 @@ def stubborn(work, rank, beat):
     hang(work, rank, beat)
 
 
+def one_dies_one_stays(work, rank, beat):
+    if rank == 1:
+        time.sleep(1)
+        die(work, rank, beat)
+    stubborn(work, rank, beat)
+
+
 def leak(work, rank, beat):
     """Leaves a grandchild in a session of its own, which ignores SIGTERM, and then succeeds."""
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
@@ -116,5 +123,5 @@ def nothing(work, rank, beat):
 DEEDS = {
     "fail": fail, "segfault": segfault, "die": die, "raise": raise_, "exit_zero": exit_zero, "leave": leave,
     "hang": hang, "wait": wait, "stubborn": stubborn, "leak": leak, "leak_and_wait": leak_and_wait,
-    "no_checkpoint": nothing, "crash_after": nothing,
+    "one_dies_one_stays": one_dies_one_stays, "no_checkpoint": nothing, "crash_after": nothing,
 }  # fmt: skip

@@ -25,6 +25,7 @@ class Stack:
         self.spool = Spool.create(root)
         self.log = log or root / "runner.log"
         self._entry = entry
+        self.launch = launch
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
             "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",

@@ -24,6 +24,10 @@ from tandem.processes import Process
 DEFAULT_ENTRY = "tandem.trainer.worker"
 """Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; `preload()` imports what a rank needs."""
 
+SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
+"""How long ranks that are left after one of them failed may take to stop before they are killed. torchrun's is its
+agent's own and can't be set (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not used on this path)."""
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -36,11 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.processes import adopt_orphans, describe_exit, die_with_parent
-from tandem.trainer.launch import Launch
+from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch
 from tandem.trainer.launch.rank import redirect, run
 
-# torch's agent waits as long between its SIGTERM and its SIGKILL after a first failure.
-_SHUTDOWN_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 
 
@@ -134,7 +132,7 @@ def lead(launch: Launch) -> int:
                 print(f"rank {rank} (pid {pid}) ended with {describe_exit(code)}", flush=True)
             continue
         if not asked and (stopping or failed):
-            asked, kill_at = True, time.monotonic() + _SHUTDOWN_SECONDS
+            asked, kill_at = True, time.monotonic() + SHUTDOWN_SECONDS["fork"]
             _signal_all(ranks, signal.SIGTERM)
         if not killed and time.monotonic() > kill_at:
             killed = True
