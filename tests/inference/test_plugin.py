@@ -1,0 +1,56 @@
+"""vLLM's engine processes must not outlive the server that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+
+from tandem import processes
+
+# A server that starts its engine as vLLM does on the CPU: a spawned child that loads the plugins.
+SERVER = """
+import multiprocessing, time
+from tandem.inference.plugin import register
+
+def engine(pipe):
+    register()
+    pipe.send("ready")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    register()
+    mine, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=engine, args=(theirs,))
+    child.start()
+    mine.recv()
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_engine_dies_with_its_server(tmp_path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = int(server.stdout.readline())
+    try:
+        server.send_signal(signal.SIGKILL)
+        server.wait(10)
+        deadline = time.monotonic() + 10
+        while (found := processes.read(engine)) is not None and not found.zombie:
+            assert time.monotonic() < deadline, "the engine outlives its server"
+            time.sleep(0.02)
+    finally:
+        server.stdout.close()
+        if processes.read(engine) is not None:
+            os.kill(engine, signal.SIGKILL)
+
+
+def test_vllm_finds_the_plugin() -> None:
+    (entry,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "tandem")
+    assert entry.value == "tandem.inference.plugin:register"
