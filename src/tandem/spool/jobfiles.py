@@ -1,7 +1,7 @@
 """Where a job's files are, and which state a job is in.
 
 A crash can leave a job in two directories: then the strongest counts (terminal over running over queued). A file with
-a result is decided whatever its directory.
+a result is decided whatever its directory, and has ended once its terminal event is written.
 """
 
 from __future__ import annotations
@@ -67,8 +67,15 @@ class JobFiles:
                 found = self._look(job_id)
         if found is None:
             raise NotFound(f"there is no job {job_id!r}", field="id")
-        where, job = found
-        return (job.result.state if job.result else where), job
+        return self._state(*found), found[1]
+
+    def _state(self, where: JobState, job: Job) -> JobState:
+        """A decided job that its events don't tell of yet is still where it is: whoever sees a terminal state also finds
+        the terminal event, and the other way round."""
+        if job.result is None or where in TERMINAL:
+            return where
+        told = any(event.type in TERMINAL for event in self._spool.events.read(job.spec.id))
+        return job.result.state if told else where
 
     def lease(self, job_id: str) -> Lease | None:
         """Who runs the job; None if nobody does."""
@@ -83,7 +90,7 @@ class JobFiles:
         wanted = frozenset(states) if states is not None else frozenset(STATES)
         found: JobList = []
         for where, job in self._scan(STATES if wanted & frozenset(TERMINAL) else PENDING):
-            state = job.result.state if job.result else where
+            state = self._state(where, job)
             if state in wanted and (run is None or job.spec.run == run):
                 found.append((state, job))
         return sorted(found, key=lambda item: (item[1].spec.created, item[1].spec.id))
