@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,7 +46,7 @@ class Settings(BaseSettings):
     launch: Literal["torchrun", "fork"] = "torchrun"
     exit_after_job: bool = Field(default=True, validation_alias=_alias("EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"))
     docker: bool = Field(default=False, validation_alias=_alias("DOCKER", "RL_DOCKER"))
-    """In a container ranks start with bare `torchrun`; in a checkout `uv run` may stand before it (R2)."""
+    """Understood for the ancestor's sake (R2); it changes nothing, since ranks always start by bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
@@ -109,6 +110,11 @@ class Settings(BaseSettings):
             raise ValueError("TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name")
         return resolve_model(self.root, self.base_model)
 
+    @property
+    def inference_key(self) -> str | None:
+        """The first API key. From its environment, which unlike its command line is private, vLLM takes only one."""
+        return next(iter(split_keys(self.secret("api_key"))), None)
+
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
         """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None where neither is."""
         value: SecretStr | None = getattr(self, name)
@@ -128,6 +134,11 @@ def load_settings() -> Settings:
         if name is not None and not name.isupper():
             name = f"TANDEM_{name.upper()}"
         raise InvalidInput(first["msg"].removeprefix("Value error, "), field=name) from error
+
+
+def split_keys(secret: str | None) -> list[str]:
+    """The keys of a deployment: separated by commas or whitespace, so that a file may hold one per line."""
+    return [key for key in re.split(r"[,\s]+", secret or "") if key]
 
 
 def resolve_model(root: Path, base_model: str) -> str:

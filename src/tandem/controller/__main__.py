@@ -8,9 +8,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from tandem.config import Settings, load_settings
+from tandem.config import Settings, load_settings, split_keys
 from tandem.controller.app import create_app
-from tandem.controller.gate import is_loopback, split_keys
+from tandem.controller.gate import is_loopback
 from tandem.errors import TandemError, Unauthorized
 
 # Requests under way when the process is told to stop get this long, in seconds; the spool loses nothing either way.

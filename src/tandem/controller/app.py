@@ -11,10 +11,10 @@ from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
 import tandem
-from tandem.config import Settings
+from tandem.config import Settings, split_keys
 from tandem.controller import refusals, routes_checkpoints, routes_jobs, routes_runs
 from tandem.controller.deployment import Deployment, Here
-from tandem.controller.gate import Gate, split_keys
+from tandem.controller.gate import Gate
 from tandem.controller.schemas import ErrorBody, Health, TrainRequest
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take

@@ -19,11 +19,6 @@ SMALL_BODY = 2**20
 _TRAIN = re.compile(r"^/v1/runs/[^/]+/train$")
 
 
-def split_keys(secret: str | None) -> list[str]:
-    """The keys of a deployment: separated by commas or whitespace, so that a file may hold one per line."""
-    return [key for key in re.split(r"[,\s]+", secret or "") if key]
-
-
 def is_loopback(host: str) -> bool:
     """Whether `host` reaches this machine only."""
     if host.lower() == "localhost":

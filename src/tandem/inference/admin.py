@@ -62,7 +62,7 @@ class AdminClient:
     def from_settings(cls, settings: Settings) -> AdminClient:
         return cls(
             settings.resolved_inference_url,
-            api_key=settings.secret("api_key"),
+            api_key=settings.inference_key,
             admin_token=settings.secret("admin_token"),
         )
 

@@ -109,9 +109,8 @@ def _environment(settings: Settings, device: str, model: str, environ: Mapping[s
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.inference_devices:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    api_key = settings.secret("api_key")
-    if api_key:
-        env["VLLM_API_KEY"] = api_key
+    if settings.inference_key:
+        env["VLLM_API_KEY"] = settings.inference_key
     return env
 
 

@@ -22,6 +22,13 @@ Kind = Literal["cpu", "cuda"]
 _kind: Kind | None = None
 
 
+def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
+    """The device that a setting means: "auto" is CUDA where there is a usable GPU."""
+    if setting == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return setting
+
+
 def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: `cuda:<local_rank>` of what the process can see, or the CPU.
 

@@ -70,8 +70,8 @@ class JobFiles:
         return self._state(*found), found[1]
 
     def _state(self, where: JobState, job: Job) -> JobState:
-        """A decided job that its events don't tell of yet is still where it is: whoever sees a terminal state also finds
-        the terminal event, and the other way round."""
+        """A decided job whose events don't tell of it is still where it is: a terminal state shows exactly when the
+        terminal event does."""
         if job.result is None or where in TERMINAL:
             return where
         told = any(event.type in TERMINAL for event in self._spool.events.read(job.spec.id))
@@ -104,7 +104,7 @@ class JobFiles:
         """The step that the next job of the run starts from: the newest, advanced by the jobs that lead on from it."""
         step = self._spool.checkpoints.newest(run)
         for _, job in self.pending(run):
-            if job.spec.base_step == step:
+            if job.result is None and job.spec.base_step == step:
                 step += 1
         return step
 

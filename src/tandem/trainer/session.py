@@ -81,8 +81,7 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> Non
     rank = int(os.environ.get("RANK", "0"))
     beat = Heartbeat(spool.jobs.work_dir(job_id, attempt), rank)
     phases = Phases(beat)
-    kind = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    where = device.activate(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    where = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
     with phases.phase("rendezvous"):
         assignment = _join(spool, job_id, attempt, rank)
         run, job = assignment.run, assignment.job
