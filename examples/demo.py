@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import tiny_model
 import yes_no_maybe
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -68,7 +69,7 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
 
 def show(report: dict[str, Any]) -> None:
     """Print one row per RL step: what was earned and where the time went."""
-    table = Table(title="RL steps: seconds of each part", padding=0)
+    table = Table(title="RL steps: seconds of each part", box=box.SIMPLE_HEAD)
     columns = ["job", "start", "load", "train", "release", "serve", "sample"]
     for column in ("step", "reward", "tok/s", *columns):
         table.add_column(column, justify="right", no_wrap=True)

@@ -32,7 +32,6 @@ QUESTIONS = [
     "Is tea better than coffee?",
     "Is it late?",
 ]
-UNSEEN_QUESTIONS = ["Is this new?", "Do birds dream?", "Is the door open?", "Will they win?"]
 
 
 def reward(answer: str) -> float:
@@ -78,11 +77,10 @@ class Task:
         ]
 
     async def evaluate(self, model: str, samples: int, seed: int) -> float:
-        """Mean reward of `samples` fresh answers, half of them to questions never trained on."""
-        questions = QUESTIONS + UNSEEN_QUESTIONS * 2
-        counts = [samples // len(questions) + (i < samples % len(questions)) for i in range(len(questions))]
+        """Mean reward of `samples` fresh answers, evenly over the questions."""
+        counts = [samples // len(QUESTIONS) + (i < samples % len(QUESTIONS)) for i in range(len(QUESTIONS))]
         responses = await asyncio.gather(
-            *(self.ask(model, q, n, seed * 1000 + i) for i, (q, n) in enumerate(zip(questions, counts, strict=True)))
+            *(self.ask(model, q, n, seed * 1000 + i) for i, (q, n) in enumerate(zip(QUESTIONS, counts, strict=True)))
         )
         rewards = [reward(c.message.content or "") for response in responses for c in response.choices]
         assert len(rewards) == samples

@@ -20,13 +20,12 @@ from tandem.client import Tandem
 from tandem.spool import Spool
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
-# `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs, where bfloat16 needs more tolerance.
+# `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.
 DEVICES = (
     {
         "TANDEM_DEVICE": "cuda",
         "TANDEM_TRAINER_DEVICES": "1",
         "TANDEM_INFERENCE_DEVICES": "0",
-        "TANDEM_VERIFY_TOLERANCE": "0.05",
         "TANDEM_ENFORCE_EAGER": "1",
     }
     if os.environ.get("TANDEM_TEST_DEVICE") == "cuda"

@@ -74,3 +74,11 @@ def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")
     assert Settings(root=tmp_path, base_model="Qwen/Qwen3-8B").model_path() == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 0.02), ("bfloat16", 0.05)])
+def test_the_tolerance_of_a_served_step_follows_the_dtype(monkeypatch, dtype, expected):
+    from tandem.inference.args import verify_tolerance
+
+    assert verify_tolerance(Settings(device="cpu", dtype=dtype)) == expected
+    assert verify_tolerance(Settings(device="cpu", dtype=dtype, verify_tolerance=0.3)) == 0.3

@@ -71,8 +71,9 @@ class Settings(BaseSettings):
     enforce_eager: bool = False
     vllm_args: str = ""
     """More vLLM arguments, split like a shell does."""
-    verify_tolerance: float = Field(default=0.02, gt=0)
-    """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served."""
+    verify_tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served;
+    None is 0.02 in float32 and 0.05 in bfloat16."""
     keep_served: int = Field(default=2, ge=1)
     """How many of a run's newest steps stay loaded in vLLM."""
 

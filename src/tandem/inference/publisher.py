@@ -20,6 +20,7 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged, TandemError
 from tandem.inference.adapters import Adapters
 from tandem.inference.admin import AdminClient, InferenceRefused, InferenceUnavailable
+from tandem.inference.args import verify_tolerance
 from tandem.inference.retention import Retention
 from tandem.inference.store import WEIGHTS_FILE, AdapterStore
 from tandem.inference.verify import verify
@@ -288,7 +289,7 @@ def main() -> None:
                     Spool(settings.root),
                     admin,
                     AdapterStore.of(settings.root, settings.resolved_inference_url),
-                    tolerance=settings.verify_tolerance,
+                    tolerance=verify_tolerance(settings),
                     keep=settings.keep_served,
                     max_listed=4 * settings.max_loras,
                     base_model=settings.model_path() if settings.base_model else None,
