@@ -1,0 +1,32 @@
+"""Rows as a table on the terminal and as JSON under bench/results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
+    """Print `rows` (same keys in each) and write `<name>.json` with what machine they come from."""
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for key in rows[0]:
+        table.add_column(key, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    RESULTS.mkdir(exist_ok=True)
+    machine = {
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps({"title": title, **machine, "rows": rows}, indent=2) + "\n")
