@@ -69,7 +69,7 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
 
 def show(report: dict[str, Any]) -> None:
     """Print one row per RL step: what was earned and where the time went."""
-    table = Table(title="RL steps: seconds of each part", box=box.SIMPLE_HEAD)
+    table = Table(title="RL steps: seconds of each part", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     columns = ["job", "start", "load", "train", "release", "serve", "sample"]
     for column in ("step", "reward", "tok/s", *columns):
         table.add_column(column, justify="right", no_wrap=True)

@@ -34,6 +34,8 @@ def preload() -> None:
     """Import everything a rank uses, for a process that ranks are forked from. Touches no device."""
     _quiet()
     importlib.import_module("tandem.trainer.session")
+    # torch.use_deterministic_algorithms imports it on its first call: two seconds that every forked rank would pay.
+    importlib.import_module("torch._inductor.config")
 
 
 def main(root: Path | str, job_id: str, attempt: int) -> int:
