@@ -48,7 +48,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     our arguments. Raises InvalidInput for settings that can't work, naming the variable.
     """
     extra = _extra_arguments(settings.vllm_args)
-    device = installed_device() if settings.device == "auto" else settings.device
+    device = _device(settings)
     try:
         model = settings.model_path()
     except ValueError as error:
@@ -114,12 +114,16 @@ def _environment(settings: Settings, device: str, model: str, environ: Mapping[s
     return env
 
 
+def _device(settings: Settings) -> Literal["cpu", "cuda"]:
+    return installed_device() if settings.device == "auto" else settings.device
+
+
 def verify_tolerance(settings: Settings) -> float:
     """The setting, or what rounding alone explains: up to 2e-6 nats was measured in float32 (CPU), 0.03 in bfloat16
     (H200, a small model with peaked distributions)."""
     if settings.verify_tolerance is not None:
         return settings.verify_tolerance
-    device = installed_device() if settings.device == "auto" else settings.device
+    device = _device(settings)
     return 0.02 if _dtype(settings, device) == "float32" else 0.05
 
 
