@@ -148,7 +148,7 @@ def speed(slots: int = 8192) -> None:
             print(
                 f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots, {len(row.item_target)} "
                 f"items, forward {forward:.2f} s, with backward {seconds:.2f} s, {slots / seconds:.0f} slots/s, "
-                f"peak {device.memory()['peak'] / 2**30:.1f} GiB",
+                f"peak {device.memory_stats()['allocated_peak'] / 2**30:.1f} GiB",
                 flush=True,
             )
         del policy, outputs

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "publish": {"spool", "model"},
     "inference": {"spool"},
     "controller": {"spool", "data", "model.arch", "model.identity"},
-    "metrics": {"spool"},
+    "metrics": {"spool", "supervision"},
 }
 
 
@@ -54,6 +54,7 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
         ("tandem.trainer.runner", ["torch", "vllm", "transformers"]),
         ("tandem.inference.publisher", ["torch", "vllm", "transformers"]),
         ("tandem.inference.guard", ["torch", "pydantic"]),
+        ("tandem.metrics.exporter", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
         ("tandem.up", ["torch", "vllm", "transformers"]),
     ],
 )

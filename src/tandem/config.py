@@ -77,6 +77,13 @@ class Settings(BaseSettings):
     keep_served: int = Field(default=2, ge=1)
     """How many of a run's newest steps stay loaded in vLLM."""
 
+    # ---- metrics
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(default=9400, ge=1, le=65535)
+    """Where the exporter of the trainer's and the inference container answers; the controller has its own port."""
+    metrics_backend: Literal["auto", "demo"] = "auto"
+    """demo: every series is made up, for dashboards without a GPU."""
+
     @model_validator(mode="before")
     @classmethod
     def _split_devices(cls, values: dict[str, object]) -> dict[str, object]:

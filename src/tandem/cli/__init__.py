@@ -39,7 +39,7 @@ app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command("doctor")(doctor.doctor)
-for _command in (programs.controller, programs.runner, programs.serve, programs.publisher):
+for _command in (programs.controller, programs.runner, programs.serve, programs.publisher, programs.exporter):
     app.command(rich_help_panel="Programs")(_command)
 
 

@@ -44,6 +44,11 @@ def publisher() -> None:
     _become("tandem.inference.publisher")
 
 
+def exporter() -> None:
+    """Run the exporter: what Prometheus scrapes of the trainer and of inference."""
+    _become("tandem.metrics.exporter")
+
+
 def _become(module: str) -> None:
     """This process becomes the program, so that signals and the exit status are its own."""
     os.execv(sys.executable, [sys.executable, "-m", module])

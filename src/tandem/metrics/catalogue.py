@@ -12,9 +12,11 @@ from typing import Literal, get_args
 Kind = Literal["gauge", "counter", "histogram"]
 Exporter = Literal["trainer", "inference", "controller"]
 CollectorName = Literal[
-    "build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes", "queue", "http"
+    "build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes", "queue"
 ]
 COLLECTORS: tuple[CollectorName, ...] = get_args(CollectorName)
+Source = CollectorName | Literal["collectors", "process", "http"]
+"""Who makes a metric's samples; the last three are no collectors, so nothing is told about their success."""
 
 PHASES = (
     "rendezvous", "data", "build", "base_weights", "state", "probe",
@@ -57,8 +59,7 @@ class Metric:
     kind: Kind
     help: str
     source: str
-    collector: CollectorName | None
-    """Who collects it; None: kept about every collector."""
+    collector: Source
     exporters: tuple[Exporter, ...]
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Label -> its values where they are known beforehand: those counters and histograms exist from the start, at 0."""
@@ -129,6 +130,14 @@ def _torch() -> list[Metric]:
 
 
 _SUPERVISED = {"program": OPEN}
+_PROCESS: tuple[tuple[str, Kind, str, str], ...] = (
+    ("start_time_seconds", "gauge", "seconds", "When the process started."),
+    ("cpu_seconds_total", "counter", "seconds", "CPU time."),
+    ("resident_memory_bytes", "gauge", "bytes", "Resident memory."),
+    ("virtual_memory_bytes", "gauge", "bytes", "Address space."),
+    ("open_fds", "gauge", "", "Open file descriptors."),
+    ("max_fds", "gauge", "", "How many file descriptors there may be."),
+)
 
 CATALOGUE: tuple[Metric, ...] = (
     # ---------------------------------------------------------------- what this is
@@ -136,11 +145,16 @@ CATALOGUE: tuple[Metric, ...] = (
            "package metadata, TANDEM_REVISION", "build", ALL,
            dict.fromkeys(("version", "revision", "python", "torch", "cuda", "vllm", "megatron"), OPEN)),
     Metric("tandem_collector_success", "gauge", "1 if the collector's last collection succeeded, 0 if it failed, or "
-           "hangs for more than a minute.", "exporter", None, ALL, {"collector": COLLECTORS}),
+           "hangs for more than a minute.", "exporter", "collectors", ALL, {"collector": COLLECTORS}),
     Metric("tandem_collector_duration_seconds", "gauge", "How long the last finished collection took.", "exporter",
-           None, ALL, {"collector": COLLECTORS}, "seconds"),
+           "collectors", ALL, {"collector": COLLECTORS}, "seconds"),
     Metric("tandem_collector_last_success_timestamp_seconds", "gauge", "When the collector last succeeded; 0: never.",
-           "exporter", None, ALL, {"collector": COLLECTORS}, "seconds"),
+           "exporter", "collectors", ALL, {"collector": COLLECTORS}, "seconds"),
+    *(
+        Metric(f"process_{name}", kind, f"{text} Of the exporter, or the controller, itself.", "prometheus_client",
+               "process", ALL, unit=unit)
+        for name, kind, unit, text in _PROCESS
+    ),
     # ---------------------------------------------------------------- devices
     _gpu("info", "1; what the device is. MIG devices have UUIDs of their own.", "NVML",
          labels=dict.fromkeys(("index", "name", "driver_version", "cuda_version", "pci_bus_id", "mig_profile"), OPEN)),
@@ -212,8 +226,6 @@ CATALOGUE: tuple[Metric, ...] = (
             ("reward_std", "reward_std", "", "Standard deviation of the rewards (RL)."),
         )
     ),
-    _job("tandem_train_nonfinite_steps_total", "Optimizer steps that were not applied since something was not finite.",
-         "events requeued, failed", kind="counter"),
     # ---------------------------------------------------------------- jobs
     _job("tandem_jobs_finished_total", "Jobs that ended.", "events succeeded, failed, cancelled", kind="counter",
          labels={"outcome": OUTCOMES}),
@@ -231,8 +243,6 @@ CATALOGUE: tuple[Metric, ...] = (
          "histogram", buckets=_RELEASE_BUCKETS),
     _job("tandem_checkpoint_duration_seconds", "How long the last checkpoint took to make, hash and commit.",
          "event checkpoint", "seconds"),
-    _job("tandem_checkpoint_failures_total", "Attempts that failed since a checkpoint could not be read or made "
-         "(no_checkpoint, checkpoint_damaged, spool_unusable).", "events requeued, failed", kind="counter"),
     Metric("tandem_checkpoint_last_success_timestamp_seconds", "gauge", "When the newest checkpoint of any job was "
            "made; absent before the first.", "manifests", "checkpoints", ("trainer",), unit="seconds"),
     Metric("tandem_checkpoint_size_bytes", "gauge", "Size of that checkpoint.", "manifests", "checkpoints",
@@ -241,6 +251,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("tandem_policy_version", "gauge", "Newest step of each run: made (side trainer), verified and served (side "
            "inference). The 20 runs that changed last.", "checkpoints, served.json", "policy", BOTH,
            {"side": BOTH, "run": OPEN}),
+    Metric("tandem_policy_refused", "gauge", "1 while a step of the run is refused, 0 while none is; the same runs.",
+           "served.json", "policy", BOTH, {"run": OPEN}),
     Metric("tandem_publish_total", "counter", "Steps that were verified and served, or refused.", "served.json",
            "publish", ("inference",), {"outcome": ("served", "refused")}),
     Metric("tandem_publish_duration_seconds", "histogram", "Stages of serving a step; since_checkpoint is from the "
@@ -283,7 +295,7 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 def _vllm(name: str, kind: Kind, text: str, buckets: tuple[float, ...] = (), **labels: tuple[str, ...]) -> Metric:
     everywhere = {"model_name": OPEN, "engine": OPEN}
-    return Metric(f"vllm:{name}", kind, text, "vLLM 0.32", None, (), everywhere | labels, buckets=buckets)
+    return Metric(f"vllm:{name}", kind, text, "vLLM 0.32", "http", (), everywhere | labels, buckets=buckets)
 
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -319,11 +331,11 @@ VLLM_METRICS: tuple[Metric, ...] = (
     _vllm("request_prefill_time_seconds", "histogram", "Time in prefill.", _LATENCY),
     _vllm("request_decode_time_seconds", "histogram", "Time in decode.", _LATENCY),
     Metric("vllm:cache_config_info", "gauge", "1; the KV cache's configuration (of its labels, these).", "vLLM 0.32",
-           None, (), dict.fromkeys(("engine", "block_size", "cache_dtype", "gpu_memory_utilization", "num_gpu_blocks",
+           "http", (), dict.fromkeys(("engine", "block_size", "cache_dtype", "gpu_memory_utilization", "num_gpu_blocks",
                                     "enable_prefix_caching"), OPEN)),
-    Metric("vllm:lora_requests_info", "gauge", "Unix time at which these adapters were last seen.", "vLLM 0.32", None,
+    Metric("vllm:lora_requests_info", "gauge", "Unix time at which these adapters were last seen.", "vLLM 0.32", "http",
            (), dict.fromkeys(("max_lora", "waiting_lora_adapters", "running_lora_adapters"), OPEN)),
-    Metric("http_requests_total", "counter", "Requests to vLLM's server.", "vLLM 0.32", None, (),
+    Metric("http_requests_total", "counter", "Requests to vLLM's server.", "vLLM 0.32", "http", (),
            {"handler": OPEN, "method": ("GET", "POST"), "status": STATUS_CLASSES}),
 )  # fmt: skip
 """What vLLM itself exports (job tandem-vllm), as far as dashboards and rules use it."""

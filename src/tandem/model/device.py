@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -74,23 +73,67 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def memory() -> dict[str, int]:
-    """Bytes: `allocated` by tensors now, `reserved` by this process's allocator, `device_used` by everybody, and
-    `peak`, the most ever allocated. On the CPU the first two are this process's resident set, and `peak` its largest.
+def uuid() -> str:
+    """The device's UUID as NVML has it; "cpu" on the CPU."""
+    if _active() == "cpu":
+        return "cpu"
+    index = torch.cuda.current_device()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].startswith("MIG-"):
+        return visible[index]
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def memory_stats() -> dict[str, int]:
+    """What this process's allocator says, without waiting for the device.
+
+    Bytes now and, as `<name>_peak`, most since `reset_peaks`: `allocated`, `reserved`, `active`, `inactive_split`,
+    `requested` (torch.cuda.memory_stats has their meanings); bytes of `host_pinned` memory; and counts since the
+    process began: `alloc_retries`, `ooms`, `device_allocs`, `device_frees`. On the CPU only `allocated` and `reserved`,
+    which are both the resident set.
     """
+    if _active() == "cpu":
+        now, peak = _resident()
+        return {"allocated": now, "reserved": now, "allocated_peak": peak, "reserved_peak": peak}
+    stats = torch.cuda.memory_stats()
+    found: dict[str, int] = {}
+    for name in ("allocated", "reserved", "active", "inactive_split", "requested"):
+        found[name] = stats.get(f"{name}_bytes.all.current", 0)
+        found[f"{name}_peak"] = stats.get(f"{name}_bytes.all.peak", 0)
+    found["host_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    counts = ("alloc_retries", "num_alloc_retries"), ("ooms", "num_ooms"), ("device_allocs", "num_device_alloc")
+    for name, key in (*counts, ("device_frees", "num_device_free")):
+        found[name] = stats.get(key, 0)
+    return found
+
+
+def reset_peaks() -> None:
+    """Let the peaks of `memory_stats` begin at what is in use now."""
+    if _active() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):  # where it is forbidden, peaks are those since the process began
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def allocated() -> int:
+    """`memory_stats()["allocated"]`, alone."""
+    return torch.cuda.memory_allocated() if _active() == "cuda" else _resident()[0]
+
+
+def used() -> int:
+    """Bytes in use on the whole device, by anybody."""
     if _active() == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "device_used": total - free,
-            "peak": torch.cuda.max_memory_allocated(),
-        }
-    page = os.sysconf("SC_PAGE_SIZE")
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
-    used = (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * page
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"allocated": resident, "reserved": resident, "device_used": used, "peak": peak}
+        return total - free
+    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident() -> tuple[int, int]:
+    """This process's resident set, and its largest since the last reset, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return found["VmRSS"], found.get("VmHWM", found["VmRSS"])
 
 
 def _active() -> Kind:

@@ -38,16 +38,18 @@ _LOCKS = ("claim", *"0123456789abcdef")
 class Spool:
     """One directory on one volume: `runs`, `checkpoints`, `jobs`, `events`, `served`. Safe for many processes."""
 
-    def __init__(self, root: Path | str) -> None:
-        """Opens an existing spool. SpoolUnusable if it is none, or is read-only or full."""
+    def __init__(self, root: Path | str, *, writable: bool = True) -> None:
+        """Opens an existing spool. SpoolUnusable if it is none, or is read-only or full; with `writable` False only if
+        it can't be read."""
         self.root = Path(root).absolute()
         self.runs = Runs(self)
         self.checkpoints = Checkpoints(self)
         self.jobs = Jobs(self)
         self.events = Events(self)
         self.served = ServedRecords(self)
-        self._check_version()
-        self.check_writable()
+        self.check()
+        if writable:
+            self.check_writable()
 
     @classmethod
     def create(cls, root: Path | str) -> Spool:
@@ -72,7 +74,9 @@ class Spool:
             raise
         return cls(path)
 
-    def _check_version(self) -> None:
+    def check(self) -> None:
+        """SpoolUnusable if the spool is not there now. Without its volume a mount point is an empty directory, which
+        would look like a spool without runs and jobs."""
         path = self.root / "spool.json"
         with fs.volume_errors(self.root):
             content = fs.read_bytes(path)

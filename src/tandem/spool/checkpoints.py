@@ -70,6 +70,10 @@ class Checkpoints:
         """Steps that exist, ascending; NotFound (field `run`) without the run."""
         return [int(name) for name in fs.names(self._dir(run)) if re.fullmatch(r"[0-9]{8}", name)]
 
+    def changed(self, run: str) -> float:
+        """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without the run."""
+        return self._dir(run).stat().st_mtime
+
     def newest(self, run: str) -> int:
         """The newest step."""
         steps = self.steps(run)

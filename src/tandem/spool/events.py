@@ -65,6 +65,11 @@ class Events:
         content = fs.read_bytes(self.path(job_id)) or b""
         return [event for event in _parse(content)[0] if event.seq > after]
 
+    def since(self, job_id: str, offset: int) -> tuple[list[Event], int]:
+        """Events of the complete lines from byte `offset` on, and the offset to go on from."""
+        events, used = _parse(_read_from(self.path(job_id), offset))
+        return events, offset + used
+
     def follow(
         self,
         job_id: str,

@@ -7,6 +7,7 @@ a result is decided whatever its directory, and has ended once its terminal even
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from tandem.errors import NotFound, SpoolUnusable
 from tandem.spool import fs, names
-from tandem.spool.schema import TERMINAL, Job, JobState, Lease
+from tandem.spool.schema import TERMINAL, Beat, Job, JobState, Lease
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
@@ -57,7 +58,31 @@ class JobFiles:
     def _cancel_path(self, job_id: str) -> Path:
         return self._dir / "cancel" / names.job_id(job_id)
 
+    def state_dir(self, state: JobState) -> Path:
+        """The files of the jobs in one state, `<id>.json`; its mtime changes when a job comes or goes."""
+        return self._dir / state
+
+    def beat_path(self, job_id: str, attempt: int, rank: int) -> Path:
+        """A rank's heartbeat."""
+        return self.work_dir(job_id, attempt) / f"beat.{rank}"
+
     # ---------------------------------------------------------------- reading
+
+    def ids(self, state: JobState) -> list[str]:
+        """Ids in one state's directory, from a single look: a job on its way may be in two of them, or missed."""
+        ids = (name.removesuffix(".json") for name in fs.names(self.state_dir(state)) if name.endswith(".json"))
+        return [job_id for job_id in ids if names.is_job_id(job_id)]
+
+    def beats(self, job_id: str, attempt: int) -> dict[int, Beat]:
+        """The last heartbeat of each rank that gave one; what can't be read is left out."""
+        found: dict[int, Beat] = {}
+        for name in fs.names(self.work_dir(job_id, attempt)):
+            kind, _, rank = name.partition(".")
+            if kind == "beat" and rank.isdigit():
+                content = fs.read_bytes(self.beat_path(job_id, attempt, int(rank)), sure=False)
+                with suppress(ValidationError):
+                    found[int(rank)] = Beat.model_validate_json(content or b"")
+        return found
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
         """The job and its state; NotFound (field `id`) if there is none."""
@@ -110,13 +135,12 @@ class JobFiles:
 
     def _ids(self, directories: Sequence[JobState]) -> Sequence[str]:
         """Ids of the files in these state directories, looked at until nothing moved between two looks."""
-        files: set[str] = set()
+        found: set[str] = set()
         for _ in range(20):
-            before, files = files, {name for state in directories for name in fs.names(self._dir / state)}
-            if files == before:
+            before, found = found, {job_id for state in directories for job_id in self.ids(state)}
+            if found == before:
                 break
-        ids = (name.removesuffix(".json") for name in sorted(files) if name.endswith(".json"))
-        return [job_id for job_id in ids if names.is_job_id(job_id)]
+        return sorted(found)
 
     def _scan(self, directories: Sequence[JobState]) -> JobList:
         """The jobs in these directories, with the strongest directory each is in."""

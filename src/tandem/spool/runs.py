@@ -69,9 +69,13 @@ class Runs:
             raise NotFound(f"{path} is missing: the run {name!r} is damaged; restore the file", field="run")
         return RunSpec.model_validate_json(content)
 
+    def names(self) -> list[str]:
+        """The names of all runs, in order."""
+        return [name for name in fs.names(self._dir) if names.is_run_name(name)]
+
     def list(self) -> list[RunSpec]:
         """All runs, by name."""
-        return [self.get(name) for name in fs.names(self._dir) if names.is_run_name(name)]
+        return [self.get(name) for name in self.names()]
 
     def lock(self, name: str) -> AbstractContextManager[int]:
         """Serialises what changes the chain of one run: submit, rollback, fork."""

@@ -241,6 +241,27 @@ class Lease(Record):
     ranks: list[RankProcess] = Field(default_factory=list)
 
 
+class Beat(BaseModel):
+    """`beat.<rank>` in an attempt's work directory: a rank's sign of life, with what it knows about its memory.
+
+    All bytes. `memory` holds the counters and bytes of torch's allocator by the catalogue's names; on the CPU only
+    `allocated` and `reserved`, the resident set. `*_peak` is since the attempt began.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float  # Unix seconds
+    phase: str
+    step: int = 0  # optimizer steps done
+    steps: int = 0  # that there are; 0: not known yet
+    uuid: str | None = None  # of the rank's device; "cpu" where it has none
+    memory: dict[str, int] = Field(default_factory=dict)
+    phase_peaks: dict[str, int] = Field(default_factory=dict)  # most allocated in the last such phase
+    step_floor: int | None = None  # allocated right after zero_grad
+    device_used: int | None = None  # in use on the whole device, by anybody
+    device_used_peak: int | None = None  # the most this rank has seen
+
+
 EventType = Literal[
     "claimed", "started", "loaded", "step", "checkpoint", "published", "served", "released", "requeued",
     "succeeded", "failed", "cancelled",

@@ -20,6 +20,13 @@ class ServedRecords:
         content = fs.read_bytes(self._spool.runs.directory(run) / "served.json")
         return None if content is None else Served.model_validate_json(content)
 
+    def changed(self, run: str) -> float | None:
+        """When the record was last written, Unix seconds by the volume's clock; None without one."""
+        try:
+            return (self._spool.runs.directory(run) / "served.json").stat().st_mtime
+        except FileNotFoundError:
+            return None
+
     def put(self, run: str, served: Served) -> None:
         """Replaces the record, durably."""
         fs.write_json_atomic(self._spool.runs.directory(run) / "served.json", served)

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.model import device
+from tandem.trainer.memory import MemoryWatch
 
 
 class Phases:
     """Clock of one rank. Each phase is timed up to the device's completion; memory is read at its end.
 
-    `announce(name)` is called as each phase begins (the heartbeat).
+    `announce(name)` is called as each phase begins (the heartbeat). Phases don't nest.
     """
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self._announce = announce
+        self._watch = watch
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, dict[str, int]] = {}
 
@@ -29,17 +31,22 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block under `name`; the same name again adds up, its memory is that of the last end."""
         self._announce(name)
+        self._watch.begin()
         start = time.perf_counter()
         try:
             yield
         finally:
             device.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.memory[name] = device.memory()
+        self.memory[name] = self._watch.end(name)
 
     def beat(self, name: str) -> None:
         """A sign of life within a phase."""
         self._announce(name)
+
+    def floor(self) -> None:
+        """Between optimizer steps, with gradients gone: what is allocated now should be the same every time."""
+        self._watch.floor()
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """`(seconds per phase, bytes per "<phase>_<kind>")` since the last call; starts over."""

@@ -220,8 +220,13 @@ class Runner:
             log.error("the ranks are gone but memory is not free" if left else "processes survive SIGKILL",
                       job=job.spec.id, bytes_in_use=left or None,
                       processes=[process.pid for process in survivors] or None)  # fmt: skip
+        before: dict[str, int] = {}
+        for beat in (_quietly(lambda: self._spool.jobs.beats(job.spec.id, job.attempt)) or {}).values():
+            if beat.uuid is not None and beat.uuid != "cpu" and beat.device_used_peak is not None:
+                before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
         data: dict[str, object] = {
             "processes": len(survivors),
+            "before": before,
             # null where nvidia-smi didn't answer: not measured is not zero.
             "bytes": None if None in used.values() else sum(size or 0 for size in used.values()),
             "devices": used,

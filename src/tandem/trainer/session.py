@@ -1,7 +1,7 @@
 """What a rank does, from its first collective to its last: load, train, write the checkpoint, leave.
 
 Rank 0 reads the job and hands it to the others; it alone writes events and the checkpoint. Each rank keeps
-`beat.<rank>` (JSON: time, phase, step) fresh in the attempt's work directory.
+`beat.<rank>` (`tandem.spool.schema.Beat`) fresh in the attempt's work directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from tandem.model.adapter import WEIGHTS_FILE
 from tandem.model.arch import read_arch
 from tandem.model.build import build_policy
 from tandem.spool import Spool
-from tandem.spool.schema import Job, Probe, RLJob, RLLoss, RunSpec, SFTJob
+from tandem.spool.schema import Beat, Job, Probe, RLJob, RLLoss, RunSpec, SFTJob
 from tandem.trainer import probe, state
+from tandem.trainer.memory import MemoryWatch
 from tandem.trainer.metrics import Phases
 from tandem.trainer.optimizer import AdapterOptimizer
 from tandem.trainer.steps import Setup, make_plan, train
@@ -55,20 +56,25 @@ class Assignment:
 class Heartbeat:
     """`beat.<rank>` of one attempt. A beat that can't be written is no reason to stop training."""
 
-    def __init__(self, work: Path, rank: int) -> None:
-        self._path = work / f"beat.{rank}"
+    def __init__(self, path: Path, watch: MemoryWatch) -> None:
+        self._path = path
+        self._watch = watch
         self._phase = ""
         self._last = 0.0
         self.step = 0
+        self.steps = 0
 
     def __call__(self, phase: str) -> None:
-        now = time.time()
-        if phase == self._phase and now - self._last < BEAT_SECONDS:
-            return
-        self._phase, self._last = phase, now
+        if phase != self._phase or time.time() - self._last >= BEAT_SECONDS:
+            self.now(phase)
+
+    def now(self, phase: str) -> None:
+        """However short ago the last one was."""
+        self._phase, self._last = phase, time.time()
+        beat = Beat(time=self._last, phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         with suppress(OSError):
-            temporary.write_text(json.dumps({"time": now, "phase": phase, "step": self.step}))
+            temporary.write_text(beat.model_dump_json())
             temporary.replace(self._path)
 
 
@@ -79,9 +85,19 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> Non
     NonFinite, InvalidInput, SpoolUnusable, or whatever torch raises.
     """
     rank = int(os.environ.get("RANK", "0"))
-    beat = Heartbeat(spool.jobs.work_dir(job_id, attempt), rank)
-    phases = Phases(beat)
+    watch = MemoryWatch()
+    beat = Heartbeat(spool.jobs.beat_path(job_id, attempt, rank), watch)
+    phases = Phases(beat, watch)
     where = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        _run(spool, settings, job_id, attempt, rank, beat, phases, where)
+    except torch.OutOfMemoryError:
+        beat.now("out of memory")  # so that what was in use, and that it ran out, is known
+        raise
+
+
+def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int, beat: Heartbeat, phases: Phases,
+         where: torch.device) -> None:  # fmt: skip
     with phases.phase("rendezvous"):
         assignment = _join(spool, job_id, attempt, rank)
         run, job = assignment.run, assignment.job
@@ -120,7 +136,8 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> Non
             run, job, batch, policy, optimizer, topology, where, phases,
             reference=lambda: state.reference(spool, run.name, loss, policy),
         )  # fmt: skip
-        make_plan(run, job, batch, topology)  # what is wrong with the settings should show before the work
+        # What is wrong with the settings should show before the work.
+        beat.steps = len(make_plan(run, job, batch, topology).steps)
         with phases.phase("probe"):
             sequences = probe.choose(batch)
             previous = probe.logprobs(policy, sequences, batch.sequence_length, where)

@@ -92,6 +92,7 @@ def _optimizer_step(setup: Setup, plan: Plan, step: int, denominator: float, pas
     maxima: dict[str, Tensor] = {}
     with phases.phase("forward_backward"):
         optimizer.zero_grad()
+        phases.floor()
         for index, counts in plan.micro_steps(step, topology.dp_rank):
             phases.beat("forward_backward")
             out = _micro_step(setup, index, counts, denominator, passes)
@@ -199,13 +200,13 @@ def _check_finite(optimizer: AdapterOptimizer, where: str, means: dict[str, floa
 
 
 def _rewards(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
-    """Statistics over the trajectories that the rows train, each once; empty for SFT."""
+    """Statistics over the trajectories that the rows train, each once; for SFT only how many."""
     seen = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
     rewards = batch.trajectory_reward[seen].astype(np.float64)
+    count = {"trajectories": float(len(seen))}
     if np.isnan(rewards).any():
-        return {}
-    return {
-        "trajectories": float(len(seen)),
+        return count
+    return count | {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "reward_min": float(rewards.min()),

@@ -69,9 +69,11 @@ def describe(error: BaseException) -> JobError:
     """What a job's record says about `error`."""
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
+    # By its name: torch may not be imported yet, or not at all.
+    memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     trace = "".join(traceback.format_exception(error))
     return JobError(
-        type="rank_error",
+        type="oom" if memory else "rank_error",
         message=f"{type(error).__name__}: {error}",
         retriable=True,
         log_tail=trace[-_TRACEBACK_CHARACTERS:],
