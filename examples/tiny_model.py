@@ -105,3 +105,12 @@ def write_tiny_qwen3(
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
+
+
+if __name__ == "__main__":
+    import sys
+
+    target = Path(sys.argv[1])
+    if not (target / "config.json").is_file():  # written last
+        write_tiny_qwen3(target)
+    print(target)

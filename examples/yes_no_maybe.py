@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -107,7 +108,7 @@ async def train(
     """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL step."""
     sampler = openai.AsyncOpenAI(
         base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
-        api_key=os.environ.get("TANDEM_API_KEY", "none"),
+        api_key=api_key() or "none",
         timeout=120,
         max_retries=5,
     )
@@ -164,6 +165,12 @@ async def train(
     return {"sft_reward": sft_reward, "rl_reward": rl_reward, "sft_seconds": sft_seconds, "steps": rows}
 
 
+def api_key() -> str:
+    """TANDEM_API_KEY, or what the file TANDEM_API_KEY_FILE holds; the same key opens controller and vLLM."""
+    file = os.environ.get("TANDEM_API_KEY_FILE")
+    return os.environ.get("TANDEM_API_KEY") or (Path(file).read_text().strip() if file else "")
+
+
 async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
     """What a job's events say: its duration, where the time went, and the last optimizer step's metrics."""
     events = await tandem.job_events(job_id)
@@ -187,4 +194,10 @@ if __name__ == "__main__":
     parser.add_argument("run", help="a new name for the run, such as my-run")
     parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
-    asyncio.run(train(arguments.run, rl_steps=arguments.rl_steps))
+
+    def tell(what: str, row: dict[str, Any]) -> None:
+        shown = f"reward {row['reward']:.3f}" if "reward" in row else f"loss {row['metrics']['loss']:.3f}"
+        print(f"{what:<8} {arguments.run}@{row['step']}: {shown}", flush=True)
+
+    report = asyncio.run(train(arguments.run, rl_steps=arguments.rl_steps, tell=tell))
+    print(f"mean reward of 200 samples: {report['sft_reward']:.3f} after SFT, {report['rl_reward']:.3f} after RL")

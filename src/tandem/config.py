@@ -20,7 +20,9 @@ def _alias(name: str, *ancestors: str) -> AliasChoices:
 class Settings(BaseSettings):
     """Every knob of a deployment; the same variables configure compose, the chart and `tandem up`."""
 
-    model_config = SettingsConfigDict(env_prefix="TANDEM_", extra="ignore", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_", extra="ignore", frozen=True, populate_by_name=True, env_ignore_empty=True
+    )
 
     # ---- shared
     root: Path = Path("tandem-data")
@@ -28,6 +30,8 @@ class Settings(BaseSettings):
     base_model: str | None = None
     """Hugging Face directory or hub name. A relative path that exists under `root` is taken from there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_mode: Literal["dedicated", "shared"] = "dedicated"
+    """dedicated: trainer and vLLM each have devices of their own. shared is not built yet."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
 
@@ -99,6 +103,8 @@ class Settings(BaseSettings):
                 f"TANDEM_TRAINER_RANKS={self.trainer_ranks} is not a multiple of "
                 f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
             )
+        if self.gpu_mode == "shared":
+            raise ValueError("TANDEM_GPU_MODE=shared is not built yet; give trainer and inference devices of their own")
         if both := set(self.trainer_devices) & set(self.inference_devices):
             raise ValueError(
                 f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "

@@ -55,12 +55,12 @@ class Check(NamedTuple):
 def doctor(json: Json = False) -> None:
     """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit status 1 on fail."""
     checks = list(_checks())
-    show([check._asdict() for check in checks], json, lambda _: _render(checks))
+    show([check._asdict() for check in checks], json, lambda _: render(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
 
 
-def _render(checks: list[Check]) -> None:
+def render(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         color = {"ok": "green", "warn": "yellow", "fail": "bold red"}[check.status]
@@ -78,16 +78,16 @@ def _checks() -> Iterator[Check]:
         yield Check("fail", "settings", str(error), "correct the variable; docs/settings.md lists all of them")
         return
     yield Check("ok", "settings", "every TANDEM_* variable can be used")
-    for part in (_keys, _volume, _disk, _device, _model, _controller, _inference):
-        yield from _guarded(part, settings)
+    for part in (_keys, volume_checks, disk_checks, _device, model_checks, _controller, _inference):
+        yield from guarded(part, settings)
 
 
-def _guarded(part: Callable[[Settings], Iterator[Check]], settings: Settings) -> Iterator[Check]:
+def guarded(part: Callable[[Settings], Iterator[Check]], settings: Settings) -> Iterator[Check]:
     """What a check stumbles over is a finding too."""
     try:
         yield from part(settings)
     except (OSError, TandemError, ValueError) as error:
-        yield Check("fail", part.__name__.strip("_"), f"{type(error).__name__}: {error}")
+        yield Check("fail", part.__name__.strip("_").removesuffix("_checks"), f"{type(error).__name__}: {error}")
 
 
 def _python() -> Iterator[Check]:
@@ -132,7 +132,7 @@ def _keys(settings: Settings) -> Iterator[Check]:
                         f"set {variable}, or TANDEM_CONTROLLER_HOST=127.0.0.1")  # fmt: skip
 
 
-def _volume(settings: Settings) -> Iterator[Check]:
+def volume_checks(settings: Settings) -> Iterator[Check]:
     root = settings.root.absolute()
     there = root
     while not there.exists():
@@ -181,7 +181,7 @@ def _output(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _disk(settings: Settings) -> Iterator[Check]:
+def disk_checks(settings: Settings) -> Iterator[Check]:
     there = settings.root.absolute()
     while not there.exists():
         there = there.parent
@@ -213,7 +213,7 @@ def _gpus() -> list[str]:
     return _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
 
 
-def _model(settings: Settings) -> Iterator[Check]:
+def model_checks(settings: Settings) -> Iterator[Check]:
     from tandem.model.arch import read_arch  # late: numpy-free, but only this check needs it
 
     if settings.base_model is None:

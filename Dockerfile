@@ -1,0 +1,181 @@
+# One file, three images: `docker build --target controller|trainer|inference [--build-arg DEVICE=cpu] .`
+#
+# torch's wheels bring the CUDA libraries and the NVIDIA runtime brings the driver, so Debian is all that lies below.
+# Layers go from what changes least to what changes most: Debian, CUDA libraries, torch, the role's packages, Tandem.
+# The first three are the same layers in trainer and inference, stored and pulled once.
+ARG BASE=debian:trixie-slim
+ARG DEVICE=cuda
+
+# ---------------------------------------------------------------- what every image has
+FROM ${BASE} AS base
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends ca-certificates python3 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt \
+ # Volumes take owner and mode from here. Group 0 writes, so any uid of group 0 will do.
+ && echo 'tandem:x:2000:0:Tandem:/tmp:/usr/sbin/nologin' >>/etc/passwd \
+ && install -d -m 2775 -o 2000 -g 0 /data /cache /cache/tmp /run/tandem
+ENV PATH=/opt/tandem/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONUNBUFFERED=1 \
+    # The root file system is read-only: what wants to be written lies on the cache volume or on /tmp (tmpfs).
+    HOME=/tmp USER=tandem LOGNAME=tandem PYTHONDONTWRITEBYTECODE=1 \
+    XDG_RUNTIME_DIR=/run/tandem XDG_CACHE_HOME=/cache XDG_CONFIG_HOME=/cache/config \
+    HF_HOME=/cache/huggingface \
+    # No GPU where none was asked for; trainer and inference ask.
+    NVIDIA_VISIBLE_DEVICES=void \
+    PROMETHEUS_DISABLE_CREATED_SERIES=True \
+    TANDEM_ROOT=/data TANDEM_LOG_DIR=/run/tandem/logs TANDEM_METRICS_HOST=0.0.0.0
+
+# ---------------------------------------------------------------- tools that stay behind
+FROM base AS uv
+ARG UV_VERSION=0.13.8
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /uv \
+ && for try in 1 2 3 4 5; do /uv/bin/pip install -q --no-cache-dir uv==${UV_VERSION} && exit 0; sleep 5; done; exit 1
+
+FROM uv AS wheel
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN --mount=type=cache,target=/root/.cache/uv \
+    for try in 1 2 3 4 5; do /uv/bin/uv build --cache-dir /root/.cache/uv --wheel --out-dir /wheel && exit 0; sleep 5; done; exit 1
+
+# `sync EXTRA [uv options]`: the locked packages of one extra, into /opt/tandem. An index may refuse for a moment.
+FROM base AS locked
+COPY images/sync /usr/local/bin/sync-locked
+
+# ---------------------------------------------------------------- controller
+FROM locked AS controller-packages
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    sync-locked controller
+
+FROM controller-packages AS controller
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
+COPY examples /opt/tandem/examples
+COPY entrypoints/controller /entrypoint
+ENV TANDEM_ROLE=controller TANDEM_CONTROLLER_HOST=0.0.0.0
+RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transformers; from importlib.util import find_spec; assert not find_spec('torch')"
+USER 2000:0
+WORKDIR /tmp
+EXPOSE 8080
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "tandem.health"]
+ENTRYPOINT ["/entrypoint"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG CREATED=unknown
+ENV TANDEM_REVISION=${REVISION}
+LABEL org.opencontainers.image.title="tandem-controller" \
+      org.opencontainers.image.description="Tandem's HTTP API: runs, jobs, checkpoints" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# ---------------------------------------------------------------- torch, for trainer and inference
+# Triton compiles its launchers with a C compiler, and torch.compile host code with a C++ one, when they first run.
+FROM locked AS torch-cuda
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends g++ libc6-dev python3-dev libnuma1 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    sync-locked gpu-container --no-install-package torch --no-install-package triton
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    sync-locked gpu-container
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TANDEM_DEVICE=cuda
+
+# PyPI's torch needs its CUDA libraries even to be imported, but not those that they open when a GPU first asks.
+FROM locked AS torch-cpu
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends libnuma1 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    sync-locked gpu-container --no-install-package triton \
+ && cd /opt/tandem/lib/python3*/site-packages/nvidia \
+ && rm -f cudnn/lib/libcudnn_[!.]* cu13/lib/libnvrtc.alt* cu13/lib/libnvrtc-builtins* cu13/lib/libcusolverMg* \
+          cu13/lib/libnvperf* nvshmem/lib/*.bc nvshmem/lib/*.a nvshmem/lib/nvshmem_*
+ENV TANDEM_DEVICE=cpu
+
+FROM torch-${DEVICE} AS torch
+# Compiled kernels survive a restart.
+ENV TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton VLLM_CACHE_ROOT=/cache/vllm \
+    VLLM_CONFIG_ROOT=/cache/config NUMBA_CACHE_DIR=/cache/numba FLASHINFER_WORKSPACE_BASE=/cache \
+    VLLM_NO_USAGE_STATS=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
+
+# ---------------------------------------------------------------- trainer
+FROM torch AS trainer-packages
+ARG DEVICE
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    if [ "${DEVICE}" = cpu ]; then sync-locked trainer --no-install-package triton; else sync-locked trainer; fi
+
+FROM trainer-packages AS trainer
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
+COPY entrypoints/trainer /entrypoint
+ENV TANDEM_ROLE=trainer
+RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up, tandem.trainer.worker, tandem.trainer.launch.rank"
+USER 2000:0
+WORKDIR /tmp
+EXPOSE 9400
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=3 CMD ["python", "-m", "tandem.health"]
+ENTRYPOINT ["/entrypoint"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG CREATED=unknown
+ENV TANDEM_REVISION=${REVISION}
+LABEL org.opencontainers.image.title="tandem-trainer" \
+      org.opencontainers.image.description="Tandem's trainer: Megatron-core ranks that start for a job and exit after it" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+
+# ---------------------------------------------------------------- inference
+FROM torch AS inference-packages
+ARG DEVICE
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
+    --mount=type=bind,source=uv.lock,target=/project/uv.lock \
+    if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu --no-install-package triton; else sync-locked inference; fi
+
+FROM inference-packages AS inference
+RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
+    --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
+COPY examples /opt/tandem/examples
+COPY entrypoints/inference /entrypoint
+# Copies of the adapters that vLLM serves: on the cache volume, since /tmp is memory.
+ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/tmp
+RUN python -c "import tandem.inference.publisher, tandem.metrics.exporter, tandem.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"
+USER 2000:0
+WORKDIR /tmp
+EXPOSE 8000 9400
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "tandem.health"]
+ENTRYPOINT ["/entrypoint"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG CREATED=unknown
+ENV TANDEM_REVISION=${REVISION}
+LABEL org.opencontainers.image.title="tandem-inference" \
+      org.opencontainers.image.description="Tandem's inference: vLLM, and the publisher that loads each step and verifies it" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"

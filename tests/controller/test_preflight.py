@@ -1,0 +1,76 @@
+"""`tandem preflight` refuses what compose can't see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model.write_tiny_qwen3(tmp_path_factory.mktemp("model"), hidden_size=64, layers=2)
+
+
+def preflight(root: Path, model: Path, **variables: str) -> tuple[int, dict[str, str]]:
+    """Exit status, and what failed: name -> what was found."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | {
+        "TANDEM_ROOT": str(root),
+        "TANDEM_BASE_MODEL": str(model),
+        "TANDEM_API_KEY": "k" * 32,
+        "TANDEM_ADMIN_TOKEN": "t" * 32,
+        "TANDEM_TRAINER_DEVICES": "0",
+        "TANDEM_INFERENCE_DEVICES": "1",
+        "HF_HUB_OFFLINE": "1",
+        **variables,
+    }
+    done = subprocess.run([sys.executable, "-m", "tandem", "preflight", "--json"], check=False,
+                          env=environment, capture_output=True, text=True, timeout=120)  # fmt: skip
+    checks = json.loads(done.stdout)
+    return done.returncode, {check["name"]: check["found"] for check in checks if check["status"] == "fail"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_TRAINER_RANKS": "2", "TANDEM_INFERENCE_DEVICES": "2"},
+        {"TANDEM_TRAINER_DEVICES": "GPU-aa", "TANDEM_INFERENCE_DEVICES": "GPU-ab"},
+        {"TANDEM_VISIBLE_DEVICES": "all"},
+        {"TANDEM_DEVICE": "cpu", "TANDEM_TRAINER_DEVICES": "", "TANDEM_INFERENCE_DEVICES": ""},
+        {"TANDEM_MAX_MODEL_LEN": ""},  # compose's way to say "not set"
+    ],
+)
+def test_what_can_start(tmp_path, model, variables):
+    assert preflight(tmp_path, model, **variables) == (0, {})
+    assert (tmp_path / "spool.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "found"),
+    [
+        ({"TANDEM_INFERENCE_DEVICES": "0"}, "settings", "both name 0"),
+        ({"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_TRAINER_RANKS": "2"}, "settings", "both name 1"),
+        ({"TANDEM_INFERENCE_DEVICES": "GPU-ab"}, "GPUs", "by index, some by UUID"),
+        ({"TANDEM_TRAINER_DEVICES": "GPU-ab", "TANDEM_INFERENCE_DEVICES": "GPU-abcd"}, "GPUs", "may be one device"),
+        ({"TANDEM_TRAINER_DEVICES": "0,2"}, "GPUs", "TANDEM_TRAINER_RANKS=1"),
+        ({"TANDEM_TRAINER_DEVICES": "0,0", "TANDEM_TRAINER_RANKS": "2"}, "GPUs", "names one twice"),
+        ({"TANDEM_INFERENCE_DEVICES": "1,2"}, "GPUs", "TANDEM_INFERENCE_TENSOR_PARALLEL=1"),
+        ({"TANDEM_VISIBLE_DEVICES": "0,1"}, "GPUs", "start at 0 again"),
+        ({"TANDEM_GPU_MODE": "shared", "TANDEM_INFERENCE_DEVICES": "0"}, "settings", "not built yet"),
+        ({"TANDEM_INFERENCE_DEVICES": ""}, "GPUs", "inference []"),
+        ({"TANDEM_API_KEY": ""}, "TANDEM_API_KEY", "empty"),
+        ({"TANDEM_ADMIN_TOKEN": "k" * 32}, "TANDEM_ADMIN_TOKEN", "one of the API keys"),
+        ({"TANDEM_BASE_MODEL": ""}, "base model", "not set"),
+        ({"TANDEM_BASE_MODEL": "models/none"}, "base model", "models/none"),
+    ],
+)
+def test_what_is_refused_with_its_name(tmp_path, model, variables, name, found):
+    status, failed = preflight(tmp_path, model, **variables)
+    assert status == 1
+    assert found in failed[name]
