@@ -290,8 +290,6 @@ CATALOGUE: tuple[Metric, ...] = (
            _HTTP_BUCKETS),
 )  # fmt: skip
 
-BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
-
 
 def _vllm(name: str, kind: Kind, text: str, buckets: tuple[float, ...] = (), **labels: tuple[str, ...]) -> Metric:
     everywhere = {"model_name": OPEN, "engine": OPEN}
@@ -339,3 +337,10 @@ VLLM_METRICS: tuple[Metric, ...] = (
            {"handler": OPEN, "method": ("GET", "POST"), "status": STATUS_CLASSES}),
 )  # fmt: skip
 """What vLLM itself exports (job tandem-vllm), as far as dashboards and rules use it."""
+
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE + VLLM_METRICS}
+
+
+def exported_by(exporter: Exporter) -> tuple[Metric, ...]:
+    """The metrics of one exporter."""
+    return tuple(metric for metric in CATALOGUE if exporter in metric.exporters)

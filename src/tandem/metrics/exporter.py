@@ -19,6 +19,7 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.logs import Log, configure
 from tandem.metrics.catalogue import BOTH, Exporter
 from tandem.metrics.collector import Collector, Loop, Scrape
+from tandem.metrics.demo import pages as demo_pages
 from tandem.metrics.host import BuildCollector, SupervisorCollector, VolumesCollector, local_places
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.nvml import NvmlCollector
@@ -79,15 +80,16 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         settings = load_settings()
-        sides = roles()
+        sides, demo = roles(), settings.metrics_backend == "demo"
     except TandemError as error:
         log.error(f"the exporter can't start: {error}")
         return 2
-    loops = [Loop(collector) for collector in make_collectors(settings, sides)]
+    loops = [] if demo else [Loop(collector) for collector in make_collectors(settings, sides)]
     about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides)}
-    about["collectors"] = ", ".join(loop.collector.name for loop in loops)
+    about["collectors"] = "none: everything is made up" if demo else ", ".join(loop.collector.name for loop in loops)
     try:
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, {"/metrics": Scrape(loops)}, about)
+        pages = demo_pages() if demo else {"/metrics": Scrape(loops)}
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, pages, about)
     except OSError as error:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
