@@ -162,9 +162,11 @@ def sft_request(**changes: Any) -> dict[str, Any]:
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Everything on the spool, by path; lock files are no content."""
+    """Everything on the spool, by path, without the write probe that the controller makes now and then."""
     return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in sorted(root.rglob("*"))
+        if ".tmp-probe" not in path.name
     }
 
 

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "trainer": {"spool", "data", "model", "publish"},
     "publish": {"spool", "model"},
     "inference": {"spool"},
-    "controller": {"spool", "data", "model.arch", "model.identity"},
+    "controller": {"spool", "data", "metrics", "model.arch", "model.identity"},
     "metrics": {"spool", "supervision"},
 }
 

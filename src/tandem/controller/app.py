@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings, split_keys
-from tandem.controller import refusals, routes_checkpoints, routes_jobs, routes_runs
+from tandem.controller import observe, refusals, routes_checkpoints, routes_jobs, routes_runs
 from tandem.controller.deployment import Deployment, Here
 from tandem.controller.gate import Gate
 from tandem.controller.schemas import ErrorBody, Health, TrainRequest
@@ -44,6 +44,7 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         redoc_url=None,
+        lifespan=observe.collecting,
     )
     app.state.deployment = Deployment(settings)
     refusals.install(app)
@@ -53,6 +54,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
     _add_health(app)
     app.add_middleware(Gate, keys=split_keys(settings.secret("api_key")), max_bytes=settings.max_request_bytes)
+    observe.install(app, app.state.deployment)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -10,6 +10,8 @@ from fastapi import Depends, Request
 
 from tandem.config import Settings, resolve_model
 from tandem.errors import InvalidInput
+from tandem.metrics.catalogue import CATALOGUE
+from tandem.metrics.samples import Counts
 from tandem.model.arch import Arch, read_arch
 from tandem.spool import Spool
 
@@ -31,6 +33,7 @@ class Deployment:
         self.spool = Spool.create(settings.root)
         self.packing = anyio.CapacityLimiter(PACKING_THREADS)
         self.watching = anyio.CapacityLimiter(WATCHING_THREADS)
+        self.counts = Counts(metric for metric in CATALOGUE if metric.collector == "http")
         self.stopping = False  # open event streams end when this turns True
         self._arch: Arch | None = None
         self._arch_lock = threading.Lock()

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.controller.refusals import body_of
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 SMALL_BODY = 2**20
 _TRAIN = re.compile(r"^/v1/runs/[^/]+/train$")
 

@@ -98,7 +98,9 @@ async def train(run: RunName, request: Request, response: Response, here: Here) 
         return job_status(here, job.spec.id), new
 
     status, new = await to_thread.run_sync(work, limiter=here.packing)
-    if not new:
+    if new:
+        here.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
+    else:
         response.status_code = 200
     return status
 

@@ -252,7 +252,7 @@ CATALOGUE: tuple[Metric, ...] = (
            "inference). The 20 runs that changed last.", "checkpoints, served.json", "policy", BOTH,
            {"side": BOTH, "run": OPEN}),
     Metric("tandem_policy_refused", "gauge", "1 while a step of the run is refused, 0 while none is; the same runs.",
-           "served.json", "policy", BOTH, {"run": OPEN}),
+           "served.json", "policy", ("inference",), {"run": OPEN}),
     Metric("tandem_publish_total", "counter", "Steps that were verified and served, or refused.", "served.json",
            "publish", ("inference",), {"outcome": ("served", "refused")}),
     Metric("tandem_publish_duration_seconds", "histogram", "Stages of serving a step; since_checkpoint is from the "
@@ -339,8 +339,3 @@ VLLM_METRICS: tuple[Metric, ...] = (
 """What vLLM itself exports (job tandem-vllm), as far as dashboards and rules use it."""
 
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE + VLLM_METRICS}
-
-
-def exported_by(exporter: Exporter) -> tuple[Metric, ...]:
-    """The metrics of one exporter."""
-    return tuple(metric for metric in CATALOGUE if exporter in metric.exporters)

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 import tandem
 from tandem.metrics import demo_vllm
-from tandem.metrics.catalogue import CATALOGUE, PHASES, THROTTLE_REASONS, VLLM_METRICS, Exporter, exported_by
+from tandem.metrics.catalogue import CATALOGUE, PHASES, THROTTLE_REASONS, VLLM_METRICS, Exporter
 from tandem.metrics.samples import Counts, Gauges, LabelValues, Series, Value, families
 
 GIB = 2**30
@@ -50,7 +50,10 @@ class World:
         self.began = 0.0  # Unix seconds
         self.now = 0.0  # seconds since then
         self.random = random.Random(3)
-        self.counts = {exporter: Counts(exported_by(exporter)) for exporter in _COLLECTORS}
+        made_up = [metric for metric in CATALOGUE if metric.collector != "process"]
+        self.counts = {
+            exporter: Counts(metric for metric in made_up if exporter in metric.exporters) for exporter in _COLLECTORS
+        }
         self.vllm = Counts(VLLM_METRICS)
         self.sampling = False  # whether rollouts are being drawn for the next job
         self.held = 0.0  # bytes of the trainer's device that ranks hold
@@ -62,14 +65,17 @@ class World:
         self._last: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
         self._life = self._jobs()
-        while self.now < HISTORY_SECONDS or self._job is None or self._step < 2:
-            self._second()  # until a job is under way: then every series is there
+        while self.now < HISTORY_SECONDS or not self._every_series_is_there():
+            self._second()
         self.began = now - self.now
 
     def advance(self, now: float) -> None:
         """Let the seconds until `now` pass."""
         while self.began + self.now + 1 <= now:
             self._second()
+
+    def _every_series_is_there(self) -> bool:
+        return self._job is not None and self._phase != "" and self._step >= 2
 
     def _second(self) -> None:
         self.now += 1

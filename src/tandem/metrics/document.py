@@ -32,8 +32,8 @@ def _row(metric: Metric) -> str:
         known = "" if not values or name in ("phase", "error", "collector") else f" ({', '.join(values)})"
         labels.append(f"`{name}`{known}")
     who = ", ".join(metric.exporters) or "vLLM"
-    text = metric.help.replace("|", "\\|")
-    return f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {text} | {metric.source} | {who} |\n"
+    source = metric.source.replace("<", "&lt;")
+    return f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {metric.help} | {source} | {who} |\n"
 
 
 def updated(text: str) -> str:
