@@ -160,11 +160,13 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 COPY examples /opt/tandem/examples
 COPY entrypoints/inference /entrypoint
 # Copies of the adapters that vLLM serves: on the cache volume, since /tmp is memory.
-ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/tmp
+ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/tmp \
+    # Not the trainer's: the two may share a network.
+    TANDEM_METRICS_PORT=9401
 RUN python -c "import tandem.inference.publisher, tandem.metrics.exporter, tandem.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"
 USER 2000:0
 WORKDIR /tmp
-EXPOSE 8000 9400
+EXPOSE 8000 9401
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "tandem.health"]
 ENTRYPOINT ["/entrypoint"]

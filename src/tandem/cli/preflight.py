@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import typer
@@ -67,12 +66,7 @@ def gpu_checks(settings: Settings) -> Iterator[Check]:
         if processes != len(names):
             yield Check("fail", "GPUs", f"{variable}={processes}, but {of}={','.join(names)} are {len(names)}",
                         "each process has one device: make the numbers equal")  # fmt: skip
-    visible = os.environ.get("TANDEM_VISIBLE_DEVICES", "")
-    if visible not in ("", "all") and any(name.isdigit() for name in both):
-        yield Check("fail", "GPUs", f"TANDEM_VISIBLE_DEVICES={visible} with indices: in a container that sees some of "
-                    "the GPUs they start at 0 again", "set it to all, or name all GPUs by UUID")  # fmt: skip
-    shown = f"; {visible} visible to both" if visible else "; each sees its own only"
-    yield Check("ok", "GPUs", f"trainer {', '.join(trainer)}; inference {', '.join(inference)}{shown}")
+    yield Check("ok", "GPUs", f"trainer {', '.join(trainer)}; inference {', '.join(inference)}")
 
 
 def _secrets(settings: Settings) -> Iterator[Check]:
