@@ -315,13 +315,18 @@ def _(stack: Stack) -> None:
 
 @fault("a checkpoint is refused", training, (20, set()), (22, {"TandemPublishRefused"}))
 def _(stack: Stack) -> None:
-    put(stack, "inference", "tandem_publish_total", from_minute(21, 1), outcome="refused")
+    put(stack, "inference", "tandem_policy_refused", from_minute(21, 1), run="math")
 
 
 @fault("nothing more is served", training, (40, set()), (54, {"TandemPolicyLag"}))
 def _(stack: Stack) -> None:
     served: Values = each(lambda minute: 7.0 + (min(minute, 30) + 1) // 10)
     stack[series("inference", "tandem_policy_version", side="inference", run="math")] = served
+
+
+@fault("a new run's first steps are never served", training, (24, set()), (34, {"TandemPolicyLag"}))
+def _(stack: Stack) -> None:
+    put(stack, "trainer", "tandem_policy_version", from_minute(17, 1), side="trainer", run="new")
 
 
 @fault("publishing is slow", training, (20, set()), (60, {"TandemPublishSlow"}))

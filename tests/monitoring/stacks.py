@@ -82,8 +82,8 @@ def idle(*, gpus: bool = True) -> Stack:
     # A run of another base model, trained long ago: nobody will ever serve its last step.
     stack[series("trainer", "tandem_policy_version", side="trainer", run="old")] = each(3)
     stack[series("inference", "tandem_policy_version", side="inference", run="old")] = each(2)
-    for outcome in ("served", "refused"):
-        stack[series("inference", "tandem_publish_total", outcome=outcome)] = each(0)
+    stack[series("inference", "tandem_policy_refused", run="math")] = each(0)
+    stack[series("inference", "tandem_policy_refused", run="old")] = each(1)
     _vllm(stack, busy=False)
     if gpus:
         _gpus(stack)
@@ -184,7 +184,6 @@ def training() -> Stack:
     stack[t("tandem_policy_version", side="trainer", run="math")] = each(lambda minute: 7.0 + done(minute))
     served = each(lambda minute: 7.0 + done(max(minute - 1, 0)))
     stack[series("inference", "tandem_policy_version", side="inference", run="math")] = served
-    stack[series("inference", "tandem_publish_total", outcome="served")] = each(lambda minute: float(done(minute)))
     for stage, le in (("copy", "1"), ("load", "1"), ("verify", "1"), ("since_checkpoint", "60")):
         histogram(stack, "inference", "tandem_publish_duration_seconds", done, at=le, buckets=("1", "60"),
                   seconds=float(le), stage=stage)  # fmt: skip

@@ -1,8 +1,12 @@
-"""Write the dashboards: `python images/grafana/source`. The JSON beside it is what Grafana loads, and is committed."""
+"""Write the dashboards: `python images/grafana/source [directory]`.
+
+What Grafana loads is the JSON in images/grafana/dashboards, which is committed.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import gpu_memory
@@ -15,12 +19,7 @@ import inference
 DASHBOARDS = Path(__file__).parent.parent / "dashboards"
 SOURCES = {"overview": overview, "gpu-memory": gpu_memory, "training": training, "inference": inference, "jobs": jobs}
 
-
-def files() -> dict[str, str]:
-    """File name -> content."""
-    return {f"{name}.json": json.dumps(source.build(), indent=2) + "\n" for name, source in SOURCES.items()}
-
-
 if __name__ == "__main__":
-    for name, content in files().items():
-        (DASHBOARDS / name).write_text(content)
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DASHBOARDS
+    for name, source in SOURCES.items():
+        (directory / f"{name}.json").write_text(json.dumps(source.build(), indent=2) + "\n")

@@ -128,9 +128,14 @@ def build() -> Json:
              "`tandem_publish_logprob_error_nats`. Beyond TANDEM_VERIFY_TOLERANCE a step is refused.", "short",
              query("tandem_publish_logprob_error_nats{@pod}", "nats", kind="instant"), width=6, height=6,
              none="nothing published"),
-        stat("Published and refused", "In the range shown: `tandem_publish_total`. A refusal is TandemPublishRefused.",
+        stat("Published and refused", "In the range shown: `tandem_publish_total`.",
              "short", query("sum by (outcome) (increase(tandem_publish_total{@pod}[$__range]))", "{{outcome}}",
                             kind="instant"), width=6, height=6, none="nothing published"),
+        timeline("Refused", "Whether the newest step of a run is refused: `tandem_policy_refused`. "
+                 "TandemPublishRefused, if "
+                 "the run was trained within 6 hours.", "none", query("tandem_policy_refused{@pod}", "{{run}}"),
+                 width=6,
+                 height=6, texts={"0": ("no", "green"), "1": ("yes", RED)}, none="no run"),
         timeline("Sleep", "The engine's state: `vllm:engine_sleep_state`. Always awake while trainer and vLLM have "
                  "GPUs of their own.", "none", query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{sleep_state}}"),
                  width=6,
@@ -139,6 +144,6 @@ def build() -> Json:
                                                                            kind="table"),
               columns={"pod": "Pod", "num_gpu_blocks": "Blocks", "block_size": "Tokens per block",
                        "cache_dtype": "Type", "gpu_memory_utilization": "Memory utilization",
-                       "enable_prefix_caching": "Prefix caching"}, width=6, height=6),
+                       "enable_prefix_caching": "Prefix caching"}, width=24, height=4),
         extra={"model_name": model},
     )  # fmt: skip

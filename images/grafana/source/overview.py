@@ -58,7 +58,7 @@ def build() -> Json:
                    query("tandem_train_reward_mean{@pod} + tandem_train_reward_std{@pod}", "+ std"),
                    query("tandem_train_reward_mean{@pod} - tandem_train_reward_std{@pod}", "- std"), none="no RL job "
                    "yet"),
-        timeseries("Tokens per second", "Sampled by vLLM (`vllm:generation_tokens_total`) and trained on "
+        timeseries("Tokens per second", "Sampled by vLLM (`tandem:vllm_generation_tokens:rate5m`) and trained on "
                    "(`tandem_train_tokens_total`), 5-minute rates.", "short",
                    query("sum by (namespace) (tandem:vllm_generation_tokens:rate5m{@ns})", "sampled"),
                    query("sum by (namespace) (rate(tandem_train_tokens_total{@ns}[5m]))", "trained"),

@@ -36,8 +36,9 @@ def build() -> Json:
              query("time() - tandem_job_last_progress_timestamp_seconds{@pod}", "age", kind="instant"), none="no job",
              limits=[(RED, LIMITS["TandemJobStuck"])]),
         stat("Not finite", "Optimizer steps not applied since something was not finite, in the range shown: "
-             "`tandem_train_nonfinite_steps_total`.", "short",
-             query("sum(increase(tandem_train_nonfinite_steps_total{@pod}[$__range]))", "steps", kind="instant"),
+             "`tandem_job_attempts_failed_total`.", "short",
+             query('sum(increase(tandem_job_attempts_failed_total{@pod,error="non_finite"}[$__range]))', "steps",
+                   kind="instant"),
              limits=[(RED, 1)], none="0"),
         timeseries("Step duration", f"Forward, backward and optimizer on the slowest rank, over 5 minutes: "
                    f"`{PER_STEP}`.",
@@ -99,8 +100,8 @@ def build() -> Json:
         stat("Time it took", "To make, hash and commit: `tandem_checkpoint_duration_seconds`.", "s",
              query("tandem_checkpoint_duration_seconds{@pod}", "time", kind="instant"), width=6, none="none yet"),
         stat("Failures", "Attempts that failed since a checkpoint could not be read or made, in the range shown: "
-             "`tandem_checkpoint_failures_total`.", "short",
-             query("sum(increase(tandem_checkpoint_failures_total{@pod}[$__range]))", "failures", kind="instant"),
-             width=6,
-             limits=[(RED, 1)], none="0"),
+             "`tandem_job_attempts_failed_total`.", "short",
+             query("sum(increase(tandem_job_attempts_failed_total"
+                   '{@pod,error=~"no_checkpoint|checkpoint_damaged|spool_unusable"}[$__range]))', "failures",
+                   kind="instant"), width=6, limits=[(RED, 1)], none="0"),
     )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes, and readable."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from monitoring.dashboards import DASHBOARDS, GRAFANA, metrics, panels
+from monitoring.promtool import PROMETHEUS
+from monitoring.test_alerts import alerts
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_they_are_what_their_source_makes(tmp_path):
+    subprocess.run([sys.executable, str(GRAFANA / "source"), str(tmp_path)], check=True, timeout=60)
+    made, there = ({path.name: path.read_text() for path in directory.iterdir()}
+                   for directory in (tmp_path, GRAFANA / "dashboards"))  # fmt: skip
+    assert there == made, "run `python images/grafana/source`"
+
+
+@pytest.mark.parametrize("name", ["overview", "gpu-memory", "training", "inference", "jobs"])
+def test_a_dashboard_is_portable(name):
+    board = DASHBOARDS[name]
+    assert board["id"] is None
+    assert board["uid"] == f"tandem-{name}"
+    assert "__inputs" not in board
+    assert board["tags"] == ["tandem"]
+    assert board["links"][0]["tags"] == ["tandem"]
+    assert board["links"][0]["includeVars"]
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert next(iter(variables)) == "datasource"
+    assert {"namespace", "pod", "role", "uuid"} <= set(variables)
+    for variable in list(variables.values())[1:]:
+        assert variable["datasource"] == DATASOURCE
+        assert variable["allValue"] == ".*"
+        assert variable["definition"] == variable["query"]["query"]
+    assert any("tandem_jobs_finished_total" in note.get("expr", "") for note in board["annotations"]["list"])
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_lie_side_by_side(name):
+    board = DASHBOARDS[name]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: dict[tuple[int, int], str] = {}
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} covers {taken[x, y]}"
+                taken[x, y] = panel["title"]
+
+
+@pytest.mark.parametrize(
+    ("name", "panel"), panels(), ids=lambda value: value["title"] if isinstance(value, dict) else value
+)
+def test_a_panel_says_what_it_shows(name, panel):
+    assert panel["datasource"] == DATASOURCE
+    defaults = panel["fieldConfig"]["defaults"]
+    assert defaults["unit"]
+    assert defaults["noValue"]
+    assert panel["title"]
+    text = re.sub(r"(\w*)\{([\w,]+)\}(\w*)", lambda m: " ".join(m[1] + part + m[3] for part in m[2].split(",")),
+                  panel["description"])  # fmt: skip
+    for target in panel["targets"]:
+        assert target["datasource"] == DATASOURCE
+        assert "namespace=~" in target["expr"], "a query is limited to what was chosen"
+        assert not re.search(r"\b(compose|localhost|127\.0\.0\.1|:9400)\b", target["expr"])
+        assert not re.search(r"\brate\([^)]*\[1m\]", target["expr"])
+        for metric in metrics(target["expr"]):
+            base = re.sub(r"_(bucket|sum|count)$", "", metric)
+            assert metric in text or base in text, f"the description does not name {metric}"
+    ids = [target["refId"] for target in panel["targets"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_limits_are_those_of_the_alerts():
+    sys.path.insert(0, str(GRAFANA / "source"))
+    try:
+        from limits import LIMITS
+    finally:
+        sys.path.remove(str(GRAFANA / "source"))
+    for alert, limit in LIMITS.items():
+        rule = alerts()[alert]
+        text = rule["expr"].replace("256 * 1024^2", str(256 * 2**20))
+        assert re.search(rf"(?<![\w.]){re.escape(f'{limit:.15g}')}(?![\w.])", text), f"{alert} has another limit"
+
+
+def test_grafana_is_provisioned_with_them():
+    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    slowest = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == slowest
+    provider = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "tandem.yml").read_text())["providers"][0]
+    assert provider["type"] == "file"
+
+
+def test_targets_have_the_labels_that_rules_and_dashboards_join_on():
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    found = {}
+    for job in config["scrape_configs"]:
+        (static,) = job["static_configs"]
+        (target,) = static["targets"]
+        found[job["job_name"]] = (target, static["labels"]["pod"], static["labels"]["role"])
+        assert static["labels"]["namespace"] == "compose"
+    assert found == {
+        "tandem-controller": ("controller:8080", "controller", "controller"),
+        "tandem-trainer": ("trainer:9400", "trainer", "trainer"),
+        "tandem-inference": ("inference:9400", "inference", "inference"),
+        "tandem-vllm": ("inference:8000", "inference", "inference"),
+    }
