@@ -6,7 +6,7 @@ TOOLS := .tools
 UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
 RUN := $(UV) run --frozen --no-sync
 
-.PHONY: help setup demo test test-fast lint bench clean
+.PHONY: help setup demo test test-fast lint images images-cpu bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,17 @@ lint: setup  ## ruff and mypy --strict
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-test: lint  ## lint and every test that needs no GPU
+test: lint  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
 	$(RUN) pytest -m "not gpu" --durations=15
 
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
 	$(RUN) pytest -m "not gpu and not docker and not slow"
+
+images:  ## the three images for GPUs (docker-compose.yml says under which names)
+	docker compose build
+
+images-cpu:  ## the same for machines without a GPU
+	docker compose -f docker-compose.yml -f docker-compose.cpu.yml build
 
 bench: setup  ## the benchmarks that run on this machine
 	$(RUN) python -m bench
