@@ -50,7 +50,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path in self.server.pages:
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            accept = self.headers.get("Accept", "")
+            # OpenMetrics for Prometheus 2, which does not know allow-utf-8, prometheus_client 0.26 writes wrongly: a
+            # sample of "vllm:x" becomes "vllm_x". Such a scraper gets text.
+            encode, kind = choose_encoder(accept if "escaping=allow-utf-8" in accept else "")
             self._answer(200, kind, encode(self.server.pages[path]))
         elif path == "/health":
             seconds = round(time.monotonic() - self.server.began, 3)
