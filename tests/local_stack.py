@@ -37,6 +37,7 @@ PROGRAMS = {
     "runner": "tandem.trainer.runner",
     "vllm": "vllm.entrypoints.openai.api_server",
     "publisher": "tandem.inference.publisher",
+    "exporter": "tandem.metrics.exporter",
     "forkserver": "tandem.trainer.launch.forkserver",
 }
 
@@ -59,6 +60,7 @@ class LocalStack:
         with ExitStack() as held:
             self.controller_port = held.enter_context(ports.reserve()).port
             self.inference_port = held.enter_context(ports.reserve()).port
+            self.metrics_port = held.enter_context(ports.reserve()).port
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root),
             "TANDEM_BASE_MODEL": "models/tiny",
@@ -68,6 +70,7 @@ class LocalStack:
             "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
             "TANDEM_CONTROLLER_PORT": str(self.controller_port),
             "TANDEM_INFERENCE_PORT": str(self.inference_port),
+            "TANDEM_METRICS_PORT": str(self.metrics_port),
             "TANDEM_MAX_MODEL_LEN": "256",
             "TANDEM_MAX_LORA_RANK": "16",
             "TANDEM_HEARTBEAT_SECONDS": "1",

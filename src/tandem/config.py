@@ -35,6 +35,10 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
 
+    log_dir: Path | None = None
+    """Where `tandem up` keeps the programs' logs; by default `logs` under the root, of a role `logs/<role>`."""
+    log_format: Literal["text", "json"] = "text"
+
     # ---- secrets
     api_key: SecretStr | None = None
     api_key_file: Path | None = None
@@ -75,6 +79,8 @@ class Settings(BaseSettings):
     enforce_eager: bool = False
     vllm_args: str = ""
     """More vLLM arguments, split like a shell does."""
+    vllm_stall_seconds: float = Field(default=300.0, gt=0)
+    """Requests run and no token comes for this long: `tandem up` kills vLLM and starts it again."""
     verify_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served;
     None is 0.02 in float32 and 0.05 in bfloat16."""

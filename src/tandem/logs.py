@@ -1,8 +1,16 @@
-"""How Tandem's own programs log: one line per event, `time level program message key=value ...`, on stderr."""
+"""How Tandem's own programs log on stderr: one line per event.
+
+text (the default)  `time level program message key=value ...`
+json                an object with `time`, `level`, `logger`, `message`, and `fields` where there are any
+
+TANDEM_LOG_FORMAT chooses; it is read from the environment, since a program logs before it has read its settings.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
 from typing import override
@@ -18,9 +26,41 @@ class Formatter(logging.Formatter):
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields: dict[str, object] = getattr(record, "fields", {})
-        pairs = "".join(f" {key}={_value(value)}" for key, value in fields.items() if value is not None)
-        return super().formatMessage(record) + pairs
+        return super().formatMessage(record) + "".join(f" {key}={_value(value)}" for key, value in _fields(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record, on one line."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        fields = dict(_fields(record))
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json_line(record.levelname, record.name, record.getMessage(), at=record.created, **fields)
+
+
+def json_line(level: str, logger: str, message: str, *, at: float | None = None, **fields: object) -> str:
+    """A line of the json format. `at`: Unix seconds, by default now. ASCII only, whatever the values are."""
+    seconds = time.time() if at is None else at
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    entry: dict[str, object] = {
+        "time": f"{stamp}.{int(seconds % 1 * 1000):03d}Z",
+        "level": level.lower(),
+        "logger": logger,
+        "message": message,
+    }
+    return json.dumps(entry | ({"fields": fields} if fields else {}), default=str)
+
+
+def as_json() -> bool:
+    """Whether TANDEM_LOG_FORMAT asks for JSON."""
+    return os.environ.get("TANDEM_LOG_FORMAT") == "json"
+
+
+def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
+    fields: dict[str, object] = getattr(record, "fields", {})
+    return [(key, value) for key, value in fields.items() if value is not None]
 
 
 def _value(value: object) -> str:
@@ -31,7 +71,7 @@ def _value(value: object) -> str:
 def configure(level: int = logging.INFO) -> None:
     """Send this program's log to stderr in Tandem's format."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Formatter())
+    handler.setFormatter(JsonFormatter() if as_json() else Formatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -1,14 +1,15 @@
-"""`tandem up`: the programs of all three containers on one machine, under one supervisord, in the foreground.
+"""`tandem up`: the programs of one container, or of all three on one machine, under one supervisord in the foreground.
 
 supervisord restarts what crashes. It would do so for ever, and it exits with 0 whatever happened to its programs, so
 this process watches over it and says with its own exit status how it ended:
 
      0  stopped by Ctrl-C or SIGTERM
-    70  a program could not be started
-    71  a program crashed more than CRASHES times in a row, each within STEADY_SECONDS
+    70  an essential program could not be started
+    71  an essential program crashed more than CRASHES times in a row, each within STEADY_SECONDS
     72  supervisord itself ended
 
-Whatever the way, nothing it started is left running after at most `supervision.stop_seconds()` more.
+Whatever the way, nothing it started is left running after at most `supervision.stop_seconds()` more. It may be the
+first process of a container, or have an init before it: it adopts and reaps what loses its parent.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ import httpx
 
 from tandem import environment, ports, processes, supervision
 from tandem.config import Settings
+from tandem.console import Console
 from tandem.errors import Conflict, InvalidInput, TandemError
 from tandem.spool import Spool
-from tandem.supervision import PROGRAMS, Program, Status
-from tandem.tail import Tail, last_lines
+from tandem.supervision import Program, Role, Status
+from tandem.watchdog import Watchdog
 
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISOR = 70, 71, 72
 CRASHES = 8
 STEADY_SECONDS = 600.0
 """A program that ran this long before it crashed is not in a crash loop: its count starts again."""
+TRY_AGAIN_SECONDS = 30.0
+"""How often a program that is not essential is tried again after supervisord gave it up."""
 _POLL_SECONDS = 0.25
-_COLOURS = {"controller": "36", "vllm": "35", "publisher": "33", "runner": "32", "up": "1"}
 
 
 class NotReady(TandemError):
@@ -51,47 +54,65 @@ class NotReady(TandemError):
     retriable = True
 
 
-def up(settings: Settings, programs: Sequence[Program] = PROGRAMS) -> int:
-    """Run the stack until Ctrl-C, SIGTERM or a crash loop; the exit status (see above). In a process of its own: all
-    its descendants are ended with the stack.
+def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
+    """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; the exit status (see above). In a process of
+    its own: all its descendants are ended with the stack.
 
-    Raises InvalidInput, Conflict (a port is taken, or a stack runs on this spool already) or SpoolUnusable before
+    Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool already) or SpoolUnusable before
     anything is started.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
+    if role != "all":
+        # Containers of one group share the volume, whatever their users.
+        os.umask(0o002)
+    programs = supervision.programs(role) if programs is None else programs
     root = Spool.create(settings.root).root
-    settings.model_path()
-    directory = supervision.runtime_dir(root)
-    logs = root / "logs"
-    logs.mkdir(exist_ok=True)
+    if any(program.name == "vllm" for program in programs):
+        settings.model_path()
+    directory = supervision.runtime_dir(root, role)
+    logs = supervision.logs_dir(settings, role)
+    logs.mkdir(exist_ok=True, parents=True)
+    console = Console(logs, [program.name for program in programs], as_json=settings.log_format == "json")
     with ExitStack() as held:
         held.enter_context(_only_one(directory, root))
-        held.enter_context(
-            ports.reserve(settings.controller_port, host=settings.controller_host, name="controller_port")
-        )
-        held.enter_context(ports.reserve(settings.inference_port, host=settings.inference_host, name="inference_port"))
-        return _Stack(settings, directory, logs, programs).run()
+        for program in programs:
+            if program.port is None:
+                continue
+            host, port = (getattr(settings, f"{program.port}_{what}") for what in ("host", "port"))
+            try:
+                held.enter_context(ports.reserve(port, host=host, name=f"{program.port}_port"))
+            except Conflict as error:
+                if program.essential:
+                    raise
+                console.say(f"{program.name} has to wait: {error}")
+        return _Stack(settings, role, directory, logs, programs, console).run()
 
 
 def wait_ready(settings: Settings, timeout: float) -> float:
-    """Wait until the controller takes requests, vLLM answers and the runner runs; the seconds it took.
+    """Wait until a `tandem up` of everything takes requests, its vLLM answers and its runner runs; the seconds it took.
 
     Raises NotReady, naming what is missing, after `timeout` seconds.
     """
     begin = time.monotonic()
-    while missing := _missing(settings):
+    while missing := _missing(settings, supervision.programs("all"), supervision.statuses(settings, "all")):
         if time.monotonic() - begin > timeout:
-            raise NotReady(f"not ready after {timeout:.0f} s: {', '.join(missing)}; see {settings.root / 'logs'}")
+            raise NotReady(
+                f"not ready after {timeout:.0f} s: {', '.join(missing)}; see {supervision.logs_dir(settings, 'all')}"
+            )
         time.sleep(0.5)
     return time.monotonic() - begin
 
 
-def _missing(settings: Settings) -> list[str]:
-    statuses = supervision.statuses(settings)
+def _missing(settings: Settings, programs: Sequence[Program], statuses: dict[str, Status]) -> list[str]:
     if not statuses:
         return ["`tandem up` is not running on this spool"]
-    missing = [f"{name} is {status.state}" for name, status in statuses.items() if status.state != "RUNNING"]
+    essential = {program.name for program in programs if program.essential}
+    missing = [
+        f"{name} is {status.state}"
+        for name, status in statuses.items()
+        if name in essential and status.state != "RUNNING"
+    ]
     urls = {
         "controller": f"http://{settings.controller_host}:{settings.controller_port}/readyz",
         "vllm": f"{settings.resolved_inference_url}/health",
@@ -110,7 +131,7 @@ def _answers(url: str) -> bool:
 
 @contextmanager
 def _only_one(directory: Path, root: Path) -> Iterator[None]:
-    """One `tandem up` per spool; the kernel frees the lock when this process dies."""
+    """One `tandem up` per spool and role; the kernel frees the lock when this process dies."""
     with (directory / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,18 +147,24 @@ class _Life:
     pid: int = 0
     since: float = 0.0
     crashes: int = 0  # in a row, without a steady life between
+    tried: float | None = None  # when supervisord was last asked to try again what it gave up
 
 
 class _Stack:
-    def __init__(self, settings: Settings, directory: Path, logs: Path, programs: Sequence[Program]) -> None:
-        self._programs = programs
+    def __init__(
+        self, settings: Settings, role: Role, directory: Path, logs: Path, programs: Sequence[Program], console: Console
+    ) -> None:
+        self._programs = {program.name: program for program in programs}
         self._settings = settings
+        self._role: Role = role
         self._logs = logs
+        self._console = console
+        self._say = console.say
         self._signals = 0
         self._lives = {program.name: _Life() for program in programs}
-        self._tails = {
-            program.name: Tail(supervision.log_path(logs, program.name), from_end=True) for program in programs
-        }
+        # vLLM's admin routes are never open; who started the stack doesn't need to know this one.
+        self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
+        self._watchdog = Watchdog(settings, self._token) if "vllm" in self._programs else None
         self._config = supervision.write_config(directory, logs, programs)
         supervision.socket_path(directory).unlink(missing_ok=True)  # of a supervisord that was killed
 
@@ -145,38 +172,46 @@ class _Stack:
         processes.adopt_orphans()
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         supervisord = self._start()
-        begin = time.monotonic()
         self._say(f"starting {', '.join(self._lives)}; logs are in {self._logs}")
-        code, ready = 0, False
+        code = 0
         try:
-            next_probe = begin
-            while not self._signals:
-                self._print()
-                if supervisord.poll() is not None:
-                    self._say(f"supervisord ended with {processes.describe_exit(supervisord.returncode)}")
-                    code = EXIT_SUPERVISOR
-                    break
-                code = self._check(supervision.statuses(self._settings))
-                if code:
-                    break
-                if not ready and time.monotonic() > next_probe:
-                    next_probe = time.monotonic() + 1
-                    if ready := not _missing(self._settings):
-                        self._say(f"ready after {time.monotonic() - begin:.0f} s; {self._addresses()}")
-                time.sleep(_POLL_SECONDS)
+            if self._watchdog is not None:
+                self._watchdog.start()
+            code = self._watch(supervisord)
         finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
             self._stop(supervisord)
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return code
 
+    def _watch(self, supervisord: subprocess.Popen[bytes]) -> int:
+        begin = time.monotonic()
+        next_probe, ready = begin, False
+        while not self._signals:
+            self._console.follow()
+            processes.reap_orphans([supervisord.pid])
+            if supervisord.poll() is not None:
+                self._say(f"supervisord ended with {processes.describe_exit(supervisord.returncode)}")
+                return EXIT_SUPERVISOR
+            statuses = supervision.statuses(self._settings, self._role)
+            if code := self._check(statuses):
+                return code
+            self._end_what_stalls(statuses)
+            if not ready and time.monotonic() > next_probe:
+                next_probe = time.monotonic() + 1
+                if ready := not _missing(self._settings, list(self._programs.values()), statuses):
+                    self._say(f"ready after {time.monotonic() - begin:.0f} s; {self._addresses()}")
+            time.sleep(_POLL_SECONDS)
+        return 0
+
     def _start(self) -> subprocess.Popen[bytes]:
-        variables = os.environ | environment.of(self._settings) | {"PYTHONUNBUFFERED": "1"}
+        variables = os.environ | environment.of(self._settings) | {"PYTHONUNBUFFERED": "1", "TANDEM_ROLE": self._role}
         if self._settings.secret("admin_token") is None:
-            # vLLM's admin routes are never open; who started the stack doesn't need to know this one.
-            variables["TANDEM_ADMIN_TOKEN"] = secrets.token_urlsafe(32)
+            variables["TANDEM_ADMIN_TOKEN"] = self._token
         parent = os.getpid()
-        with (self._logs / "supervisord.out").open("ab") as out:
+        with (self._logs / "supervisord.out").open("wb") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(self._config)],
                 env=variables,
@@ -193,30 +228,52 @@ class _Stack:
         """Count crashes; the exit status if this can't go on, else 0."""
         now = time.monotonic()
         for name, status in statuses.items():
-            life = self._lives[name]
+            life, essential = self._lives[name], self._programs[name].essential
             if status.state == "FATAL":
-                self._say(f"{name} can't be started; the end of its log:\n{self._end_of_log(name)}")
-                return EXIT_FATAL
+                if life.tried is None:
+                    self._say(f"{name} can't be started; the end of its log:\n{self._console.end_of_log(name)}")
+                if essential:
+                    return EXIT_FATAL
+                if life.tried is None or now - life.tried > TRY_AGAIN_SECONDS:
+                    life.tried = now
+                    supervision.start_again(self._settings, self._role, name)
+            elif status.state == "RUNNING":
+                life.tried = None
             if status.pid == life.pid:
                 continue
             if life.pid:
                 life.crashes = 1 if now - life.since > STEADY_SECONDS else life.crashes + 1
-                self._say(f"{name} (pid {life.pid}) ended, exit status {status.exit_status}; "
-                          f"crash {life.crashes} of {CRASHES} at most; it is started again")  # fmt: skip
-                if life.crashes > CRASHES:
-                    self._say(f"{name} crashes again and again; the end of its log:\n{self._end_of_log(name)}")
+                if essential or life.crashes <= CRASHES:
+                    self._say(f"{name} (pid {life.pid}) ended, exit status {status.exit_status}; "
+                              f"crash {life.crashes} of {CRASHES} at most; it is started again")  # fmt: skip
+                if life.crashes == CRASHES + 1:
+                    self._say(f"{name} crashes again and again; the end of its log:\n{self._console.end_of_log(name)}")
+                if essential and life.crashes > CRASHES:
                     return EXIT_CRASH_LOOP
             life.pid, life.since = status.pid, now
         return 0
 
+    def _end_what_stalls(self, statuses: dict[str, Status]) -> None:
+        if self._watchdog is None:
+            return
+        status = statuses.get("vllm")
+        self._watchdog.watch(processes.read(status.pid) if status is not None and status.pid else None)
+        stall = self._watchdog.take()
+        if stall is not None:
+            pid = stall.life[0]
+            self._say(f"vllm (pid {pid}) has stalled: {stall.why}; killing it")
+            with suppress(ProcessLookupError):
+                # supervisord made it the leader of a group, which its engine belongs to.
+                os.killpg(pid, signal.SIGKILL)
+
     def _stop(self, supervisord: subprocess.Popen[bytes]) -> None:
         self._say("stopping; once more Ctrl-C kills")
         before = self._signals
-        end = time.monotonic() + supervision.stop_seconds(self._programs)
+        end = time.monotonic() + supervision.supervisord_seconds(list(self._programs.values()))
         if supervisord.poll() is None:
             supervisord.send_signal(signal.SIGTERM)
         while supervisord.poll() is None and time.monotonic() < end and self._signals <= max(before, 1):
-            self._print()
+            self._console.follow()
             time.sleep(0.1)
         # All descendants, supervisord or none: if it was killed, its programs are this process's children now.
         left = processes.descendants(os.getpid())
@@ -226,7 +283,7 @@ class _Stack:
             self._wait_gone(3.0)
         processes.kill_all(lambda: processes.descendants(os.getpid()), timeout=10, known=[supervisord.pid])
         supervisord.poll()
-        self._print()
+        self._console.follow()
         self._say("stopped")
 
     def _wait_gone(self, seconds: float) -> None:
@@ -240,31 +297,12 @@ class _Stack:
     def _on_signal(self, *_: object) -> None:
         self._signals += 1
 
-    # ---------------------------------------------------------------- the terminal
-
-    def _print(self) -> None:
-        for name, tail in self._tails.items():
-            for line in tail.lines():
-                self._line(name, line)
-
-    def _say(self, text: str) -> None:
-        for line in text.splitlines():
-            self._line("up", line)
-
-    @staticmethod
-    def _line(name: str, text: str) -> None:
-        prefix = f"{name:>10} |"
-        if sys.stdout.isatty():
-            prefix = f"\x1b[{_COLOURS.get(name, '1')}m{prefix}\x1b[0m"
-        with suppress(OSError):  # the terminal may be gone; the logs are not
-            print(prefix, text, flush=True)
-
-    def _end_of_log(self, name: str) -> str:
-        return last_lines(supervision.log_path(self._logs, name), lines=30)
-
     def _addresses(self) -> str:
-        settings = self._settings
-        return (
-            f"jobs at http://{settings.controller_host}:{settings.controller_port}, "
-            f"sampling at {settings.resolved_inference_url}/v1"
-        )
+        settings, found = self._settings, []
+        if "controller" in self._programs:
+            found.append(f"jobs at http://{settings.controller_host}:{settings.controller_port}")
+        if "vllm" in self._programs:
+            found.append(f"sampling at {settings.resolved_inference_url}/v1")
+        if "exporter" in self._programs:
+            found.append(f"metrics at http://{settings.metrics_host}:{settings.metrics_port}/metrics")
+        return ", ".join(found)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+from tandem import logs
+
 
 def main(name: str) -> None:
     order = os.environ.get(f"FAKE_{name.upper()}", "run")
@@ -16,6 +18,14 @@ def main(name: str) -> None:
     if order == "child":
         # Like vLLM's engine: a child in the same process group that doesn't notice its parent's death.
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    if order == "orphans":
+        for _ in range(3):
+            # Its parent is gone at once; it ends a little later, as somebody else's child.
+            subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
+            print("orphaned", flush=True)
+    if order == "json":
+        logs.configure()
+        logs.Log("fake").warning("from a", n=1)
     if order == "start-fails":
         sys.exit(3)
     if order == "crash-loop":

@@ -1,5 +1,6 @@
 """`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left whatever ends it."""
 
+import json
 import os
 import re
 import signal
@@ -19,9 +20,13 @@ import os, sys
 from tandem.config import Settings
 from tandem.supervision import Program
 from tandem.up import up
-from tandem import up as module
+module = sys.modules['tandem.up']
 module.CRASHES = int(os.environ.get("FAKE_CRASHES", 2))
-sys.exit(up(Settings(), [Program("a", "fake_program_a", 1, 2), Program("b", "fake_program_b", 2, 2)]))
+module.TRY_AGAIN_SECONDS = 3
+essential = "FAKE_B_EXTRA" not in os.environ
+sys.exit(up(Settings(), os.environ.get("FAKE_ROLE", "all"), [
+    Program("a", "fake_program_a", 1, 2, port="controller"), Program("b", "fake_program_b", 2, 2, essential=essential),
+]))
 """
 
 
@@ -98,7 +103,7 @@ def test_a_signal_stops_everything_in_order_and_it_ends_with_0(up, how):
     # What the terminal showed is in the logs too; the token is in neither, nor in any other file.
     assert "admin token" in (stack.root / "logs" / "a.log").read_text()
     written = [path for path in stack.root.rglob("*") if path.is_file()]
-    directory = runtime_dir(stack.root)
+    directory = runtime_dir(stack.root, "all")
     assert directory.stat().st_mode & 0o077 == 0
     for path in [*written, directory / "supervisord.conf"]:
         assert b"s3cret" not in path.read_bytes()
@@ -163,3 +168,55 @@ def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
     with ports.reserve(stack.ports[0]):
         assert stack.start(stack.root / "third").wait(20) == 1
     assert "controller_port: port" in (stack.root / "third").read_text()
+
+
+@pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
+def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how, says):
+    stack = up(FAKE_B=how, FAKE_B_EXTRA="1")
+    stack.until(says)
+    seen = stack.text().count("b runs")
+    stack.until("b | b runs", count=seen + 2)
+    assert stack.text().count(says) == 1
+    assert stack.text().count("a | a runs") == 1
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.wait() == 0
+    assert stack.left() == []
+
+
+def test_two_roles_run_on_one_spool_and_their_files_are_the_groups(up):
+    one = both_run(up())
+    with ports.reserve() as other:
+        two = up(FAKE_ROLE="trainer", TANDEM_CONTROLLER_PORT=str(other.port))
+    two.out = one.root / "terminal of two"
+    two.process.kill()
+    two.process.wait()
+    two.process = two.start(two.out)
+    both_run(two)
+    assert one.process.poll() is None
+    logs = one.root / "logs/trainer"
+    assert (logs / "a.log").stat().st_mode & 0o060 == 0o060
+    for stack in (one, two):
+        stack.process.send_signal(signal.SIGTERM)
+        assert stack.wait() == 0
+
+
+def test_orphans_are_reaped_while_it_runs(up):
+    stack = both_run(up(FAKE_A="orphans"))
+    stack.until("a | orphaned", count=3)
+    time.sleep(1)
+    children = [process for process in processes.all_processes() if process.parent == stack.process.pid]
+    assert [process for process in children if process.zombie] == []
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.wait() == 0
+
+
+def test_as_json_every_line_is_an_object_that_names_its_program(up):
+    stack = up(TANDEM_LOG_FORMAT="json", FAKE_A="json")
+    stack.until('"message": "b runs')
+    stack.until("from a")
+    stack.process.send_signal(signal.SIGTERM)
+    assert stack.wait() == 0
+    lines = [json.loads(line) for line in stack.text().splitlines()]
+    assert {line["program"] for line in lines} == {"a", "b", "up"}
+    (own,) = [line for line in lines if line["message"] == "from a"]
+    assert (own["level"], own["logger"], own["fields"]) == ("warning", "fake", {"n": 1})

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -442,3 +443,52 @@ def test_two_runners_on_one_spool(tmp_path):
     assert in_child(die) == -9
     with spool.jobs.runner_lock("fourth"):
         pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_two_users_of_one_group_share_a_spool():
+    directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="tandem-test-"))
+    directory.chmod(0o2770)
+
+    def as_user(uid, action):
+        def child():
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(uid)
+            os.umask(0o002)
+            action()
+
+        assert in_child(child) == 0
+
+    def begin():
+        spool = Spool.create(directory)
+
+        def write(checkpoint):
+            write_adapter(checkpoint)
+            # As safetensors' own writer leaves it.
+            (checkpoint / "adapter_model.safetensors").chmod(0o600)
+
+        spool.runs.create(run_spec(), write)
+        submit(spool, "a")
+        submit(spool, "b")
+        claimed = spool.jobs.claim("runner")
+        spool.events.append("a", "started")
+        commit(spool, claimed)
+
+    def go_on():
+        spool = Spool.create(directory)
+        for path in directory.rglob("*"):
+            assert path.stat().st_mode & 0o060 == 0o060, path
+        with spool.jobs.runner_lock("other"):
+            spool.jobs.recover("other")
+            claimed = spool.jobs.claim("other")
+            assert claimed.spec.id == "b"
+            commit(spool, claimed)
+            spool.jobs.finish(claimed, succeeded(claimed))
+        spool.checkpoints.rollback("r", 1)
+
+    try:
+        as_user(12345, begin)
+        as_user(54321, go_on)
+    finally:
+        shutil.rmtree(directory)

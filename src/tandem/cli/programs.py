@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated, get_args
 
 import typer
 
+from tandem.cli.output import tell_error
 from tandem.config import load_settings
 from tandem.errors import InvalidInput
 
 
-def up() -> None:
+def up(
+    role: Annotated[
+        str, typer.Option(help="all; or what one container runs: trainer (runner), inference (vLLM, publisher)")
+    ] = "all",
+) -> None:
     """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
 
-    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the directory where everything is kept.
+    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the directory where everything is kept. Exit status: 0 stopped; 2
+    wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
+    from tandem.supervision import Role
     from tandem.up import up as start  # late: only this command needs supervisord
 
-    settings = load_settings()
-    if settings.base_model is None:
-        raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
-    raise typer.Exit(start(settings))
+    chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
+    try:
+        if chosen is None:
+            raise InvalidInput(f"{role!r} is no role; use one of {', '.join(get_args(Role))}", field="--role")
+        settings = load_settings()
+        if settings.base_model is None and chosen != "trainer":
+            raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
+        status = start(settings, chosen)
+    except InvalidInput as error:
+        tell_error(error, json=False)
+        raise typer.Exit(2) from error
+    raise typer.Exit(status)
 
 
 def controller() -> None:

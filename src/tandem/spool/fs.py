@@ -74,12 +74,18 @@ def fsync_dir(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes every file and directory under `directory`, and itself, durable."""
+    """Makes every file and directory under `directory`, and itself, durable, and readable to whom the directory is.
+
+    safetensors' own writer makes files that only their user can read; the others of a group share the volume.
+    """
     with volume_errors(directory):
         for here, _, files in os.walk(directory, topdown=False):
+            shared = Path(here).stat().st_mode & 0o666
             for name in files:
                 fd = os.open(Path(here, name), os.O_RDONLY)
                 try:
+                    if shared & ~os.fstat(fd).st_mode:
+                        os.fchmod(fd, os.fstat(fd).st_mode | shared)
                     os.fsync(fd)
                 finally:
                     os.close(fd)

@@ -17,7 +17,7 @@ from tandem.processes import die_with_parent
 
 def redirect(log: Path) -> None:
     """Send stdout and stderr, Python's and C's, to `log` (appended)."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

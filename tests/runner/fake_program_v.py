@@ -1,0 +1,29 @@
+"""In vLLM's place: answers GET /<name> with the file FAKE_VLLM/<name>, 404 where there is none; has an "engine"."""
+
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ANSWERS = Path(os.environ["FAKE_VLLM"])
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        file = ANSWERS / self.path.strip("/")
+        if self.path == "/is_paused" and self.headers["X-Tandem-Admin-Token"] != os.environ["TANDEM_ADMIN_TOKEN"]:
+            file = ANSWERS / "absent"
+        self.send_response(200 if file.exists() else 404)
+        self.end_headers()
+        self.wfile.write(file.read_bytes() if file.exists() else b"")
+
+
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(f"v runs with engine {engine.pid}", flush=True)
+while (ANSWERS / "loads").exists():
+    time.sleep(0.05)
+ThreadingHTTPServer(("127.0.0.1", int(os.environ["TANDEM_INFERENCE_PORT"])), Handler).serve_forever()

@@ -1,0 +1,160 @@
+"""A vLLM that hangs is ended and started again; one that loads, sleeps, is paused or has nothing to do is not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem import ports, processes
+from tandem.watchdog import Progress, Sample, parse
+
+HERE = Path(__file__).parent
+LIFE = (7, 1)
+BUSY = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="base"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="base"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="base",reason="capacity"} 1.0
+vllm:engine_sleep_state{engine="0",model_name="base",sleep_state="awake"} 1.0
+vllm:engine_sleep_state{engine="0",model_name="base",sleep_state="discard_all"} 0.0
+vllm:iteration_tokens_total_count{engine="0",model_name="base"} 40.0
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0",model_name="base"} 12.0
+vllm:prompt_tokens_total{engine="0",model_name="base"} 500.0
+vllm:generation_tokens_total{engine="0",model_name="base"} 60.0
+"""
+
+
+def test_what_metrics_say():
+    assert parse(BUSY) == Sample(requests=3, tokens=600)
+    asleep = BUSY.replace('"discard_all"} 0.0', '"discard_all"} 1.0').replace('"awake"} 1.0', '"awake"} 0.0')
+    assert parse(asleep).asleep
+    # A vLLM that counts no tokens can't be judged by them.
+    assert parse("vllm:num_requests_running 2.0\n") == Sample(requests=0, tokens=0)
+    assert parse("vllm:num_requests_running nan\nvllm:prompt_tokens_total 1.5e+06\n") == Sample(0, 1.5e6)
+
+
+class Watched:
+    """A `Progress` asked every 10 s; stall_seconds 300."""
+
+    def __init__(self) -> None:
+        self.progress = Progress(300, 10)
+        self.now = 1000.0
+
+    def see(self, seconds: float, *samples: Sample | None, life=LIFE, paused=False) -> str | None:
+        """The first verdict within so many seconds of these samples, over and over."""
+        for i in range(int(seconds / 10)):
+            self.now += 10
+            why = self.progress.observe(self.now, life, samples[i % len(samples)], lambda: paused)
+            if why:
+                return why
+        return None
+
+
+def test_no_token_while_requests_run_is_a_stall():
+    watched = Watched()
+    assert watched.see(1000, Sample(0, 5)) is None
+    assert watched.see(100, *(Sample(2, n) for n in range(10))) is None
+    assert watched.see(300, Sample(2, 50)) is None
+    assert watched.see(20, Sample(2, 50)) == "2 requests wait, and no token came for 310 s"
+
+
+@pytest.mark.parametrize(
+    ("sample", "paused"), [(Sample(0, 5), False), (Sample(2, 5, asleep=True), False), (Sample(2, 5), True)]
+)
+def test_idle_asleep_or_paused_is_no_stall(sample, paused):
+    watched = Watched()
+    assert watched.see(3000, sample, paused=paused) is None
+    # It counts from its end.
+    assert watched.see(300, Sample(2, 5)) is None
+    assert watched.see(40, Sample(2, 5)) is not None
+
+
+def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
+    watched = Watched()
+    assert watched.see(5000, None) is None
+    assert watched.see(10, Sample(0, 0)) is None
+    assert watched.see(300, None) is None
+    assert watched.see(20, None) == "it has not answered for 310 s"
+    assert watched.see(5000, None, life=(8, 2)) is None  # started again: loading
+
+
+def test_time_in_which_nobody_watched_does_not_count():
+    watched = Watched()
+    watched.see(20, Sample(2, 5))
+    watched.now += 10000
+    assert watched.see(300, Sample(2, 5)) is None
+
+
+START = """
+import sys
+from tandem.config import Settings
+from tandem.supervision import Program
+from tandem.up import up
+sys.exit(up(Settings(), "inference", [Program("vllm", "fake_program_v", 1, 2, port="inference")]))
+"""
+
+
+class Stack:
+    def __init__(self, root: Path) -> None:
+        self.root, self.answers, self.out = root, root / "answers", root / "terminal"
+        self.answers.mkdir()
+        with ports.reserve() as port:
+            environment = os.environ | {
+                "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": str(HERE),
+                "TANDEM_INFERENCE_PORT": str(port.port), "TANDEM_VLLM_STALL_SECONDS": "2",
+                "FAKE_VLLM": str(self.answers),
+            }  # fmt: skip
+        with self.out.open("wb") as file:
+            self.process = subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=file, stderr=file)
+
+    def until(self, wanted: str, count: int = 1) -> None:
+        end = time.monotonic() + 30
+        while self.out.read_text().count(wanted) < count:
+            assert time.monotonic() < end, f"no {wanted!r} in\n{self.out.read_text()}"
+            time.sleep(0.05)
+
+    def starts(self) -> int:
+        return self.out.read_text().count("v runs")
+
+
+def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(tmp_path):
+    stack = Stack(tmp_path)
+    try:
+        (stack.answers / "loads").touch()
+        stack.until("v runs")
+        time.sleep(4)
+        (stack.answers / "metrics").write_text(BUSY)
+        (stack.answers / "is_paused").write_text('{"is_paused": true}')
+        (stack.answers / "loads").unlink()
+        time.sleep(4)
+        assert stack.starts() == 1  # neither while it loaded nor while it was paused
+        (stack.answers / "is_paused").unlink()
+        stack.until("has stalled: 3 requests wait, and no token came for 2 s; killing it")
+        (stack.answers / "metrics").write_text(BUSY.replace("2.0", "0.0").replace("1.0", "0.0"))
+        stack.until("v runs", count=2)
+        stack.until("ended, exit status")
+        first = re.findall(r"with engine (\d+)", stack.out.read_text())[0]
+        assert processes.read(int(first)) is None
+        time.sleep(4)
+        assert stack.starts() == 2
+        # The server itself hangs.
+        server = processes.marked("FAKE_VLLM", str(stack.answers))
+        (leader,) = [process for process in server if b"fake_program_v" in cmdline(process.pid).split(b"\0")]
+        os.kill(leader.pid, signal.SIGSTOP)
+        stack.until("it has not answered for")
+        stack.until("v runs", count=3)
+        stack.process.send_signal(signal.SIGTERM)
+        assert stack.process.wait(30) == 0
+    finally:
+        stack.process.kill()
+        stack.process.wait()
+        processes.kill_all(lambda: processes.marked("FAKE_VLLM", str(stack.answers)), timeout=10)
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
