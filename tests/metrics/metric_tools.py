@@ -33,10 +33,10 @@ class Scraped:
             for sample in family.samples
         }
 
-    def get(self, name: str, **labels: str) -> float | None:
+    def get(self, name: str, /, **labels: str) -> float | None:
         return self.samples.get((name, frozenset(labels.items())))
 
-    def all(self, name: str) -> list[dict[str, str]]:
+    def all(self, name: str, /) -> list[dict[str, str]]:
         """The label sets under which a sample of that name is told."""
         return [dict(labels) for known, labels in self.samples if known == name]
 

@@ -54,8 +54,8 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
     _add_health(app)
     app.add_middleware(Gate, keys=split_keys(settings.secret("api_key")), max_bytes=settings.max_request_bytes)
-    observe.install(app, app.state.deployment)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    observe.install(app, app.state.deployment)
     return app
 
 

@@ -68,6 +68,12 @@ def install(app: FastAPI, here: Deployment) -> None:
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(scrape), headers={"Content-Type": kind})
 
+    for path, methods in app.openapi()["paths"].items():
+        for method in methods:
+            for status_class in ("2xx", "4xx", "5xx"):  # so that increase() sees the first of each
+                labels = {"route": path, "method": method.upper(), "status_class": status_class}
+                here.counts.inc("tandem_http_requests_total", 0, **labels)
+
 
 class CountRequests:
     """ASGI middleware."""

@@ -177,7 +177,7 @@ CATALOGUE: tuple[Metric, ...] = (
          "nvmlDeviceGetTotalEccErrors", "", "counter"),
     # ---------------------------------------------------------------- ranks
     _rank("tandem_rank_up", f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s; absent without a job.",
-          "beat.<rank>", labels=_RANK),
+          "beat.<rank>", labels=_RANK, perishable=True),
     *_torch(),
     _rank("tandem_torch_memory_phase_peak_bytes", f"Most bytes allocated in the last such phase{_CPU}.",
           "allocated_bytes.all.peak, reset as each phase begins", "bytes", perishable=True,

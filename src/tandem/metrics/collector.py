@@ -27,6 +27,9 @@ log = Log("exporter")
 class PartlyFailed(Exception):
     """Something could not be collected; the gauges that were set are good."""
 
+    def __init__(self, *troubles: str) -> None:
+        super().__init__("; ".join(troubles))
+
 
 class Collector(abc.ABC):
     """Collects the metrics that the catalogue gives to `name`, every `interval` seconds."""
@@ -43,16 +46,15 @@ class Collector(abc.ABC):
         the perishable ones for STALE_SECONDS; with PartlyFailed those found now count."""
 
 
-def each[T](items: Iterable[T], action: Callable[[T], None]) -> None:
-    """`action` for every item, whatever happens to the others; PartlyFailed, at the end, if it failed for some."""
+def each[T](items: Iterable[T], action: Callable[[T], None]) -> list[str]:
+    """`action` for every item, whatever happens to the others; what went wrong with some."""
     troubles = []
     for item in items:
         try:
             action(item)
         except (TandemError, ValidationError, OSError) as error:
             troubles.append(f"{item}: {error}")
-    if troubles:
-        raise PartlyFailed("; ".join(troubles))
+    return troubles
 
 
 class Loop:

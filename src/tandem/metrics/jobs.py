@@ -63,11 +63,7 @@ class JobsCollector(Collector):
 
     def collect(self, gauges: Gauges) -> None:
         spool = self._spool()
-        damaged: PartlyFailed | None = None
-        try:
-            each(self._new(spool), lambda job_id: self._follow(spool, job_id))
-        except PartlyFailed as error:
-            damaged = error
+        troubles = each(self._new(spool), lambda job_id: self._follow(spool, job_id))
         for job_id, followed in list(self._followed.items()):
             # What happened before this process was there sets gauges, but is not counted.
             if self._advance(spool, job_id, followed, counts=self._caught_up):
@@ -79,8 +75,8 @@ class JobsCollector(Collector):
         for name, values in self._devices.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
-        if damaged is not None:
-            raise damaged
+        if troubles:
+            raise PartlyFailed(*troubles)
 
     def _new(self, spool: Spool) -> list[str]:
         """Jobs not met before: pending ones, and those that came and ended between two looks."""

@@ -47,7 +47,7 @@ class NvmlCollector(Collector):
             raise
         if troubles:
             self._close()
-            raise PartlyFailed("; ".join(troubles))
+            raise PartlyFailed(*troubles)
         if self._selected and not found:
             raise PartlyFailed(f"none of the devices {', '.join(self._selected)} is here")
         self._seen = self._seen or found

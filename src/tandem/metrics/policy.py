@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tandem.errors import NotFound
 from tandem.metrics.catalogue import PUBLISH_STAGES, CollectorName, Exporter
-from tandem.metrics.collector import Collector, each
+from tandem.metrics.collector import Collector, PartlyFailed, each
 from tandem.metrics.samples import Gauges
 from tandem.spool import Spool
 from tandem.spool.schema import Served
@@ -29,7 +29,18 @@ class PolicyCollector(Collector):
 
     def collect(self, gauges: Gauges) -> None:
         spool = self._spool()
-        each(self._latest(spool), lambda run: self._tell(spool, gauges, run))
+        changed: dict[str, float] = {}
+        troubles = each(spool.runs.names(), lambda run: self._look(spool, changed, run))
+        latest = sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
+        troubles += each(latest, lambda run: self._tell(spool, gauges, run))
+        if troubles:
+            raise PartlyFailed(*troubles)
+
+    def _look(self, spool: Spool, changed: dict[str, float], run: str) -> None:
+        if run not in self._served:
+            self._served[run] = spool.runs.get(run).weights == "lora"
+        if self._served[run]:
+            changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
 
     def _tell(self, spool: Spool, gauges: Gauges, run: str) -> None:
         if "trainer" in self._sides:
@@ -38,15 +49,6 @@ class PolicyCollector(Collector):
         if served is not None and "inference" in self._sides:
             gauges.set("tandem_policy_version", served.step, side="inference", run=run)
             gauges.set("tandem_policy_refused", float(served.refused_step is not None), run=run)
-
-    def _latest(self, spool: Spool) -> list[str]:
-        changed: dict[str, float] = {}
-        for run in spool.runs.names():
-            if run not in self._served:
-                self._served[run] = spool.runs.get(run).weights == "lora"
-            if self._served[run]:
-                changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
-        return sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
 
 
 class CheckpointsCollector(Collector):
@@ -60,12 +62,12 @@ class CheckpointsCollector(Collector):
 
     def collect(self, gauges: Gauges) -> None:
         spool = self._spool()
-        try:
-            each(spool.runs.names(), lambda run: self._look(spool, run))
-        finally:
-            if self._last is not None:
-                gauges.set("tandem_checkpoint_last_success_timestamp_seconds", self._last[0])
-                gauges.set("tandem_checkpoint_size_bytes", self._last[1])
+        troubles = each(spool.runs.names(), lambda run: self._look(spool, run))
+        if self._last is not None:
+            gauges.set("tandem_checkpoint_last_success_timestamp_seconds", self._last[0])
+            gauges.set("tandem_checkpoint_size_bytes", self._last[1])
+        if troubles:
+            raise PartlyFailed(*troubles)
 
     def _look(self, spool: Spool, run: str) -> None:
         newest = spool.checkpoints.newest(run)
@@ -94,14 +96,13 @@ class PublishCollector(Collector):
 
     def collect(self, gauges: Gauges) -> None:
         spool = self._spool()
-        try:
-            each(spool.runs.names(), lambda run: self._look(spool, run))
-        finally:
-            if self._error is not None:
-                gauges.set("tandem_publish_logprob_error_nats", self._error[1])
+        troubles = each(spool.runs.names(), lambda run: self._look(spool, run))
         self._caught_up = True
-        for job in list(self._untold):
-            self._stages(spool, job)
+        troubles += each(list(self._untold), lambda job: self._stages(spool, job))
+        if self._error is not None:
+            gauges.set("tandem_publish_logprob_error_nats", self._error[1])
+        if troubles:
+            raise PartlyFailed(*troubles)
 
     def _look(self, spool: Spool, run: str) -> None:
         written = spool.served.changed(run)
