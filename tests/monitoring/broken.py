@@ -104,9 +104,11 @@ def _(stack: Stack) -> None:
     gone(stack, "vllm", 0)
 
 
-@fault("nothing of the trainer is discovered", idle, (34, set()), (36, {"TandemTargetAbsent"}))
-def _(stack: Stack) -> None:
-    drop(stack, "trainer", since=20)
+for _target in ("controller", "trainer", "inference", "vllm"):
+
+    @fault(f"no {_target} is discovered", idle, (34, set()), (36, {"TandemTargetAbsent"}))
+    def _(stack: Stack, target: str = _target) -> None:
+        drop(stack, target, since=20)
 
 
 @fault("another build", idle, (29, set()), (30, {"TandemVersionMismatch"}))

@@ -108,8 +108,11 @@ def timeline(title: str, text: str, unit: str, *queries: Json, **more: Any) -> J
 
 
 def heatmap(title: str, text: str, unit: str, *queries: Json, **more: Any) -> Json:
-    options = {"calculate": False, "yAxis": {"unit": unit}, "color": {"mode": "scheme", "scheme": "Blues", "steps": 64},
-               "tooltip": {"mode": "single", "yHistogram": False}, "legend": {"show": True}, "cellGap": 1}  # fmt: skip
+    options = {"calculate": False, "yAxis": {"unit": unit}, "color": {"mode": "scheme", "scheme": "Blues",
+                                                                      "steps": 64, "exponent": 0.5, "fill": "blue",
+                                                                      "reverse": False},
+               "tooltip": {"mode": "single", "yHistogram": False}, "legend": {"show": True}, "cellGap": 1,
+               "showValue": "never", "exemplars": {"color": "rgba(255,0,255,0.7)"}}  # fmt: skip
     return panel("heatmap", title, text, unit, *queries, options=options, **more)
 
 
