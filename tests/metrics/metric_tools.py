@@ -7,15 +7,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from tandem.metrics.collector import Collector, Loop, Scrape
 from tandem.metrics.server import MetricsServer
 
-# What Prometheus 3 asks for.
-OPENMETRICS = (
+# What Prometheus 3 says it understands.
+PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;"
     "q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 )
@@ -24,9 +23,8 @@ OPENMETRICS = (
 class Scraped:
     """One answer of /metrics."""
 
-    def __init__(self, text: str, *, openmetrics: bool = False) -> None:
-        self.text = text
-        self.families = list(parse_openmetrics(text) if openmetrics else parse_text(text))
+    def __init__(self, text: str) -> None:
+        self.families = list(text_string_to_metric_families(text))
         self.samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in self.families

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from metrics.metric_tools import OPENMETRICS, Scraped, fetch, serving
+from metrics.metric_tools import PROMETHEUS_3, Scraped, fetch, serving
 from tandem.metrics import demo
 from tandem.metrics.catalogue import CATALOGUE, VLLM_METRICS
 from tandem.metrics.document import updated
@@ -74,9 +74,9 @@ def test_the_demo_makes_up_every_metric_of_the_catalogue_and_no_other():
 
 def test_the_demo_has_the_catalogues_types_labels_and_values():
     with serving(demo.pages()) as url:
-        _, kind, text = fetch(f"{url}/metrics", OPENMETRICS)
-    assert kind.startswith("application/openmetrics-text")
-    families = {family.name: family for family in Scraped(text, openmetrics=True).families}
+        status, kind, text = fetch(f"{url}/metrics", PROMETHEUS_3)
+    assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    families = {family.name: family for family in Scraped(text).families}
     for metric in CATALOGUE + VLLM_METRICS:
         family = families[metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name]
         assert family.type == metric.kind

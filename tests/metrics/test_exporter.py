@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from metrics.metric_tools import OPENMETRICS, Scraped, fetch, rig, until
+from metrics.metric_tools import Scraped, fetch, rig, until
 from spool.spool_tools import spool_with_run
 from tandem import ports
 from tandem.config import Settings
@@ -102,7 +102,6 @@ def test_a_taken_port_and_wrong_settings_are_said(tmp_path: Path) -> None:
     assert taken.returncode == 1
     assert "TANDEM_METRICS_PORT" in taken.stderr
     for variable, value in (
-        ("TANDEM_ROLE", "kitchen"),
         ("TANDEM_METRICS_BACKEND", "real"),
         ("TANDEM_METRICS_PORT", "x"),
     ):
@@ -198,15 +197,6 @@ def test_a_failing_collector_shows_and_what_it_said_stays_for_a_minute(caplog) -
         assert made.collect().get("tandem_collector_success", collector="nvml") == 1
     said = [record for record in caplog.records if record.name == "exporter"]
     assert len(said) == 2  # that it can't, and that it can again
-
-
-def test_a_scrape_is_good_openmetrics_too(tmp_path: Path) -> None:
-    spool = spool_with_run(tmp_path / "spool")
-    with rig(Naughty(), VolumesCollector(lambda: spool, {}), BuildCollector()) as made:
-        made.collect()
-        _, kind, text = fetch(f"{made.url}/metrics", OPENMETRICS)
-    assert kind.startswith("application/openmetrics-text")
-    assert Scraped(text, openmetrics=True).get("tandem_gpu_memory_used_bytes", uuid="GPU-a") == 1
 
 
 # ---------------------------------------------------------------- the container

@@ -61,13 +61,14 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(smi, tmp_p
     stack.environment |= {"TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "1"}
     try:
         stack.run()
-        job_id = stack.submit("run")
+        job_id = stack.submit("run", used=70 * MIB)
         stack.start()
         stack.until(lambda: "jobs wait: the devices are not free" in stack.log.read_text(), 60, "the complaint")
         assert stack.spool.jobs.get(job_id)[0] == "queued"
         smi.write_text(ROWS.replace("70000", "5"))
         assert stack.wait(job_id)[0] == "succeeded"
         (released,) = [event for event in stack.spool.events.read(job_id) if event.type == "released"]
+        assert released.data["before"] == {"GPU-bbbb2222": 70 * MIB}  # as the ranks saw it
         assert released.data["devices"] == {"GPU-bbbb2222": 5 * MIB}
         assert released.data["bytes"] == 5 * MIB
     finally:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from fastapi import FastAPI, Request, Response
-from prometheus_client.exposition import choose_encoder
+from fastapi import FastAPI, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
@@ -19,6 +19,7 @@ from tandem.metrics.catalogue import METHODS, CollectorName
 from tandem.metrics.collector import Collector, Loop, Scrape
 from tandem.metrics.host import BuildCollector, VolumesCollector
 from tandem.metrics.samples import Counts, Gauges
+from tandem.metrics.server import encode
 from tandem.spool import Spool
 
 OTHER = "other"
@@ -63,10 +64,9 @@ def install(app: FastAPI, here: Deployment) -> None:
     app.add_middleware(CountRequests, counts=here.counts)
 
     @app.get("/metrics", include_in_schema=False)
-    async def metrics(request: Request) -> Response:
-        """For Prometheus; needs no key and tells no names but runs' and routes'."""
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(scrape), headers={"Content-Type": kind})
+    async def metrics() -> Response:
+        """For Prometheus; needs no key and tells no names but routes'."""
+        return Response(encode(scrape), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     for path, methods in app.openapi()["paths"].items():
         for method in methods:

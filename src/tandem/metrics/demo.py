@@ -21,7 +21,7 @@ from tandem.metrics import demo_vllm
 from tandem.metrics.catalogue import CATALOGUE, PHASES, THROTTLE_REASONS, VLLM_METRICS, Exporter
 from tandem.metrics.samples import Counts, Gauges, LabelValues, Series, Value, families
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 TOTAL, RESERVED = 141 * GIB, 1 * GIB
 HISTORY_SECONDS = 1800
 RUN = "countdown"
@@ -153,7 +153,7 @@ class World:
         self.held = 0.0
         released = self.random.uniform(0.4, 2.2)
         yield from self._wait(2, 2)
-        self._last |= {"released": before, "left": 0.0}
+        self._last |= {"released": before, "left": 3.0 * MIB}
         trainer.observe("tandem_job_release_seconds", released)
 
     def _spend(self, phase: str, seconds: int, held: float) -> Iterator[None]:
@@ -243,7 +243,7 @@ class World:
         uuid = _UUIDS[exporter]
         training = exporter == "trainer"
         busy = self._phase != "" if training else self.sampling
-        used = 0.6 * GIB + (self.held * 1.06 + 2 * GIB if self.held else 0) if training else 121 * GIB
+        used = 3 * MIB + (self.held * 1.06 + 2 * GIB if self.held else 0) if training else 121 * GIB
         gauges.set(
             "tandem_gpu_info", 1, uuid=uuid, index="0", name="NVIDIA H200", driver_version="580.95.05",
             cuda_version="13.0", pci_bus_id="00000000:19:00.0" if training else "00000000:3B:00.0", mig_profile="",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tandem
 from tandem.config import Settings, load_settings
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import TandemError
 from tandem.logs import Log, configure
 from tandem.metrics.catalogue import BOTH, Exporter
 from tandem.metrics.collector import Collector, Loop, Scrape
@@ -27,6 +27,7 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector, Publish
 from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
+from tandem.supervision import current_role
 
 log = Log("exporter")
 
@@ -43,13 +44,9 @@ class SpoolOpener:
 
 
 def roles() -> tuple[Exporter, ...]:
-    """What TANDEM_ROLE says; InvalidInput where it says nothing useful."""
-    role = os.environ.get("TANDEM_ROLE") or "all"
-    if role == "all":
-        return BOTH
-    if role not in BOTH:
-        raise InvalidInput(f"{role!r} has no exporter; use trainer, inference or all", field="TANDEM_ROLE")
-    return (role,)
+    """Whose metrics this process tells."""
+    role = current_role()
+    return BOTH if role == "all" else (role,)
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:

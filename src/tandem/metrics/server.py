@@ -10,10 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET6
 from typing import Any, override
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 SLOWEST_CLIENT_SECONDS = 10.0
+
+
+def encode(page: Collector) -> bytes:
+    """Always text: in OpenMetrics prometheus_client 0.26 makes "vllm_x" of a sample "vllm:x" for Prometheus 2."""
+    return generate_latest(page)
 
 
 class MetricsServer(ThreadingHTTPServer):
@@ -50,11 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path in self.server.pages:
-            accept = self.headers.get("Accept", "")
-            # OpenMetrics for Prometheus 2, which does not know allow-utf-8, prometheus_client 0.26 writes wrongly: a
-            # sample of "vllm:x" becomes "vllm_x". Such a scraper gets text.
-            encode, kind = choose_encoder(accept if "escaping=allow-utf-8" in accept else "")
-            self._answer(200, kind, encode(self.server.pages[path]))
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, encode(self.server.pages[path]))
         elif path == "/health":
             seconds = round(time.monotonic() - self.server.began, 3)
             self._answer(200, "application/json", json.dumps({"status": "ok", "up_seconds": seconds}).encode())
