@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from tandem.metrics import collector
 from tandem.metrics.collector import Collector, PartlyFailed
 from tandem.metrics.exporter import make_collectors, roles
 from tandem.metrics.host import BuildCollector, SupervisorCollector, VolumesCollector
+from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
 from tandem.supervision import Status
 
@@ -91,14 +93,21 @@ def test_prometheus_multiproc_directory_changes_nothing(tmp_path: Path) -> None:
     assert not list(directory.iterdir())
 
 
+def test_it_takes_the_port_that_tandem_up_holds_for_it(tmp_path: Path) -> None:
+    with ports.reserve() as held, MetricsServer("127.0.0.1", held.port, {}, {"what": "a test"}) as server:
+        server.serve_in_background()
+        assert "a test" in fetch(f"http://127.0.0.1:{held.port}/")[2]
+        server.shutdown()
+
+
 def test_a_taken_port_and_wrong_settings_are_said(tmp_path: Path) -> None:
     def run(**environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tandem.metrics.exporter"]
         variables = os.environ | {"TANDEM_ROOT": str(tmp_path)} | environment
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
-    with ports.reserve() as held:
-        taken = run(TANDEM_METRICS_PORT=str(held.port))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = run(TANDEM_METRICS_PORT=str(server.getsockname()[1]))
     assert taken.returncode == 1
     assert "TANDEM_METRICS_PORT" in taken.stderr
     for variable, value in (

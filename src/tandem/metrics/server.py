@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
+from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET
 from typing import Any, override
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -36,6 +36,8 @@ class MetricsServer(ThreadingHTTPServer):
 
     @override
     def server_bind(self) -> None:
+        # `tandem up` holds the number for us (tandem.ports), and a connection of before may still linger on it.
+        self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)  # without looking up the host's name, which may take seconds
         self.server_address = self.socket.getsockname()
 
