@@ -53,9 +53,11 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM controller-packages AS controller
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+ # uv leaves locks that everybody may write to.
+ && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
-COPY entrypoints/controller /entrypoint
+COPY --chmod=755 entrypoints/controller /entrypoint
 ENV TANDEM_ROLE=controller TANDEM_CONTROLLER_HOST=0.0.0.0
 RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transformers; from importlib.util import find_spec; assert not find_spec('torch')"
 USER 2000:0
@@ -123,8 +125,10 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
-COPY entrypoints/trainer /entrypoint
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+ # uv leaves locks that everybody may write to.
+ && rm -f /opt/tandem/.lock /tmp/uv-*.lock
+COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
 RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up, tandem.trainer.worker, tandem.trainer.launch.rank"
 USER 2000:0
@@ -156,9 +160,11 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM inference-packages AS inference
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl
+    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+ # uv leaves locks that everybody may write to.
+ && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
-COPY entrypoints/inference /entrypoint
+COPY --chmod=755 entrypoints/inference /entrypoint
 # Copies of the adapters that vLLM serves: on the cache volume, since /tmp is memory.
 ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/tmp \
     # Not the trainer's: the two may share a network.

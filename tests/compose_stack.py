@@ -93,7 +93,8 @@ class Compose:
         self.environment = kept | {"COMPOSE_PROJECT_NAME": project, "TANDEM_TAG": TAG} | variables
 
     def run(self, *arguments: str, timeout: float = 120, check: bool = True, **variables: str):
-        command = ["docker", "compose", "--project-directory", str(ROOT), "--env-file", os.devnull, "--progress", "plain"]
+        command = ["docker", "compose", "--project-directory", str(ROOT), "--env-file", os.devnull]
+        command += ["--progress", "plain"]
         for file in self.files:
             command += ["-f", file]
         done = subprocess.run([*command, *arguments], env=self.environment | variables, capture_output=True, text=True,
@@ -199,9 +200,9 @@ class ComposeStack(Compose):
             log = docker("logs", identity, check=False)
             state = {key: about["State"].get(key) for key in ("Status", "ExitCode", "OOMKilled", "Error")}
             health = about["State"].get("Health", {})
+            state |= {"restarts": about["RestartCount"], "health": health.get("Status")}
             last = [check["Output"][-300:] for check in health.get("Log", [])[-1:]]
-            parts.append(f"==== {about['Name']} {state} restarts {about['RestartCount']} {health.get('Status')} {last}\n"
-                         + (log.stdout + log.stderr)[-characters:])  # fmt: skip
+            parts.append(f"==== {about['Name']} {state} {last}\n{(log.stdout + log.stderr)[-characters:]}")
         return "\n".join(parts)
 
     def answers(self, url: str) -> bool:

@@ -23,7 +23,7 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def images(engine: None) -> None:
     """The CPU images of this checkout."""
-    Compose(MAIN, CPU).run("build", timeout=3000)
+    Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,7 +31,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """What the containers said stands in the report of a test that failed."""
     report = yield
     if report.failed:
-        stacks = {id(value): value for value in getattr(item, "funcargs", {}).values() if isinstance(value, ComposeStack)}
-        for stack in stacks.values():
-            report.sections.append(("containers", stack.tails()))
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, ComposeStack):
+                report.sections.append(("containers", value.tails()))
     return report

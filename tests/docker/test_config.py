@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
-from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, Compose
+from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, Compose, docker
 from tandem import supervision
 from tandem.config import Settings
 
@@ -116,8 +118,6 @@ def test_preflight_refuses_what_compose_cannot_compare(images, tmp_path, trainer
     """As the image says it, with just the variables that compose would hand over."""
     given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables}
     config = Compose(MAIN).config(**given)
-    from compose_stack import docker
-
     handed = [word for item in environment(config, "preflight").items() for word in ("-e", "=".join(item))]
     done = docker("run", "--rm", "--network", "none", "--tmpfs", "/run/secrets", *handed,
                   config["services"]["preflight"]["image"], "tandem", "preflight", check=False)  # fmt: skip
@@ -290,9 +290,6 @@ def test_secrets_in_the_callers_environment_stay_there():
 
 
 def test_secrets_are_made_once_and_closed_to_other_users(tmp_path):
-    import shutil
-    import subprocess
-
     create = shutil.copy(ROOT / "secrets" / "create", tmp_path)
     subprocess.run([create], check=True)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -323,7 +320,6 @@ NOT_PASSED = {
     "log_dir": "the image's: a tmpfs",
     "metrics_host": "the image's: 0.0.0.0",
     "metrics_port": "the image's: prometheus.yml names it",
-    "metrics_backend": "the demo is for dashboards without a stack",
 }
 EVERYWHERE = set(OURS)
 BELONGS = {
@@ -331,6 +327,7 @@ BELONGS = {
     "gpu_mode": EVERYWHERE,
     "dtype": EVERYWHERE,
     "log_format": EVERYWHERE,
+    "metrics_backend": EVERYWHERE,
     "max_lora_rank": EVERYWHERE,
     "api_key_file": EVERYWHERE,
     "admin_token_file": {"preflight", "inference"},

@@ -17,7 +17,7 @@ Stack = dict[str, Values]
 _TARGETS = {
     "controller": ("tandem-controller", "controller", "controller:8080"),
     "trainer": ("tandem-trainer", "trainer", "trainer:9400"),
-    "inference": ("tandem-inference", "inference", "inference:9400"),
+    "inference": ("tandem-inference", "inference", "inference:9401"),
     "vllm": ("tandem-vllm", "inference", "inference:8000"),
 }
 TRAINER_GPUS = ("GPU-0", "GPU-1")

@@ -112,6 +112,6 @@ def test_targets_have_the_labels_that_rules_and_dashboards_join_on():
     assert found == {
         "tandem-controller": ("controller:8080", "controller", "controller"),
         "tandem-trainer": ("trainer:9400", "trainer", "trainer"),
-        "tandem-inference": ("inference:9400", "inference", "inference"),
+        "tandem-inference": ("inference:9401", "inference", "inference"),
         "tandem-vllm": ("inference:8000", "inference", "inference"),
     }

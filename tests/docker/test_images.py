@@ -1,0 +1,229 @@
+"""The images: what they say of themselves, how large they are, what is in their layers and what is not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from compose_stack import ROOT, SERVICES, TAG, docker
+
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("images")]
+BUDGETS: dict[str, int] = json.loads((ROOT / "images" / "budgets.json").read_text())
+"""10^6 bytes, as `docker images` counts them."""
+CPU_IMAGES = ("controller", "trainer-cpu", "inference-cpu")
+
+
+def name_of(image: str) -> str:
+    role, _, device = image.partition("-")
+    return f"tandem-{role}:{TAG}" + ("-cpu" if device else "")
+
+
+@cache
+def about(image: str) -> dict:
+    """What the engine knows of an image; skips the test where it was not built, which only the CUDA ones may be."""
+    done = docker("image", "inspect", name_of(image), check=False)
+    if done.returncode and image not in CPU_IMAGES:
+        pytest.skip(f"{name_of(image)} was not built here")
+    return json.loads(done.stdout)[0]
+
+
+def inside(image: str, *command: str) -> str:
+    return docker("run", "--rm", "--network", "none", "--entrypoint", command[0], name_of(image), *command[1:]).stdout
+
+
+@dataclass(frozen=True)
+class Entry:
+    path: str
+    """As it is in the image."""
+    mode: int
+    layer: int
+
+
+@cache
+def entries(image: str) -> list[Entry]:
+    """Everything in all layers, what a later layer removes included; read where the engine keeps it."""
+    graph = about(image)["GraphDriver"]
+    data = graph["Data"]
+    # Top first, and without the base where there is only one.
+    directories = [data["UpperDir"], *filter(None, (data.get("LowerDir") or "").split(":"))][::-1]
+    if graph["Name"] != "overlay2" or not os.access(directories[0], os.R_OK):
+        pytest.skip("the engine's layers can't be read here: another machine, another user, or another driver")
+    assert len(directories) == len(about(image)["RootFS"]["Layers"])
+    return [entry for layer, top in enumerate(directories) for entry in _walk(Path(top), layer)]
+
+
+def _walk(top: Path, layer: int) -> Iterator[Entry]:
+    for directory, names, files in os.walk(top):
+        for name in (*names, *files):
+            path = os.path.join(directory, name)  # noqa: PTH118 (hundreds of thousands of them)
+            yield Entry(path.removeprefix(str(top)), os.lstat(path).st_mode, layer)
+
+
+def test_a_budget_for_each_image():
+    assert set(BUDGETS) == {
+        "controller",
+        *(f"{role}{end}" for role in ("trainer", "inference") for end in ("", "-cpu")),
+    }
+    assert BUDGETS["controller"] < 500
+
+
+@pytest.mark.parametrize("image", sorted(BUDGETS))
+def test_an_image_stays_within_its_budget(image):
+    size = about(image)["Size"] / 1e6
+    assert size <= BUDGETS[image], "see what grew (docker history), or raise it in images/budgets.json and say why"
+    assert size >= 0.85 * BUDGETS[image], "it has become smaller: lower its budget"
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_what_an_image_says_of_itself(image):
+    role = image.removesuffix("-cpu")
+    config = about(image)["Config"]
+    labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()
+              if name.startswith("org.opencontainers.image.")}  # fmt: skip
+    assert labels["title"] == f"tandem-{role}"
+    assert labels["version"] == TAG
+    assert labels["licenses"] == "Apache-2.0"
+    assert {"description", "revision", "created", "name"} <= set(labels)
+    assert config["User"] == "2000:0"
+    assert config["StopSignal"] == "SIGTERM"
+    assert config["Entrypoint"] == ["/entrypoint"]
+    assert not config["Cmd"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "tandem.health"]
+    assert config["Healthcheck"]["Timeout"] < config["Healthcheck"]["Interval"]
+    ports = {"controller": {"8080/tcp"}, "trainer": {"9400/tcp"}, "inference": {"8000/tcp", "9401/tcp"}}
+    assert set(config["ExposedPorts"]) == ports[role]
+    assert not config["Volumes"], "an anonymous volume would keep data where nobody looks"
+    variables = dict(line.split("=", 1) for line in config["Env"])
+    assert variables["TANDEM_ROLE"] == role
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert variables["TANDEM_ROOT"] == "/data"
+
+
+@pytest.mark.parametrize("image", ["trainer", "inference"])
+def test_a_cuda_image_asks_for_the_driver(image):
+    variables = dict(line.split("=", 1) for line in about(image)["Config"]["Env"])
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert variables["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert variables["TANDEM_DEVICE"] == "cuda"
+
+
+@pytest.mark.parametrize("end", ["", "-cpu"], ids=["cuda", "cpu"])
+def test_torch_is_stored_once(end):
+    trainer, inference = (about(f"{role}{end}")["RootFS"]["Layers"] for role in ("trainer", "inference"))
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(trainer, inference, strict=False))))
+    assert shared >= 5
+    for role in ("trainer", "inference"):
+        torch = {e.layer for e in entries(f"{role}{end}") if e.path.endswith("/site-packages/torch/__init__.py")}
+        cuda = {
+            e.layer
+            for e in entries(f"{role}{end}")
+            if re.search(r"/nvidia/.*/(libcublas|libnccl|libcudnn)[^/]*$", e.path)
+        }
+        assert len(torch) == 1, "installed twice"
+        assert max(torch | cuda) < shared, "torch and CUDA's libraries belong to the layers that both images have"
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_the_source_is_the_last_large_layer(image):
+    """A change of the source rebuilds and pulls only what is a few megabytes."""
+    ours = {entry.layer for entry in entries(image) if entry.path.endswith("/site-packages/tandem/config.py")}
+    others = {entry.layer for entry in entries(image)
+              if "/site-packages/" in entry.path and "/site-packages/tandem" not in entry.path}  # fmt: skip
+    assert len(ours) == 1
+    assert max(others) < min(ours)
+
+
+def test_the_controller_has_no_torch():
+    found = {entry.path.split("/site-packages/")[1].split("/")[0]
+             for entry in entries("controller") if "/site-packages/" in entry.path}  # fmt: skip
+    assert not {"torch", "vllm", "megatron", "nvidia", "triton"} & found
+    assert {"tandem", "fastapi", "transformers"} <= found
+
+
+# Ends and parts of paths that no layer may have.
+UNWANTED_NAMES = {".env", ".git", "api_key", "admin_token", "hf_token", "grafana_password", "uv.lock", ".netrc",
+                  "id_rsa", ".npmrc", ".pypirc", "pip.conf", "uv.toml"}  # fmt: skip
+OF_THE_BUILD = ("/src/", "/project/", "/wheel/", "/uv/", "/.cache/uv/")
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_no_layer_holds_what_does_not_belong_there(image):
+    wrong = []
+    for entry in entries(image):
+        name = entry.path.rpartition("/")[2]
+        below = entry.path.startswith(OF_THE_BUILD[:-1]) or OF_THE_BUILD[-1] in entry.path
+        ours = "/site-packages/tandem/" in entry.path or entry.path.startswith("/opt/tandem/examples/")
+        if name in UNWANTED_NAMES or below or (ours and "test" in entry.path):
+            wrong.append(entry.path)
+    assert not wrong
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_only_scratch_space_is_open_to_everybody(image):
+    """Others may write to nothing but directories with the sticky bit, the group to these and to what volumes are made
+    of; nothing of ours changes its user."""
+    final = {entry.path: entry.mode for entry in entries(image)}  # later layers replace and, by a device, remove
+    modes = {p: m for p, m in final.items() if not stat.S_ISLNK(m) and not stat.S_ISCHR(m)}
+    assert {p for p, m in modes.items() if m & stat.S_IWOTH and not (stat.S_ISDIR(m) and m & stat.S_ISVTX)} == set()
+    ours = {p: m for p, m in modes.items() if not p.startswith(("/var/", "/tmp", "/run/lock"))}
+    assert {p for p, m in ours.items() if m & stat.S_IWGRP} <= {"/data", "/cache", "/cache/tmp", "/run/tandem"}
+    assert not [p for p, m in ours.items() if p.startswith("/opt") and m & (stat.S_ISUID | stat.S_ISGID)]
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_installed_is_what_is_locked(image):
+    code = (
+        "from importlib.metadata import distributions as d; print(*(f'{x.name}=={x.version}' for x in d()), sep='\\n')"
+    )
+    installed = dict(line.lower().replace("_", "-").split("==") for line in inside(image, "python", "-c", code).split())
+    locked: dict[str, set[str]] = {}
+    for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"]:
+        locked.setdefault(package["name"], set()).add(package["version"])
+    assert len(installed) > 30
+    assert set(installed) <= set(locked), "something is installed that is not in uv.lock"
+    differ = {name: version for name, version in installed.items() if version not in locked[name]}
+    assert not differ
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_the_source_is_this_checkouts(image):
+    """What is tested is what is here: the images were built from it."""
+    code = (
+        "import hashlib, pathlib, tandem; root = pathlib.Path(tandem.__file__).parent\n"
+        "for p in root.rglob('*.py'): print(p.relative_to(root), hashlib.sha256(p.read_bytes()).hexdigest())"
+    )
+    built = dict(line.split() for line in inside(image, "python", "-c", code).splitlines())
+    source = ROOT / "src" / "tandem"
+    here = {str(p.relative_to(source)): hashlib.sha256(p.read_bytes()).hexdigest() for p in source.rglob("*.py")}
+    assert built == here
+
+
+@pytest.mark.parametrize("image", CPU_IMAGES)
+def test_no_command_of_the_build_holds_a_secret(image):
+    history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", name_of(image)).stdout
+    for word in ("API_KEY=", "ADMIN_TOKEN=", "HF_TOKEN=", "PASSWORD=", "hf_"):
+        assert word not in history
+
+
+def test_every_entrypoint_is_short_and_runs_what_it_is_given():
+    for role in SERVICES:
+        text = (ROOT / "entrypoints" / role).read_text()
+        assert len(text.splitlines()) <= 12
+        assert subprocess.run(["sh", "-n", ROOT / "entrypoints" / role], check=False).returncode == 0
+        assert os.access(ROOT / "entrypoints" / role, os.X_OK)
+    done = docker("run", "--rm", "--network", "none", "--user", "54321:0", "--read-only", name_of("controller"),
+                  "sh", "-c", "id -u; umask; exit 7", check=False)  # fmt: skip
+    assert done.returncode == 7
+    assert done.stdout.split() == ["54321", "0002"]
