@@ -106,7 +106,7 @@ def _(stack: Stack) -> None:
 
 for _target in ("controller", "trainer", "inference", "vllm"):
 
-    @fault(f"no {_target} is discovered", idle, (34, set()), (36, {"TandemTargetAbsent"}))
+    @fault(f"no {_target} is discovered", idle, (33, set()), (36, {"TandemTargetAbsent"}))
     def _(stack: Stack, target: str = _target) -> None:
         drop(stack, target, since=20)
 
@@ -126,6 +126,12 @@ def _(stack: Stack) -> None:
 def _(stack: Stack) -> None:
     put(stack, "inference", "tandem_supervisor_process_start_time_seconds",
         lambda minute: 60.0 * (minute // 4 * 4) if minute > 30 else 5.0, program="vllm")  # fmt: skip
+
+
+@fault("a program is started again three times", idle, (46, set()))
+def _(stack: Stack) -> None:
+    put(stack, "inference", "tandem_supervisor_process_start_time_seconds",
+        lambda minute: 60.0 * (min(minute, 42) // 4 * 4) if minute > 31 else 5.0, program="vllm")  # fmt: skip
 
 
 @fault("the controller crashes every four minutes", idle, (30, set()), (46, {"TandemProcessFlapping"}))
@@ -148,8 +154,8 @@ def _(stack: Stack) -> None:
     put(stack, "controller", "tandem_jobs", from_minute(20, 2), state="queued")
 
 
-@fault("the runner hangs with its ranks", in_long_job, (20, set()),
-       (100, {"TandemJobStuck", "TandemTrainerStuck"}))  # fmt: skip
+@fault("the runner hangs with its ranks", in_long_job, (20, set()), (92, {"TandemTrainerStuck"}),
+       (93, {"TandemJobStuck", "TandemTrainerStuck"}))  # fmt: skip
 def _(stack: Stack) -> None:
     for name in ("tandem_train_last_step_timestamp_seconds", "tandem_job_last_progress_timestamp_seconds"):
         put(stack, "trainer", name, lambda minute: 60.0 * min(minute, 60))
@@ -376,13 +382,13 @@ def _(stack: Stack) -> None:
 # ---------------------------------------------------------------- devices
 
 
-@fault("one of two GPUs is gone", idle, (29, set()), (30, {"TandemGPUMissing"}))
+@fault("one of two GPUs is gone", idle, (28, set()), (31, {"TandemGPUMissing"}))
 def _(stack: Stack) -> None:
     for key in [key for key in stack if 'uuid="GPU-1"' in key]:
         stack[key][15:] = [None] * (MINUTES - 14)
 
 
-@fault("the only GPU is gone", idle, (29, set()), (35, {"TandemGPUMissing"}))
+@fault("the only GPU is gone", idle, (28, set()), (35, {"TandemGPUMissing"}))
 def _(stack: Stack) -> None:
     for key in [key for key in stack if 'uuid="GPU-2"' in key]:
         stack[key][15:] = [None] * (MINUTES - 14)
