@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tandem"
-EVERYBODY = {"errors", "config", "logs", "processes", "ports", "environment", "tail"}
+EVERYBODY = {"errors", "config", "logs", "processes", "ports", "environment", "tail", "devices"}
 MAY_IMPORT = {
     "spool": set(),
     "data": {"spool"},
     "model": {"spool", "data"},
     "trainer": {"spool", "data", "model", "publish"},
     "publish": {"spool", "model"},
-    "inference": {"spool"},
+    "inference": {"spool", "supervision"},
     "controller": {"spool", "data", "metrics", "model.arch", "model.identity"},
     "metrics": {"spool", "supervision"},
 }

@@ -6,8 +6,8 @@ import pytest
 
 from runner.runner_stack import Stack
 from tandem.config import Settings
+from tandem.devices import MIB, Devices
 from tandem.errors import InvalidInput
-from tandem.trainer.devices import MIB, Devices
 
 ROWS = "0, GPU-aaaa1111, 3\n1, GPU-bbbb2222, 70000\n2, GPU-bbcc3333, 0\n"
 
@@ -27,7 +27,7 @@ def smi(tmp_path, monkeypatch):
 
 
 def devices(*names: str) -> Devices:
-    return Devices(Settings(device="cuda", trainer_devices=list(names)))
+    return Devices(Settings(device="cuda", trainer_devices=list(names)), "trainer")
 
 
 def test_devices_are_known_by_uuid(smi, monkeypatch):
@@ -53,7 +53,7 @@ def test_no_gpu_where_one_is_asked_for_is_refused(smi):
     smi.write_text("")
     with pytest.raises(InvalidInput, match="TANDEM_DEVICE"):
         devices()
-    assert Devices(Settings(device="auto")).uuids == ()
+    assert Devices(Settings(device="auto"), "trainer").uuids == ()
 
 
 def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(smi, tmp_path):

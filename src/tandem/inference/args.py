@@ -48,7 +48,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     our arguments. Raises InvalidInput for settings that can't work, naming the variable.
     """
     extra = _extra_arguments(settings.vllm_args)
-    device = _device(settings)
+    device = serving_device(settings)
     try:
         model = settings.model_path()
     except ValueError as error:
@@ -114,7 +114,8 @@ def _environment(settings: Settings, device: str, model: str, environ: Mapping[s
     return env
 
 
-def _device(settings: Settings) -> Literal["cpu", "cuda"]:
+def serving_device(settings: Settings) -> Literal["cpu", "cuda"]:
+    """Where vLLM runs. InvalidInput if it is not installed."""
     return installed_device() if settings.device == "auto" else settings.device
 
 
@@ -123,7 +124,7 @@ def verify_tolerance(settings: Settings) -> float:
     (H200, a small model with peaked distributions)."""
     if settings.verify_tolerance is not None:
         return settings.verify_tolerance
-    device = _device(settings)
+    device = serving_device(settings)
     return 0.02 if _dtype(settings, device) == "float32" else 0.05
 
 

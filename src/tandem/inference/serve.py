@@ -8,15 +8,17 @@ import sys
 from pydantic import ValidationError
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, TandemError
 from tandem.inference.args import server_command
+from tandem.inference.room import make_room
 from tandem.logs import Log, configure
 
 log = Log("inference")
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on wrong settings."""
+    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on wrong settings, 1 where
+    there is no room for it now."""
     configure()
     try:
         settings = Settings()
@@ -24,10 +26,15 @@ def main() -> None:
     except (ValidationError, InvalidInput, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2)
+    try:
+        variables = make_room(settings)
+    except TandemError as error:
+        log.error(f"vLLM can't be started: {error}")
+        sys.exit(2 if isinstance(error, InvalidInput) else 1)
     if not settings.secret("admin_token"):
         log.warning("no admin token is set (TANDEM_ADMIN_TOKEN): nobody, the publisher included, can load adapters")
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
-    os.execve(command.argv[0], command.argv, command.env)
+    os.execve(command.argv[0], command.argv, command.env | variables)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from contextlib import suppress
 
 from tandem import logs, processes
 from tandem.config import Settings, load_settings
+from tandem.devices import FREE_BYTES, Devices
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
@@ -29,7 +30,6 @@ from tandem.spool.recovery import made_by
 from tandem.spool.schema import Job, JobError, JobResult, JobState, RankProcess
 from tandem.trainer import attempt
 from tandem.trainer.attempt import JobLog, Watch
-from tandem.trainer.devices import FREE_BYTES, Devices
 from tandem.trainer.launch import DEFAULT_ENTRY, Launch, make_launcher
 
 log = Log("runner")
@@ -67,7 +67,7 @@ class Runner:
             marker = (_MARKER, self._volume)
             processes.adopt_orphans()
             self._sweep(marker)
-            self._devices = Devices(self._settings)
+            self._devices = Devices(self._settings, "trainer")
             self._launcher = make_launcher(self._settings, entry=self._entry, marker=marker)
             log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=self._launcher.name,
                      ranks=self._settings.trainer_ranks, devices=",".join(self._devices.uuids) or "cpu")  # fmt: skip

@@ -1,7 +1,7 @@
-"""The trainer's GPUs as seen from outside the ranks: by UUID, through nvidia-smi, without a CUDA context.
+"""GPUs as seen from outside the processes that use them: by UUID, through nvidia-smi, without a CUDA context.
 
 An index restarts at 0 in each container and the pids NVML reports are the host's, so only UUIDs and bytes are used.
-On a machine without GPUs there are no devices, and "free" means that no rank of ours is left.
+On a machine without GPUs there are no devices, and "free" means that no process of ours is left.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import time
+from copy import copy
+from typing import Literal, Self
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
@@ -19,12 +21,13 @@ FREE_BYTES = 256 * MIB
 """A device with less than this in use is free: a CUDA context alone takes more, a driver's own bookkeeping less."""
 
 _TIMEOUT_SECONDS = 20.0
+Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs that the ranks of this runner use."""
+    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or all."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, side: Side) -> None:
         """Raises InvalidInput where the settings name devices that are not there."""
         self.uuids: tuple[str, ...] = ()
         if settings.device == "cpu":
@@ -36,7 +39,13 @@ class Devices:
                     "nvidia-smi finds no GPU; give the container one, or set TANDEM_DEVICE=cpu", field="TANDEM_DEVICE"
                 )
             return
-        self.uuids = _selected(settings, {index: uuid for index, uuid, _ in found})
+        self.uuids = _selected(settings, side, {index: uuid for index, uuid, _ in found})
+
+    def first(self, count: int) -> Self:
+        """Only the first `count` of them."""
+        chosen = copy(self)
+        chosen.uuids = self.uuids[:count]
+        return chosen
 
     def used(self) -> dict[str, int | None]:
         """Bytes in use per UUID, whoever uses them; None where nvidia-smi doesn't tell."""
@@ -61,9 +70,9 @@ class Devices:
             time.sleep(0.2)
 
 
-def _selected(settings: Settings, by_index: dict[str, str]) -> tuple[str, ...]:
-    names = settings.trainer_devices
-    where = "TANDEM_TRAINER_DEVICES"
+def _selected(settings: Settings, side: Side, by_index: dict[str, str]) -> tuple[str, ...]:
+    names = settings.trainer_devices if side == "trainer" else settings.inference_devices
+    where = f"TANDEM_{side.upper()}_DEVICES"
     if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         names, where = visible.split(","), "CUDA_VISIBLE_DEVICES"
     if not names:
