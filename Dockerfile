@@ -120,7 +120,9 @@ ARG DEVICE
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    if [ "${DEVICE}" = cpu ]; then sync-locked trainer --no-install-package triton; else sync-locked trainer; fi
+    sync-locked trainer \
+ # Megatron imports triton wherever it runs; without a GPU nothing is compiled with it.
+ && if [ "${DEVICE}" = cpu ]; then rm -rf /opt/tandem/lib/python3*/site-packages/triton/backends/nvidia/bin/*; fi
 
 FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
@@ -130,7 +132,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
-RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up, tandem.trainer.worker, tandem.trainer.launch.rank"
+RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up, tandem.trainer.launch.rank; from tandem.trainer.worker import preload; preload()"
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 9400
