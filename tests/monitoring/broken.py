@@ -161,6 +161,12 @@ def _(stack: Stack) -> None:
         put(stack, "trainer", name, lambda minute: 60.0 * min(minute, 60))
 
 
+@fault("ranks are silent for twenty minutes, as the job allows", in_long_job, (81, set()), (90, set()))
+def _(stack: Stack) -> None:
+    put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds",
+        lambda minute: 60.0 * (60 if 60 <= minute <= 80 else minute))  # fmt: skip
+
+
 @fault("a job beats but makes no steps", in_long_job, (75, set()), (78, {"TandemTrainerStuck"}))
 def _(stack: Stack) -> None:
     put(stack, "trainer", "tandem_train_last_step_timestamp_seconds", lambda minute: 60.0 * min(minute, 60))
@@ -219,6 +225,32 @@ def _(stack: Stack) -> None:
 @fault("somebody else uses the trainer's GPU", idle, (22, set()), (23, {"TandemGPUMemoryOrphaned"}))
 def _(stack: Stack) -> None:
     put(stack, "trainer", "tandem_gpu_memory_used_bytes", from_minute(20, 700.0 * MIB), uuid="GPU-1")
+
+
+@fault("a driver's own bookkeeping", idle, (59, set()))
+def _(stack: Stack) -> None:
+    put(stack, "trainer", "tandem_gpu_memory_used_bytes", 200.0 * MIB, uuid="GPU-1")
+    put(stack, "trainer", "tandem_job_gpu_left_bytes", 200.0 * MIB, uuid="GPU-1")
+    put(stack, "inference", "tandem_supervisor_process_up", from_minute(55, 0, before=1), program="vllm")
+    put(
+        stack,
+        "inference",
+        "tandem_gpu_memory_used_bytes",
+        from_minute(55, 1.0 * GIB, before=0.86 * TOTAL),
+        uuid="GPU-2",
+    )
+
+
+@fault("a killed vLLM leaves a little", idle, (22, set()), (23, {"TandemGPUMemoryOrphaned"}))
+def _(stack: Stack) -> None:
+    put(stack, "inference", "tandem_supervisor_process_up", from_minute(20, 0, before=1), program="vllm")
+    put(
+        stack,
+        "inference",
+        "tandem_gpu_memory_used_bytes",
+        from_minute(20, 3.0 * GIB, before=0.86 * TOTAL),
+        uuid="GPU-2",
+    )
 
 
 @fault("a killed vLLM's engine stays on the GPU", idle, (22, set()), (23, {"TandemGPUMemoryOrphaned"}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,17 @@ def test_every_query_parses(tmp_path):
     (tmp_path / "queries.yml").write_text(json.dumps({"groups": [{"name": "dashboards", "rules": parsed}]}))
     done = promtool("check", "rules", "queries.yml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_vllm_still_has_the_metrics_that_we_name():
+    """In the source of the vLLM that is installed: its names change from version to version."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.submodule_search_locations[0]) / "v1" / "metrics" / "loggers.py"
+    text = source.read_text()
+    for metric in VLLM_METRICS:
+        if metric.name.startswith("vllm:") and metric.name != "vllm:cache_config_info":
+            # The client adds _total to counters' names.
+            name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+            assert f'"{name}"' in text, f"{source} has no {name}"
