@@ -55,6 +55,7 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
         ("tandem.inference.publisher", ["torch", "vllm", "transformers"]),
         ("tandem.inference.guard", ["torch", "pydantic"]),
         ("tandem.metrics.exporter", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
+        ("tandem.health", ["torch", "vllm", "transformers", "numpy", "fastapi", "httpx"]),
         ("tandem.up", ["torch", "vllm", "transformers"]),
     ],
 )

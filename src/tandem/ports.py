@@ -83,6 +83,12 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
             raise Conflict(f"port {preferred} is held by another Tandem process; choose another", field=name)
 
 
+def loopback(host: str) -> str:
+    """How a server that listens on `host` is reached from this machine, as it stands in a URL."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
 def _lock(port: int) -> int | None:
     directory = Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import httpx
 
 from tandem.config import Settings
+from tandem.ports import loopback
 from tandem.processes import Process
 
 _SERIES = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -93,8 +94,7 @@ class Watchdog:
     def __init__(self, settings: Settings, admin_token: str | None) -> None:
         self._poll_seconds = min(10.0, settings.vllm_stall_seconds / 10)
         self._progress = Progress(settings.vllm_stall_seconds, self._poll_seconds)
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.inference_host, settings.inference_host)
-        self._url = f"http://{f'[{host}]' if ':' in host else host}:{settings.inference_port}"
+        self._url = f"http://{loopback(settings.inference_host)}:{settings.inference_port}"
         self._headers = {ADMIN_HEADER: admin_token} if admin_token else {}
         self._life: Life | None = None
         self._stall: Stall | None = None

@@ -288,10 +288,15 @@ class Jobs(JobFiles):
 
         return recover(self._spool, runner)
 
+    @property
+    def runner_lock_path(self) -> Path:
+        """What `runner_lock` locks, to be asked from another process whether it is held."""
+        return self._dir / "runner.lock"
+
     @contextmanager
     def runner_lock(self, name: str) -> Iterator[None]:
         """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is one."""
-        path = self._dir / "runner.lock"
+        path = self.runner_lock_path
         try:
             with file_lock(path, blocking=False, reentrant=False) as fd, fs.volume_errors(path):
                 info = RunnerInfo(runner=name, host=socket.gethostname(), pid=os.getpid(), since=time.time())

@@ -1,0 +1,107 @@
+"""`python -m tandem.health`: the images' HEALTHCHECK. Prints one line; exits 0 if all is well, else 1.
+
+TANDEM_ROLE says what is looked at: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
+lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.config import Settings, load_settings
+from tandem.errors import TandemError
+from tandem.ports import loopback
+from tandem.spool import Spool
+from tandem.supervision import statuses
+
+_TIMEOUT_SECONDS = 4.0
+_BASE_MODEL_NAME = "base"
+_FLOCK = "hhqqi4x"
+"""struct flock of Linux on 64 bits: type, whence, start, length, pid."""
+
+
+def troubles(settings: Settings, role: str) -> Iterator[str]:
+    """What is wrong, in words; nothing if all is well."""
+    if role not in ("trainer", "inference"):
+        url = f"http://{loopback(settings.controller_host)}:{settings.controller_port}/readyz"
+        yield from _get(url)[0]
+    if role == "controller":
+        return
+    programs = {"trainer": ["runner"], "inference": ["vllm", "publisher"]}.get(role, ["runner", "vllm", "publisher"])
+    found = statuses(settings)
+    if not found:
+        yield "supervisord does not answer"
+        return
+    for name in programs:
+        state = found[name].state if name in found else "absent"
+        if state != "RUNNING":
+            yield f"{name} is {state}"
+    if "runner" in programs and not is_locked(Spool(settings.root, writable=False).jobs.runner_lock_path):
+        yield "the runner does not hold the spool's lock"
+    if "vllm" in programs:
+        yield from _vllm(settings)
+
+
+def _vllm(settings: Settings) -> Iterator[str]:
+    base = f"http://{loopback(settings.inference_host)}:{settings.inference_port}"
+    wrong, _ = _get(f"{base}/health")
+    if wrong:
+        yield from wrong
+        return
+    wrong, body = _get(f"{base}/v1/models", settings.inference_key)
+    yield from wrong
+    if not wrong:
+        try:
+            models = [model["id"] for model in json.loads(body)["data"]]
+        except (ValueError, LookupError, TypeError):
+            models = []
+        if _BASE_MODEL_NAME not in models:
+            yield f"vLLM does not list the model {_BASE_MODEL_NAME!r}"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds a record lock on `path`. Asks the kernel only: nothing is locked for a moment, in
+    which who wants the lock would not get it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+    finally:
+        os.close(descriptor)
+
+
+def _get(url: str, key: str | None = None) -> tuple[list[str], bytes]:
+    """(what is wrong, the answer's body)"""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    # Without the environment's proxies: it is this very machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+            return [], answer.read()
+    except urllib.error.HTTPError as error:
+        return [f"{url} answers {error.code}"], b""
+    except OSError as error:
+        return [f"{url} does not answer: {getattr(error, 'reason', error)}"], b""
+
+
+def main() -> int:
+    role = os.environ.get("TANDEM_ROLE") or "all"
+    try:
+        found = list(troubles(load_settings(), role))
+    except (TandemError, OSError) as error:
+        found = [str(error)]
+    print("; ".join(found).replace("\n", " ") if found else f"{role} is healthy")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
