@@ -79,11 +79,13 @@ LABEL org.opencontainers.image.title="tandem-controller" \
       org.opencontainers.image.created="${CREATED}"
 
 # ---------------------------------------------------------------- torch, for trainer and inference
-# Triton compiles its launchers with a C compiler, and torch.compile host code with a C++ one, when they first run.
-FROM locked AS torch-cuda
+# Triton compiles its launchers, and torch.compile code for the host, when they first run: with these.
+FROM locked AS compilers
 RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends g++ libc6-dev python3-dev libnuma1 \
  && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
+
+FROM compilers AS torch-cuda
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
@@ -95,15 +97,14 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TANDEM_DEVICE=cuda
 
 # PyPI's torch needs its CUDA libraries even to be imported, but not those that they open when a GPU first asks.
-FROM locked AS torch-cpu
-RUN apt-get update -qq \
- && apt-get install -y -qq --no-install-recommends libnuma1 \
- && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
+FROM compilers AS torch-cpu
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    sync-locked gpu-container --no-install-package triton \
- && cd /opt/tandem/lib/python3*/site-packages/nvidia \
+    sync-locked gpu-container \
+ && cd /opt/tandem/lib/python3*/site-packages \
+ && rm -rf triton/backends/nvidia/bin triton/backends/nvidia/lib/cupti \
+ && cd nvidia \
  && rm -f cudnn/lib/libcudnn_[!.]* cu13/lib/libnvrtc.alt* cu13/lib/libnvrtc-builtins* cu13/lib/libcusolverMg* \
           cu13/lib/libnvperf* nvshmem/lib/*.bc nvshmem/lib/*.a nvshmem/lib/nvshmem_*
 ENV TANDEM_DEVICE=cpu
@@ -116,7 +117,6 @@ ENV TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton VLLM_
 
 # ---------------------------------------------------------------- trainer
 FROM torch AS trainer-packages
-ARG DEVICE
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
@@ -157,7 +157,7 @@ ARG DEVICE
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu --no-install-package triton; else sync-locked inference; fi
+    if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu; else sync-locked inference; fi
 
 FROM inference-packages AS inference
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
