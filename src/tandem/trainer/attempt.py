@@ -12,6 +12,7 @@ from tandem.processes import Process
 from tandem.spool.schema import Job, JobError
 from tandem.tail import Tail, last_lines
 from tandem.trainer import verdict
+from tandem.trainer.echo import Echo
 from tandem.trainer.launch import Launch, Launcher
 from tandem.trainer.verdict import Heartbeats
 
@@ -42,10 +43,12 @@ class Watch:
 
 
 class JobLog:
-    """`jobs/logs/<id>.log`: the lines of all the attempt's logs, each with who printed it in front."""
+    """`jobs/logs/<id>.log`: the lines of all the attempt's logs, each with who printed it in front. `echo` gets them
+    too."""
 
-    def __init__(self, path: Path, work: Path, ranks: int) -> None:
+    def __init__(self, path: Path, work: Path, ranks: int, echo: Echo) -> None:
         self.path = path
+        self._echo = echo
         self._tails = {"launcher": Tail(work / "launcher.log")}
         self._tails |= {f"rank {rank}": Tail(work / f"rank.{rank}.log") for rank in range(ranks)}
         self._complained = False
@@ -55,6 +58,7 @@ class JobLog:
             self._write([f"[{name}] {line}" for line in tail.lines(final=final)])
             if final:
                 tail.close()
+        self._echo.add([], patience=1.0 if final else 0.0)
 
     def say(self, text: str) -> None:
         """A line of the runner's own."""
@@ -66,6 +70,7 @@ class JobLog:
     def _write(self, lines: list[str]) -> None:
         if not lines:
             return
+        self._echo.add(lines)
         try:
             with self.path.open("a") as file:
                 file.write("".join(f"{line}\n" for line in lines))

@@ -30,6 +30,7 @@ from tandem.spool.recovery import made_by
 from tandem.spool.schema import Job, JobError, JobResult, JobState, RankProcess
 from tandem.trainer import attempt
 from tandem.trainer.attempt import JobLog, Watch
+from tandem.trainer.echo import Echo
 from tandem.trainer.launch import DEFAULT_ENTRY, Launch, make_launcher
 
 log = Log("runner")
@@ -185,7 +186,7 @@ class Runner:
     def _attempt(self, job: Job) -> JobResult | JobError:
         spec, jobs = job.spec, self._spool.jobs
         work = jobs.work_dir(spec.id, job.attempt)
-        joblog = JobLog(jobs.log_path(spec.id), work, self._settings.trainer_ranks)
+        joblog = JobLog(jobs.log_path(spec.id), work, self._settings.trainer_ranks, Echo(spec.id))
         joblog.say(
             f"attempt {job.attempt} of {spec.max_attempts}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
         )
