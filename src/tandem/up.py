@@ -29,7 +29,7 @@ from pathlib import Path
 
 import httpx
 
-from tandem import environment, ports, processes, supervision
+from tandem import environment, gpupath, ports, processes, supervision
 from tandem.config import Settings
 from tandem.console import Console
 from tandem.errors import Conflict, InvalidInput, TandemError
@@ -173,6 +173,8 @@ class _Stack:
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         supervisord = self._start()
         self._say(f"starting {', '.join(self._lives)}; logs are in {self._logs}")
+        if self._role != "all" and (path := gpupath.describe(self._settings, self._role)):
+            self._say(path)
         code = 0
         try:
             if self._watchdog is not None:
