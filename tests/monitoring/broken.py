@@ -260,7 +260,7 @@ def _(stack: Stack) -> None:
 
 @fault("jobs leave memory, one after another", in_long_job, (20, set()), (22, {"TandemJobLeftMemory"}))
 def _(stack: Stack) -> None:
-    put(stack, "trainer", "tandem_job_gpu_left_bytes", from_minute(21, 900.0 * MIB), uuid="GPU-0")
+    put(stack, "trainer", "tandem_job_gpu_left_bytes", from_minute(21, 300.0 * MIB), uuid="GPU-0")
 
 
 @fault("what was left is gone by now", idle, (20, set()))
@@ -314,7 +314,27 @@ def _(stack: Stack) -> None:
 @fault("a job computes nothing", in_long_job, (50, set()), (60, {"TandemGPUIdleWhileAllocated"}))
 def _(stack: Stack) -> None:
     for uuid in ("GPU-0", "GPU-1"):
-        put(stack, "trainer", "tandem_gpu_utilization_ratio", from_minute(20, 0, before=0.9), uuid=uuid)
+        put(stack, "trainer", "tandem_gpu_utilization_ratio", from_minute(20, 0.015, before=0.9), uuid=uuid)
+
+
+@fault("a job computes a little", in_long_job, (60, set()))
+def _(stack: Stack) -> None:
+    for uuid in ("GPU-0", "GPU-1"):
+        put(stack, "trainer", "tandem_gpu_utilization_ratio", 0.05, uuid=uuid)
+
+
+@fault("a job reads its data before it takes the GPU", in_long_job, (60, set()))
+def _(stack: Stack) -> None:
+    for uuid in ("GPU-0", "GPU-1"):
+        put(stack, "trainer", "tandem_gpu_utilization_ratio", 0, uuid=uuid)
+        put(stack, "trainer", "tandem_gpu_memory_used_bytes", 0.05 * TOTAL, uuid=uuid)
+
+
+@fault("a large model is loaded after an hour without jobs", idle, (68, set()), (72, set()))
+def _(stack: Stack) -> None:
+    put(stack, "trainer", "tandem_train_active", from_minute(60, 1))
+    put(stack, "trainer", "tandem_job_info", from_minute(60, 1, before=None), job_id="long", run="math", kind="rl")
+    put(stack, "trainer", "tandem_gpu_memory_used_bytes", from_minute(61, 0.3 * TOTAL), uuid="GPU-0")
 
 
 @fault("/dev/shm fills", idle, (24, set()), (25, {"TandemShmNearlyFull"}))

@@ -57,7 +57,8 @@ def idle(*, gpus: bool = True) -> Stack:
         stack[series(target, "tandem_build_info", version="0.1.0", revision="abc")] = each(1)
         for volume, size in (("shared", 1000 * GIB), ("shm", 16 * GIB), ("cache", 100 * GIB), ("tmp", 8 * GIB)):
             stack[series(target, "tandem_volume_total_bytes", volume=volume)] = each(size)
-            stack[series(target, "tandem_volume_free_bytes", volume=volume)] = each(0.8 * size)
+            free = 0.8 if volume == "shared" else 0.25
+            stack[series(target, "tandem_volume_free_bytes", volume=volume)] = each(free * size)
         stack[series(target, "tandem_volume_write_probe_seconds", volume="shared")] = each(0.004)
     stack[series("controller", "process_start_time_seconds")] = each(5)
     for state in ("queued", "running"):
@@ -95,8 +96,9 @@ def _gpus(stack: Stack) -> None:
         for uuid in uuids:
             stack[series(target, "tandem_gpu_info", uuid=uuid, name="H200")] = each(1)
             stack[series(target, "tandem_gpu_memory_total_bytes", uuid=uuid)] = each(TOTAL)
-            used = 0.0 if target == "trainer" else 0.86 * TOTAL
-            stack[series(target, "tandem_gpu_memory_used_bytes", uuid=uuid)] = each(used)
+            # vLLM may be given nearly all, and takes a little more with its first long request.
+            vllm = each(lambda minute: 0.975 * TOTAL + (minute > 200) * GIB)
+            stack[series(target, "tandem_gpu_memory_used_bytes", uuid=uuid)] = each(0) if target == "trainer" else vllm
             stack[series(target, "tandem_gpu_utilization_ratio", uuid=uuid)] = each(0)
             stack[series(target, "tandem_gpu_ecc_uncorrected_errors_total", uuid=uuid)] = each(2)
             for reason in ("hw_thermal", "sw_power_cap"):
@@ -167,13 +169,14 @@ def training() -> Stack:
         stack[t("tandem_rank_up", rank=str(rank))] = during(1)
         stack[t("tandem_torch_memory_reserved_bytes", **labels)] = during(120 * GIB)
         stack[t("tandem_torch_memory_allocated_bytes", **labels)] = during(16 * GIB)
-        stack[t("tandem_torch_memory_inactive_split_bytes", **labels)] = during(12 * GIB)
-        floor = during(lambda minute: (16 + minute // cycle % 3) * GIB, first=2)  # jobs of different sizes
+        stack[t("tandem_torch_memory_inactive_split_bytes", **labels)] = during(24 * GIB)
+        floor = during(lambda minute: (16 + 44 * (minute // cycle % 3)) * GIB, first=2)  # jobs of different sizes
         stack[t("tandem_torch_memory_step_floor_bytes", **labels)] = floor
-        stack[t("tandem_torch_memory_alloc_retries_total", **labels)] = each(lambda minute: float(done(minute)))
+        stack[t("tandem_torch_memory_alloc_retries_total", **labels)] = each(lambda minute: 3.0 * done(minute))
         stack[t("tandem_torch_memory_ooms_total", **labels)] = each(0)
         in_use = each(lambda minute: 0.92 * TOTAL if minute % cycle < JOB else 1.0 * MIB)
         stack[t("tandem_gpu_memory_used_bytes", uuid=uuid)] = in_use
+        stack[t("tandem_job_gpu_left_bytes", uuid=uuid)] = each(200 * MIB)
         stack[t("tandem_gpu_utilization_ratio", uuid=uuid)] = each(lambda minute: 0.9 * (2 <= minute % cycle < JOB))
         stack[t("tandem_gpu_throttle_active", uuid=uuid, reason="sw_power_cap")] = each(1)
     stack[t("tandem_jobs_finished_total", outcome="succeeded")] = each(lambda minute: float(done(minute)))
