@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -92,3 +93,13 @@ def test_a_second_controller_on_the_port_fails_visibly(tmp_path):
         assert "address already in use" in second.output()
         second.__exit__()
         assert httpx.get(f"{process.url}/healthz", trust_env=False).status_code == 200
+
+
+def test_as_json_every_line_of_its_log_is_an_object(tmp_path):
+    with Process(make_root(tmp_path / "spool"), TANDEM_LOG_FORMAT="json") as process:
+        httpx.get(f"{process.url}/healthz", timeout=10)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.stdout is not None
+        lines = [json.loads(line) for line in process.popen.stdout.read().splitlines()]
+        assert any("GET /healthz" in line["message"] for line in lines)
+        assert {line["level"] for line in lines} == {"info"}

@@ -7,11 +7,13 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from tandem.config import Settings, load_settings, split_keys
 from tandem.controller.app import create_app
 from tandem.controller.gate import is_loopback
 from tandem.errors import TandemError, Unauthorized
+from tandem.logs import as_json, configure
 
 # Requests under way when the process is told to stop get this long, in seconds; the spool loses nothing either way.
 GRACE_SECONDS = 10
@@ -51,6 +53,8 @@ def main() -> int:
     except (TandemError, OSError) as error:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
+    if as_json():
+        configure()
     config = uvicorn.Config(
         app,
         host=settings.controller_host,
@@ -58,6 +62,8 @@ def main() -> int:
         timeout_graceful_shutdown=GRACE_SECONDS,
         server_header=False,
         log_level="info",
+        # In JSON, uvicorn's own lines are the root logger's.
+        log_config=None if as_json() else LOGGING_CONFIG,
     )
     server = _Server(config, app)
     server.run()

@@ -1,0 +1,98 @@
+"""`tandem up --role` as a container runs it: the first process, or under tini; a user without name, groups and
+capabilities; a root file system that is read-only but for /tmp, /run and the volume."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem import processes
+
+HERE = Path(__file__).parent
+START = """
+import sys
+from tandem.config import Settings
+from tandem.supervision import Program
+from tandem.up import up
+sys.exit(up(Settings(), "trainer", [Program("a", "fake_program_a", 1, 2), Program("b", "fake_program_b", 2, 2)]))
+"""
+# What the interpreter needs may lie where only root looks: it gets other parents, in this mount namespace only.
+ROOT = r"""
+set -eu
+mount --make-rprivate /
+mount -t tmpfs -o mode=755 tmpfs /mnt
+i=0
+for path in "$@"; do i=$((i + 1)); mkdir /mnt/$i; mount --rbind "$path" /mnt/$i; done
+mkdir /mnt/volume; mount --bind "$VOLUME" /mnt/volume
+for path in "$@"; do
+    top=/$(echo "$path" | cut -d/ -f2)
+    mountpoint -q "$top" || mount -t tmpfs -o mode=755 tmpfs "$top"
+done
+i=0
+for path in "$@"; do i=$((i + 1)); mkdir -p "$path"; mount --rbind /mnt/$i "$path"; done
+mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -t tmpfs -o mode=1777 tmpfs /run
+mount --bind /mnt/volume /srv
+mount -o remount,ro,bind /
+cd /
+eval "exec $COMMAND"
+"""
+AS_USER = "setpriv --reuid 12345 --regid 0 --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all"
+
+
+def can_unshare() -> bool:
+    command = ["unshare", "-fpm", "--mount-proc", "true"]
+    return os.getuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs root and namespaces")
+@pytest.mark.parametrize("init", ["", "tini --"])
+def test_first_process_or_under_init_without_name_on_a_read_only_root(tmp_path, init):
+    if init and not shutil.which("tini"):
+        pytest.skip("no tini")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o2775)
+    python = shlex.join([sys.executable, "-c", START])
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    environment = kept | {
+        "VOLUME": str(volume), "COMMAND": f"{init} {AS_USER} {python}", "PYTHONPATH": str(HERE), "HOME": "/tmp",
+        "TANDEM_ROOT": "/srv", "TANDEM_LOG_DIR": "/run/logs", "XDG_RUNTIME_DIR": "/run", "FAKE_A": "orphans",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    needed = [sys.base_prefix, str(HERE.parent.parent)]
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        command = ["unshare", "-fpm", "--mount-proc", "sh", "-c", ROOT, "sh", *needed]
+        container = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + 40
+        while "b | b runs" not in out.read_text() or out.read_text().count("orphaned") < 3:
+            assert time.monotonic() < end, out.read_text()
+            assert container.poll() is None, out.read_text()
+            time.sleep(0.1)
+        time.sleep(1)
+        inside = processes.descendants(container.pid)
+        assert [process for process in inside if process.zombie] == []
+        status = Path(f"/proc/{inside[-1].pid}/status").read_text()
+        assert "Uid:\t12345\t12345\t12345\t12345" in status
+        assert "CapEff:\t0000000000000000" in status
+        made = [path for path in volume.rglob("*") if path.is_file()]
+        assert made
+        for path in volume.rglob("*"):
+            assert path.stat().st_mode & 0o060 == 0o060, path
+        first = next(process for process in inside if process.parent == container.pid)
+        os.kill(first.pid, signal.SIGTERM)
+        # tini hands on its child's status, and unshare that of the first process.
+        assert container.wait(20) == 0, out.read_text()
+        assert "up | stopped" in out.read_text()
+    finally:
+        container.kill()
+        container.wait()
+        processes.kill_all(lambda: processes.marked("VOLUME", str(volume)), timeout=10)
