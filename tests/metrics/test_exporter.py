@@ -20,9 +20,11 @@ from spool.spool_tools import spool_with_run
 from tandem import ports
 from tandem.config import Settings
 from tandem.metrics import collector
+from tandem.metrics.catalogue import BY_NAME
 from tandem.metrics.collector import Collector, PartlyFailed
-from tandem.metrics.exporter import make_collectors, roles
+from tandem.metrics.exporter import SpoolOpener, make_collectors, roles
 from tandem.metrics.host import BuildCollector, SupervisorCollector, VolumesCollector
+from tandem.metrics.samples import Counts, Distribution
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
 from tandem.supervision import Status
@@ -131,6 +133,33 @@ def test_the_role_decides_what_is_collected(role, without, monkeypatch, tmp_path
     assert names == everything - without
 
 
+def test_one_roles_container_tells_about_its_own_devices_only(tmp_path, monkeypatch) -> None:
+    settings = Settings(root=tmp_path, trainer_devices=["0"], inference_devices=["GPU-b"])
+    found = {}
+    monkeypatch.setattr("tandem.metrics.exporter.NvmlCollector", lambda device, selected: found.update(now=selected))
+    for sides, selected in ((("trainer",), ["0"]), (("inference",), ["GPU-b"]), (("trainer", "inference"), ())):
+        make_collectors(settings, sides)
+        assert found["now"] == selected
+
+
+def test_a_full_volume_can_still_be_read(tmp_path, monkeypatch) -> None:
+    settings = Settings(root=spool_with_run(tmp_path / "spool").root)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tandem.spool.fs.write_all", full)
+    assert SpoolOpener(settings)().runs.names() == ["r"]
+
+
+def test_a_value_on_a_buckets_bound_is_within_it() -> None:
+    counts = Counts([BY_NAME["tandem_job_release_seconds"]])
+    for value in (0.1, 0.10001, 20, 21):
+        counts.observe("tandem_job_release_seconds", value)
+    (seen,) = counts.series()["tandem_job_release_seconds"].values()
+    assert seen == Distribution((1, 1, 0, 0, 0, 0, 0, 0, 1, 1), pytest.approx(41.20001))
+
+
 # ---------------------------------------------------------------- collectors that fail or hang
 
 
@@ -222,6 +251,9 @@ def test_a_volume_that_is_gone_or_full_shows_and_the_others_are_told(tmp_path: P
         assert {labels["volume"] for labels in seen.all("tandem_volume_free_bytes")} == {"tmp", "shared"}
         status = os.statvfs(tmp_path)
         assert seen.get("tandem_volume_total_bytes", volume="tmp") == status.f_blocks * status.f_frsize
+        assert seen.get("tandem_volume_free_bytes", volume="tmp") == pytest.approx(
+            status.f_bavail * status.f_frsize, abs=2**30
+        )
         assert 0 < seen.get("tandem_volume_write_probe_seconds", volume="shared") < 5
         spool.root.rename(tmp_path / "gone")
         seen = made.collect()

@@ -160,3 +160,20 @@ def test_served_comes_after_the_end(tmp_path):
     spool.jobs.finish(job, succeeded(job))
     spool.events.append("j", "served", step=1)
     assert [event.type for event in spool.events.read("j")] == ["claimed", "succeeded", "served"]
+
+
+def test_since_goes_on_where_it_was_and_waits_for_the_rest_of_a_line(spool):
+    assert spool.events.since("j", 0) == ([], 0)
+    written = [spool.events.append("j", "step", number=number) for number in range(3)]
+    seen, offset = spool.events.since("j", 0)
+    assert seen == written
+    assert spool.events.since("j", offset) == ([], offset)
+    path = spool.jobs.events_path("j")
+    content = path.read_bytes()
+    more = spool.events.append("j", "step", number=3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert spool.events.since("j", offset) == ([], offset)
+    path.write_bytes(whole)
+    assert spool.events.since("j", offset) == ([more], len(whole))
+    assert len(content) == offset
