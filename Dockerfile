@@ -120,9 +120,7 @@ FROM torch AS trainer-packages
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    sync-locked trainer \
- # Megatron imports triton wherever it runs; without a GPU nothing is compiled with it.
- && if [ "${DEVICE}" = cpu ]; then rm -rf /opt/tandem/lib/python3*/site-packages/triton/backends/nvidia/bin/*; fi
+    sync-locked trainer
 
 FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
