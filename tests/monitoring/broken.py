@@ -67,7 +67,7 @@ def long_job(stack: Stack) -> None:
     put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", lambda minute: 60.0 * minute)
     fills: dict[str, Callable[[int], float | None] | float] = {
         "tandem_torch_memory_reserved_bytes": 120.0 * GIB,
-        "tandem_torch_memory_inactive_split_bytes": 12.0 * GIB,
+        "tandem_torch_memory_inactive_split_bytes": 24.0 * GIB,
         "tandem_torch_memory_step_floor_bytes": 16.0 * GIB,
         "tandem_gpu_memory_used_bytes": 0.92 * TOTAL,
         "tandem_gpu_utilization_ratio": 0.9,
