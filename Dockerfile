@@ -24,6 +24,9 @@ ENV PATH=/opt/tandem/bin:/usr/local/bin:/usr/bin:/bin \
     NVIDIA_VISIBLE_DEVICES=void \
     PROMETHEUS_DISABLE_CREATED_SERIES=True \
     TANDEM_ROOT=/data TANDEM_LOG_DIR=/run/tandem/logs TANDEM_METRICS_HOST=0.0.0.0
+LABEL org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim"
+STOPSIGNAL SIGTERM
 
 # ---------------------------------------------------------------- tools that stay behind
 FROM base AS uv
@@ -53,7 +56,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM controller-packages AS controller
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+    /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
  # uv leaves locks that everybody may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
@@ -63,7 +66,6 @@ RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transfor
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8080
-STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "tandem.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
@@ -72,8 +74,6 @@ ARG CREATED=unknown
 ENV TANDEM_REVISION=${REVISION}
 LABEL org.opencontainers.image.title="tandem-controller" \
       org.opencontainers.image.description="Tandem's HTTP API: runs, jobs, checkpoints" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.created="${CREATED}"
@@ -94,7 +94,9 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
     sync-locked gpu-container
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TANDEM_DEVICE=cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TANDEM_DEVICE=cuda \
+    # It would compile itself with nvcc at the first request, and leaves the log-probs that we ask for to vLLM anyway.
+    VLLM_USE_FLASHINFER_SAMPLER=0
 
 # PyPI's torch needs its CUDA libraries even to be imported, but not those that they open when a GPU first asks.
 FROM compilers AS torch-cpu
@@ -125,7 +127,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+    /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
  # uv leaves locks that everybody may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
@@ -134,7 +136,6 @@ RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up,
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 9400
-STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=3 CMD ["python", "-m", "tandem.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
@@ -143,8 +144,6 @@ ARG CREATED=unknown
 ENV TANDEM_REVISION=${REVISION}
 LABEL org.opencontainers.image.title="tandem-trainer" \
       org.opencontainers.image.description="Tandem's trainer: Megatron-core ranks that start for a job and exit after it" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.created="${CREATED}"
@@ -160,7 +159,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 FROM inference-packages AS inference
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
-    /uv/bin/uv pip install -q --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
+    /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \
  # uv leaves locks that everybody may write to.
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY examples /opt/tandem/examples
@@ -173,7 +172,6 @@ RUN python -c "import tandem.inference.publisher, tandem.metrics.exporter, tande
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8000 9401
-STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "tandem.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
@@ -182,8 +180,6 @@ ARG CREATED=unknown
 ENV TANDEM_REVISION=${REVISION}
 LABEL org.opencontainers.image.title="tandem-inference" \
       org.opencontainers.image.description="Tandem's inference: vLLM, and the publisher that loads each step and verifies it" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="docker.io/library/debian:trixie-slim" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.created="${CREATED}"

@@ -34,6 +34,9 @@ test: lint  ## lint and every test that needs no GPU; those that need a Docker e
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
 	$(RUN) pytest -m "not gpu and not docker and not slow"
 
+images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
+images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)
+
 images:  ## the three images for GPUs (docker-compose.yml says under which names)
 	docker compose build
 
