@@ -49,7 +49,7 @@ def test_killed_and_stopped_while_clients_follow(tmp_path):
 
         process.popen.send_signal(signal.SIGTERM)  # with an open stream
         started = time.monotonic()
-        process.popen.wait(timeout=30)
+        assert process.popen.wait(timeout=30) == 0
         assert time.monotonic() - started < 20  # its own bound is 10
         succeed(spool, claimed)
         process.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from types import FrameType
 
@@ -42,7 +43,10 @@ def check_bind(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Serve until a signal; returns the exit status."""
+    """Serve until SIGTERM or Ctrl-C; the exit status: 0 stopped, 2 wrong settings, 3 could not listen."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Before uvicorn listens, and when it raises again what it has obeyed: a stop is no failure.
+        signal.signal(number, lambda *_: sys.exit(0))
     # Where torch is installed beside us, transformers would import it along with any tokenizer: seconds and gigabytes
     # for nothing. This makes it believe, as in the controller's image, that there is none.
     sys.modules["torch"] = None  # type: ignore[assignment]
