@@ -192,6 +192,14 @@ class ComposeStack(Compose):
         done = docker("logs", self.container(service))
         return done.stdout + done.stderr
 
+    def exits(self, since: float) -> dict[str, int]:
+        """The latest exit status of each service's container that ended after `since` (Unix seconds)."""
+        words = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}", "--format", "{{json .}}"]
+        for one in ("event=die", f"label=com.docker.compose.project={self.project}"):
+            words += ["--filter", one]
+        actors = [json.loads(line)["Actor"]["Attributes"] for line in docker("events", *words).stdout.splitlines()]
+        return {actor["com.docker.compose.service"]: int(actor["exitCode"]) for actor in actors}
+
     def tails(self, characters: int = 3000) -> str:
         """The end of each container's log, with how it is."""
         parts = []

@@ -1,0 +1,406 @@
+"""What dies in a running stack of containers, and what becomes of it: docs/jobs.md and docs/operations.md say the same.
+
+One stack, as a uid that no image knows, on a volume of 1.2 GB that can be filled. The tests go on from one another, in
+the order they stand here: while vLLM starts again, which takes a minute, the trainer's faults are tried.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+
+import httpx
+import pytest
+
+from compose_stack import SERVICES, TAG, ComposeStack, docker, until
+from tandem.client import Event
+from tandem.spool.schema import TERMINAL
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+UID = "54321"
+RUN = "faulty"
+# Longest a job of this size may take with one fault in it, in seconds.
+JOB_BOUND, SERVED_BOUND = 120, 240
+EXAMPLES = [
+    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+    for q in ("Is it?", "Was it?")
+    for a in ("yes", "no")
+]
+
+
+@pytest.fixture(scope="module")
+def stack(images, tmp_path_factory):
+    """The data volume lies in memory, and is held by a container: where nobody uses it, it is gone."""
+    directory = tmp_path_factory.mktemp("faults")
+    volume = f"tandem-test-{secrets.token_hex(3)}-data"
+    override = directory / "volume.yml"
+    override.write_text(json.dumps({"volumes": {"data": {"external": True, "name": volume}}}))
+    options = ["type=tmpfs", "device=tmpfs", f"o=size=1200m,mode=2775,uid={UID},gid=0"]
+    docker("volume", "create", *(word for option in options for word in ("-o", option)), volume)
+    holder = docker("run", "-d", "-v", f"{volume}:/data", "--user", f"{UID}:0", "--entrypoint", "sleep", "--init",
+                    "--network", "none", f"tandem-controller:{TAG}", "infinity").stdout.strip()  # fmt: skip
+    try:
+        with ComposeStack(directory, str(override), TANDEM_UID=UID) as stack:
+            print(f"\nup --wait took {stack.up():.0f} s")
+            stack.client.create_run(RUN, lora={"rank": 4, "alpha": 8})
+            stack.client.wait_served(RUN, 0, timeout=SERVED_BOUND)
+            yield stack
+    finally:
+        docker("rm", "-f", holder)
+        docker("volume", "rm", volume)
+
+
+def submit(stack: ComposeStack, epochs: int = 150) -> str:
+    job = stack.client.train_sft(
+        RUN, examples=EXAMPLES, packing={"sequence_length": 128}, max_attempts=3,
+        optimizer={"learning_rate": 1e-4, "epochs": epochs},
+    )  # fmt: skip
+    return job.spec.id
+
+
+def seen(stack: ComposeStack, job: str, kind: str, attempt: int | None = None) -> list[Event]:
+    """The job's events once one of that kind is among them. AssertionError when the job ended before."""
+
+    def check():
+        events = stack.client.job_events(job)
+        if any(event.type == kind and attempt in (None, event.attempt) for event in events):
+            return events
+        assert not any(event.type in TERMINAL for event in events), f"the job ended before {kind}: {events[-1]}"
+        return None
+
+    return until(f"{kind} of job {job}", check, JOB_BOUND, poll=0.1)
+
+
+# Every checkpoint that has a name is whole; prints the steps.
+_VERIFY = """
+from pathlib import Path
+from tandem.spool import Spool
+import sys
+spool, run = Spool(Path("/data")), sys.argv[1]
+for step in spool.checkpoints.steps(run):
+    spool.checkpoints.verify(run, step)
+print(*spool.checkpoints.steps(run))
+print(*(path for path in Path("/data/jobs/data").iterdir()))
+"""
+
+
+def succeeds(stack: ComposeStack, job: str) -> tuple[int, list[str]]:
+    """Wait for the job's success and check what holds after any end. (Attempts that count, errors of those before.)"""
+
+    def check():
+        status = stack.client.get_job(job)
+        return status if status.state in TERMINAL else None
+
+    status = until(f"the end of job {job}", check, JOB_BOUND)
+    assert status.state == "succeeded", status.error
+    events = stack.client.job_events(job)
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert sum(event.type in TERMINAL for event in events) == 1
+    errors = [event.data["error"]["type"] for event in events if event.type == "requeued"]
+    steps, data = stack.exec("controller", "python", "-c", _VERIFY, RUN).stdout.splitlines()
+    steps = [int(step) for step in steps.split()]
+    assert steps == list(range(len(steps)))
+    assert status.step == status.spec.base_step + 1 == steps[-1]
+    assert job not in data
+    # Ranks are copies of the fork server.
+    assert len(stack.pids("trainer", "forkserver")) <= 1
+    return status.attempt, errors
+
+
+def restarts(stack: ComposeStack, service: str) -> int:
+    return stack.inspect(service)["RestartCount"]
+
+
+def restarted(stack: ComposeStack, service: str, before: int) -> None:
+    until(f"{service} is started again", lambda: restarts(stack, service) == before + 1, 60)
+
+
+def exit_status(stack: ComposeStack, service: str, since: float) -> int:
+    """Of the container's end after that time."""
+
+    until(f"the end of {service}", lambda: service in stack.exits(since), 90)
+    return stack.exits(since)[service]
+
+
+def test_a_uid_that_no_image_knows_trains_and_serves(stack):
+    for service in SERVICES:
+        assert stack.exec(service, "id", "-u").stdout.strip() == UID
+    job = submit(stack, epochs=2)
+    assert succeeds(stack, job) == (1, [])
+    stack.client.wait_served(RUN, 1, timeout=SERVED_BOUND)
+
+
+# ---------------------------------------------------------------- inference goes away; training doesn't need it
+
+
+def test_docker_kill_of_inference(stack):
+    job = submit(stack)
+    seen(stack, job, "step")
+    docker("kill", stack.container("inference"))
+    assert stack.inspect("inference")["State"]["ExitCode"] == 137
+    assert succeeds(stack, job) == (1, [])
+    time.sleep(1)
+    assert stack.status("inference").startswith("exited"), "killed by hand, it stays down"
+    assert restarts(stack, "inference") == 0
+    stack.run("up", "-d", "inference")
+
+
+# ---------------------------------------------------------------- the trainer's parts
+
+
+@pytest.mark.parametrize("event", ["started", "step"])
+def test_kill_a_rank(stack, event):
+    job = submit(stack)
+    started = next(e for e in seen(stack, job, event) if e.type == "started")
+    # The numbers that the ranks have inside their container.
+    for pid in started.data["pids"]:
+        stack.exec("trainer", "python", "-c", f"import os; os.kill({pid}, 9)")
+    assert succeeds(stack, job) == (2, ["rank_crashed"])
+
+
+@pytest.mark.parametrize(
+    ("program", "attempts", "errors"),
+    [("forkserver", 2, ["rank_crashed"]), ("runner", 2, ["runner_lost"]), ("exporter", 1, [])],
+)
+def test_kill_a_program_of_the_trainer(stack, program, attempts, errors):
+    before = restarts(stack, "trainer")
+    job = submit(stack)
+    seen(stack, job, "step")
+    pid = stack.kill_program("trainer", program)
+    assert succeeds(stack, job) == (attempts, errors)
+    assert restarts(stack, "trainer") == before, "supervisord starts it again, not Docker"
+    again = until(f"another {program}", lambda: [p for p in stack.pids("trainer", program) if p != pid], 60)
+    assert again
+
+
+def test_kill_supervisord(stack):
+    """The container ends with 72 and is started again."""
+    before, begin = restarts(stack, "trainer"), time.time()
+    job = submit(stack)
+    seen(stack, job, "step")
+    stack.kill_program("trainer", "supervisord")
+    assert exit_status(stack, "trainer", begin) == 72
+    restarted(stack, "trainer", before)
+    attempts, errors = succeeds(stack, job)
+    # All that it left is ended at once; whose end is seen first is a matter of luck.
+    assert attempts == 2
+    assert errors[0] in ("runner_stopped", "runner_lost", "rank_crashed")
+    assert "supervisord ended" in stack.logs("trainer")
+
+
+def test_kill_the_first_process(stack):
+    """As the kernel does when memory runs out: 137, everything in the container is gone, and it is started again."""
+    before, begin = restarts(stack, "trainer"), time.time()
+    job = submit(stack)
+    seen(stack, job, "step")
+    stack.kill_first("trainer")
+    assert exit_status(stack, "trainer", begin) == 137
+    restarted(stack, "trainer", before)
+    assert succeeds(stack, job) == (2, ["runner_lost"])
+    stack.wait_healthy("trainer", timeout=90)
+
+
+def test_docker_kill_of_the_trainer(stack):
+    job = submit(stack)
+    seen(stack, job, "step")
+    docker("kill", stack.container("trainer"))
+    assert stack.inspect("trainer")["State"]["ExitCode"] == 137
+    time.sleep(1)
+    assert stack.status("trainer").startswith("exited"), "killed by hand, it stays down"
+    assert stack.client.get_job(job).state == "running", "nobody but a runner settles a runner's job"
+    stack.run("up", "-d", "trainer")
+    assert succeeds(stack, job) == (2, ["runner_lost"])
+
+
+# What `docker stop` does first, in the moment that the ranks begin to write a checkpoint.
+_STOP_IN_CHECKPOINT = """
+import json, os, signal, sys, time
+from pathlib import Path
+work = Path("/data/jobs/work") / sys.argv[1]
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    for beat in work.glob("*/beat.0"):
+        try:
+            if json.loads(beat.read_text())["phase"] == "checkpoint":
+                os.kill(1, signal.SIGTERM)
+                print("in time")
+                sys.exit()
+        except (OSError, ValueError):
+            pass
+    time.sleep(0.0005)
+sys.exit("no checkpoint was begun")
+"""
+
+
+def test_sigterm_during_a_checkpoint(stack):
+    """Exit status 0; the checkpoint is whole or isn't there; the job succeeded or goes on without a counted attempt."""
+    begin = time.time()
+    job = submit(stack, epochs=100)
+    done = docker("exec", stack.container("trainer"), "python", "-c", _STOP_IN_CHECKPOINT, job, check=False)
+    assert "no checkpoint" not in done.stderr
+    assert exit_status(stack, "trainer", begin) == 0
+    attempts, errors = succeeds(stack, job)
+    assert (attempts, errors) in [(1, []), (2, ["runner_stopped"])]
+
+
+# ---------------------------------------------------------------- the controller
+
+
+def test_docker_kill_of_the_controller(stack):
+    """A job runs on without it, and a client that asks again finds it done."""
+    job = submit(stack)
+    seen(stack, job, "step")
+    docker("kill", stack.container("controller"))
+    assert stack.inspect("controller")["State"]["ExitCode"] == 137
+    stack.run("up", "-d", "controller")
+    assert succeeds(stack, job) == (1, [])
+
+
+def test_kill_the_controllers_process(stack):
+    before, begin = restarts(stack, "controller"), time.time()
+    stack.kill_first("controller")
+    assert exit_status(stack, "controller", begin) == 137
+    restarted(stack, "controller", before)
+    assert succeeds(stack, submit(stack, epochs=1)) == (1, [])
+
+
+# ---------------------------------------------------------------- vLLM and the publisher
+
+
+def served(stack: ComposeStack) -> None:
+    """The newest step is what vLLM serves, whoever had to load it."""
+    step = stack.client.get_run(RUN).newest_step
+    stack.client.wait_served(RUN, step, timeout=SERVED_BOUND)
+    asked = {"model": f"{RUN}@{step}", "max_tokens": 2, "messages": [{"role": "user", "content": "Is it?"}]}
+    headers = {"Authorization": f"Bearer {stack.secret('api_key')}"}
+
+    def answers():
+        try:
+            url = f"{stack.inference_url}/v1/chat/completions"
+            return httpx.post(url, json=asked, headers=headers, timeout=60).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(f"{RUN}@{step} answers", answers, SERVED_BOUND, poll=1)
+
+
+def test_inference_that_was_killed_serves_the_newest_step(stack):
+    stack.wait_healthy("inference")
+    served(stack)
+
+
+def test_kill_the_publisher(stack):
+    job = submit(stack, epochs=2)
+    seen(stack, job, "checkpoint")
+    stack.kill_program("inference", "publisher")
+    assert succeeds(stack, job) == (1, [])
+    served(stack)
+    assert restarts(stack, "inference") == 0
+
+
+def test_kill_vllm(stack):
+    job = submit(stack)
+    seen(stack, job, "step")
+    before = engines(stack)
+    assert before
+    stack.kill_program("inference", "vllm")
+    until("vLLM's engine has gone with its server", lambda: not engines(stack) & before, 30)
+    assert succeeds(stack, job) == (1, [])
+
+
+def engines(stack: ComposeStack) -> set[str]:
+    """vLLM's engine processes, which are children of its server."""
+    found = stack.exec("inference", "sh", "-c", "grep -l VLLM::Eng /proc/[0-9]*/comm; true")
+    return set(found.stdout.split())
+
+
+_FILL = """
+with open("/data/filler", "wb", buffering=0) as file:
+    for size in (1 << 20, 4096, 1):
+        try:
+            while True:
+                file.write(bytes(size))
+        except OSError as error:
+            print(error.strerror)
+"""
+
+
+def test_a_full_volume(stack):
+    """The controller refuses with 503, the running job fails its attempt or waits, nothing is half there, and when
+    there is room again everything goes on."""
+    job = submit(stack, epochs=300)
+    seen(stack, job, "step")
+    assert "No space left" in stack.exec("trainer", "python", "-c", _FILL).stdout
+    try:
+        request = {"kind": "sft", "examples": EXAMPLES, "packing": {"sequence_length": 128}}
+        headers = {"Authorization": f"Bearer {stack.secret('api_key')}"}
+        answer = httpx.post(f"{stack.controller_url}/v1/runs/{RUN}/train", json=request, headers=headers, timeout=60)
+        assert answer.status_code == 503, answer.text
+        assert "No space left on device" in answer.text or "the volume is full" in answer.text
+        assert httpx.get(f"{stack.controller_url}/v1/jobs/{job}", headers=headers, timeout=60).status_code == 200
+        until("the runner says so", lambda: "the volume is full" in stack.logs("trainer"), 60)
+        time.sleep(3)
+        assert stack.client.get_job(job).state not in TERMINAL
+    finally:
+        stack.exec("trainer", "rm", "-f", "/data/filler")
+    attempts, _ = succeeds(stack, job)
+    assert attempts <= 3
+    stack.wait_healthy(*SERVICES)
+    served(stack)
+
+
+# ---------------------------------------------------------------- what can't start
+
+
+def test_a_program_that_cannot_be_started(stack):
+    """70, again and again; `up --wait` doesn't wait for ever, and the reason is in the log."""
+    begin = time.time()
+    done = stack.run("up", "--wait", "--wait-timeout", "30", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
+    assert done.returncode != 0
+    assert time.time() - begin < 60
+    assert exit_status(stack, "inference", begin) == 70
+    assert not stack.healthy("inference")
+    assert restarts(stack, "inference") >= 1
+    assert "TANDEM_VLLM_ARGS" in stack.logs("inference")
+
+
+def test_a_crash_loop(stack):
+    """vLLM ends after it has started, nine times: 71."""
+    begin = time.time()
+    stack.run("up", "-d", "inference", TANDEM_VLLM_ARGS="--no-such-option")
+    job = submit(stack)
+    assert succeeds(stack, job) == (1, []), "training doesn't need vLLM"
+
+    def ended():
+        assert not stack.healthy("inference")
+        return "crashes again and again" in stack.logs("inference")
+
+    until("the crash loop is ended", ended, 300, poll=2)
+    assert exit_status(stack, "inference", begin) == 71
+    assert "no-such-option" in stack.logs("inference")
+
+
+# ---------------------------------------------------------------- preflight
+
+
+@pytest.mark.parametrize(
+    ("variables", "secret", "words"),
+    [
+        ({}, "api_key", "TANDEM_API_KEY"),
+        ({}, "admin_token", "TANDEM_ADMIN_TOKEN"),
+        ({"TANDEM_BASE_MODEL": "/models/missing", "HF_HUB_OFFLINE": "1"}, None, "/models/missing"),
+    ],
+)
+def test_what_preflight_refuses_does_not_start(images, tmp_path, variables, secret, words):
+    with ComposeStack(tmp_path, **variables) as stack:
+        if secret is not None:
+            (stack.secrets_dir / secret).write_text("")
+        begin = time.monotonic()
+        done = stack.run("up", "--wait", "--wait-timeout", "120", check=False, timeout=180)
+        assert done.returncode != 0
+        assert time.monotonic() - begin < 60
+        assert "preflight" in done.stderr
+        assert words in stack.logs("preflight")
+        for service in SERVICES:
+            assert stack.status(service).startswith("created")
