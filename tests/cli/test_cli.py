@@ -271,5 +271,5 @@ def test_the_module_is_the_command_and_every_command_helps():
     done = subprocess.run(
         [sys.executable, "-m", "tandem", "up"], capture_output=True, text=True, env=environment, check=False
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "TANDEM_LAUNCH" in done.stderr

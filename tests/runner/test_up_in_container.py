@@ -30,14 +30,14 @@ mount -t tmpfs -o mode=755 tmpfs /mnt
 i=0
 for path in "$@"; do i=$((i + 1)); mkdir /mnt/$i; mount --rbind "$path" /mnt/$i; done
 mkdir /mnt/volume; mount --bind "$VOLUME" /mnt/volume
+mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -t tmpfs -o mode=1777 tmpfs /run
 for path in "$@"; do
     top=/$(echo "$path" | cut -d/ -f2)
     mountpoint -q "$top" || mount -t tmpfs -o mode=755 tmpfs "$top"
 done
 i=0
 for path in "$@"; do i=$((i + 1)); mkdir -p "$path"; mount --rbind /mnt/$i "$path"; done
-mount -t tmpfs -o mode=1777 tmpfs /tmp
-mount -t tmpfs -o mode=1777 tmpfs /run
 mount --bind /mnt/volume /srv
 mount -o remount,ro,bind /
 cd /
