@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import tiny_model
 import yaml
 
 from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, Compose, docker
@@ -123,6 +124,21 @@ def test_preflight_refuses_what_compose_cannot_compare(images, tmp_path, trainer
                   config["services"]["preflight"]["image"], "tandem", "preflight", check=False)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert words in done.stdout
+
+
+def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
+    """What one user downloaded, another may not read; safetensors' own writer makes files for their user alone."""
+    model = tiny_model.write_tiny_qwen3(tmp_path / "model")
+    given = {"TANDEM_DEVICE": "cpu", "TANDEM_BASE_MODEL": "/models/it", "TANDEM_API_KEY": "k" * 32,
+             "TANDEM_ADMIN_TOKEN": "t" * 32}  # fmt: skip
+    variables = [word for item in given.items() for word in ("-e", "=".join(item))]
+    image = Compose(MAIN).config()["services"]["preflight"]["image"]
+    for mode, status in ((0o644, 0), (0o600, 1)):
+        (model / "model.safetensors").chmod(mode)
+        done = docker("run", "--rm", "--network", "none", "-v", f"{model}:/models/it:ro", "--user", "54321:0",
+                      "--tmpfs", "/data", *variables, image, "tandem", "preflight", check=False)  # fmt: skip
+        assert done.returncode == status, done.stdout
+        assert ("uid 54321 can't read model.safetensors" in done.stdout) == bool(status)
 
 
 def test_nvlink_has_the_four_things_that_nccl_needs():

@@ -230,6 +230,10 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     directory = Path(model)
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         yield Check("fail", "base model: weights", f"{directory} has no *.safetensors", "download the whole model")
+    closed = [path.name for path in directory.glob("*") if not os.access(path, os.R_OK)]
+    if closed:
+        yield Check("fail", "base model: weights", f"uid {os.getuid()} can't read {', '.join(sorted(closed)[:3])}",
+                    f"let it: chmod -R a+rX {directory}")  # fmt: skip
     if directory.is_dir() and not (directory / "tokenizer.json").is_file():
         yield Check("warn", "base model: tokenizer", f"{directory} has no tokenizer.json",
                     "SFT on messages and vLLM's chat API need one")  # fmt: skip
