@@ -119,8 +119,11 @@ def restarted(stack: ComposeStack, service: str, before: int) -> None:
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
     """Of the container's end after that time."""
 
-    until(f"the end of {service}", lambda: service in stack.exits(since), 90)
-    return stack.exits(since)[service]
+    def found():
+        exits = stack.exits(since)  # asked once: the engine may tell of an event and, at once after, not
+        return exits if service in exits else None
+
+    return until(f"the end of {service}", found, 90)[service]
 
 
 def test_a_uid_that_no_image_knows_trains_and_serves(stack):
