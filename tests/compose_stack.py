@@ -194,7 +194,7 @@ class ComposeStack(Compose):
 
     def exits(self, since: float) -> dict[str, int]:
         """The latest exit status of each service's container that ended after `since` (Unix seconds)."""
-        words = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}", "--format", "{{json .}}"]
+        words = ["--since", f"{since:.3f}", "--until", f"{time.time() + 1:.3f}", "--format", "{{json .}}"]
         for one in ("event=die", f"label=com.docker.compose.project={self.project}"):
             words += ["--filter", one]
         actors = [json.loads(line)["Actor"]["Attributes"] for line in docker("events", *words).stdout.splitlines()]

@@ -67,7 +67,8 @@ class _Server:
 
     def __init__(self, entry: str, environment: dict[str, str], fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self.messages: list[dict[str, Any]] = []
+        self.launches = 0
+        self._messages: list[dict[str, Any]] = []
         self._received = b""
         self._closed = False
         self._socket, theirs = socket.socketpair()
@@ -88,11 +89,14 @@ class _Server:
     def alive(self) -> bool:
         return self._process.poll() is None and not self._closed
 
-    def send(self, message: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+    def send(self, request: dict[str, str | int]) -> int:
+        """Ask for a launch; the number by which the server's answers name it."""
+        self.launches += 1
+        self._socket.sendall(json.dumps({"launch": request, "number": self.launches}).encode() + b"\n")
+        return self.launches
 
-    def receive(self) -> None:
-        """Take in what the server has said so far; never blocks."""
+    def receive(self, number: int) -> list[dict[str, Any]]:
+        """What the server has said about a launch since the last call; never blocks."""
         while not self._closed and select.select([self._socket], [], [], 0)[0]:
             try:
                 chunk = self._socket.recv(1 << 16)
@@ -109,7 +113,11 @@ class _Server:
                     if message["threads"] != 1:
                         log.warning("the fork server has threads before it forks", threads=message["threads"])
                 else:
-                    self.messages.append(message)
+                    self._messages.append(message)
+        # What is left to say about an earlier launch, whose processes were seen to be gone, is of no use to anyone.
+        heard = [message for message in self._messages if message["number"] == number]
+        self._messages.clear()
+        return heard
 
     def children(self) -> list[Process]:
         return [process for process in processes.descendants(self.pid) if not process.zombie]
@@ -132,23 +140,21 @@ class ForkHandle:
         self._leader: Process | None = None
         self._code: int | None = None
         self._stop = False
-        self._server.messages.clear()
+        self._number = 0
         request = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(launch).items()}
         try:
-            server.send({"launch": request})
+            self._number = server.send(request)
         except OSError:
             self._code = -signal.SIGKILL  # it died since it was looked at; `poll` tells
 
     def poll(self) -> int | None:
         if self._code is not None:
             return self._code
-        self._server.receive()
-        for message in self._server.messages:
+        for message in self._server.receive(self._number):
             if "started" in message:
                 self._leader = processes.read(message["started"])
             if "exited" in message:
                 self._code = message["exited"]
-        self._server.messages.clear()
         if self._code is None and not self._server.alive:
             self._code = -signal.SIGKILL  # the server died, and with it, by their own wish, leader and ranks
         if self._code is None and self._stop and self._leader is None:

@@ -12,8 +12,9 @@ What makes forking safe, and is kept true here:
   when it forks, so the parent of the ranks is written here, with the agent's environment and semantics (first failure
   ends the others; no restarts). The ranks' connections wait in the listening socket's backlog until the store serves.
 
-Protocol over the socket, one JSON object per line. Runner: {"launch": {...}} and closing it. Server: {"ready": ...},
-{"started": pid}, {"exited": status}.
+Protocol over the socket, one JSON object per line. Runner: {"launch": {...}, "number": n} and closing it. Server:
+{"ready": ...}, {"started": pid, "number": n}, {"exited": status, "number": n}. The number keeps the late news of a
+launch whose processes the runner killed apart from those of the next.
 """
 
 from __future__ import annotations
@@ -66,25 +67,25 @@ def main() -> int:
 def serve(runner: socket.socket) -> int:
     """Fork jobs, one at a time, until the runner closes its end."""
     received = b""
-    leader = 0
+    leaders: dict[int, int] = {}
     while True:
-        readable, _, _ = select.select([runner], [], [], _POLL_SECONDS if leader else None)
+        readable, _, _ = select.select([runner], [], [], _POLL_SECONDS if leaders else None)
         if readable:
             chunk = runner.recv(1 << 16)
             if not chunk:
                 return 0
             *lines, received = (received + chunk).split(b"\n")
             for line in lines:
-                request: dict[str, Any] = json.loads(line)["launch"]
-                leader = _fork_leader(runner, request)
-                _send(runner, {"started": leader})
-        while leader:
+                message: dict[str, Any] = json.loads(line)
+                leader = _fork_leader(runner, message["launch"])
+                leaders[leader] = message["number"]
+                _send(runner, {"started": leader, "number": message["number"]})
+        while leaders:
             pid, status = os.waitpid(-1, os.WNOHANG)  # the leader, or what it left to this subreaper
             if pid == 0:
                 break
-            if pid == leader:
-                leader = 0
-                _send(runner, {"exited": os.waitstatus_to_exitcode(status)})
+            if pid in leaders:
+                _send(runner, {"exited": os.waitstatus_to_exitcode(status), "number": leaders.pop(pid)})
 
 
 def _fork_leader(runner: socket.socket, request: dict[str, Any]) -> int:
