@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tandem"
-EVERYBODY = {"errors", "config", "logs", "processes", "ports", "environment", "tail", "devices"}
+EVERYBODY = {"errors", "config", "logs", "processes", "ports", "environment", "tail", "devices", "alive"}
 MAY_IMPORT = {
     "spool": set(),
     "data": {"spool"},

@@ -1,7 +1,11 @@
-"""`python -m tandem.health`: the images' HEALTHCHECK. Prints one line; exits 0 if all is well, else 1.
+"""`python -m tandem.health [--live]`: the images' HEALTHCHECK. Prints one line; exits 0 if all is well, else 1.
 
 TANDEM_ROLE says what is looked at: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
 lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
+
+`--live` is for a liveness probe: it asks only whether the programs' own loops still turn (`tandem.alive`), so nothing
+is killed while a model loads, a step is published or a volume is away; what hangs below them, vLLM's engine or a job's
+ranks, they end themselves.
 """
 
 from __future__ import annotations
@@ -16,12 +20,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tandem import alive
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.ports import loopback
 from tandem.spool import Spool
-from tandem.supervision import statuses
+from tandem.supervision import current_role, runtime_dir, statuses
 
+PROGRAMS = {
+    "trainer": ("runner",),
+    "inference": ("vllm", "publisher"),
+    "all": ("runner", "vllm", "publisher"),
+}
+"""What must run, by role."""
 _TIMEOUT_SECONDS = 4.0
 _BASE_MODEL_NAME = "base"
 _FLOCK = "hhqqi4x"
@@ -35,7 +46,7 @@ def troubles(settings: Settings, role: str) -> Iterator[str]:
         yield from _get(url)[0]
     if role == "controller":
         return
-    programs = {"trainer": ["runner"], "inference": ["vllm", "publisher"]}.get(role, ["runner", "vllm", "publisher"])
+    programs = PROGRAMS.get(role, PROGRAMS["all"])
     found = statuses(settings)
     if not found:
         yield "supervisord does not answer"
@@ -48,6 +59,17 @@ def troubles(settings: Settings, role: str) -> Iterator[str]:
         yield "the runner does not hold the spool's lock"
     if "vllm" in programs:
         yield from _vllm(settings)
+
+
+def silences(settings: Settings, role: str) -> Iterator[str]:
+    """Which loops have stopped, in words."""
+    if role == "controller":
+        yield from _get(f"http://{loopback(settings.controller_host)}:{settings.controller_port}/healthz")[0]
+        return
+    directory = runtime_dir(settings.root, current_role())
+    for program in ("up", *PROGRAMS.get(role, PROGRAMS["all"])):
+        if program in alive.LONGEST_SECONDS and (words := alive.silent(program, directory)):
+            yield words
 
 
 def _vllm(settings: Settings) -> Iterator[str]:
@@ -96,7 +118,8 @@ def _get(url: str, key: str | None = None) -> tuple[list[str], bytes]:
 def main() -> int:
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
-        found = list(troubles(load_settings(), role))
+        look = silences if "--live" in sys.argv[1:] else troubles
+        found = list(look(load_settings(), role))
     except (TandemError, OSError) as error:
         found = [str(error)]
     print("; ".join(found).replace("\n", " ") if found else f"{role} is healthy")

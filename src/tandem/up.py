@@ -29,7 +29,7 @@ from pathlib import Path
 
 import httpx
 
-from tandem import environment, gpupath, ports, processes, supervision
+from tandem import alive, environment, gpupath, ports, processes, supervision
 from tandem.config import Settings
 from tandem.console import Console
 from tandem.errors import Conflict, InvalidInput, TandemError
@@ -157,6 +157,7 @@ class _Stack:
         self._programs = {program.name: program for program in programs}
         self._settings = settings
         self._role: Role = role
+        self._directory = directory
         self._logs = logs
         self._console = console
         self._say = console.say
@@ -166,7 +167,9 @@ class _Stack:
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
         self._watchdog = Watchdog(settings, self._token) if "vllm" in self._programs else None
         self._config = supervision.write_config(directory, logs, programs)
-        supervision.socket_path(directory).unlink(missing_ok=True)  # of a supervisord that was killed
+        # Of a `tandem up` that was killed.
+        for left in (supervision.socket_path(directory), *directory.glob("*.alive")):
+            left.unlink(missing_ok=True)
 
     def run(self) -> int:
         processes.adopt_orphans()
@@ -192,6 +195,7 @@ class _Stack:
         begin = time.monotonic()
         next_probe, ready = begin, False
         while not self._signals:
+            alive.beat("up", self._directory)
             self._console.follow()
             processes.reap_orphans([supervisord.pid])
             if supervisord.poll() is not None:
@@ -209,7 +213,8 @@ class _Stack:
         return 0
 
     def _start(self) -> subprocess.Popen[bytes]:
-        variables = os.environ | environment.of(self._settings) | {"PYTHONUNBUFFERED": "1", "TANDEM_ROLE": self._role}
+        variables = os.environ | environment.of(self._settings)
+        variables |= {"PYTHONUNBUFFERED": "1", "TANDEM_ROLE": self._role, alive.VARIABLE: str(self._directory)}
         if self._settings.secret("admin_token") is None:
             variables["TANDEM_ADMIN_TOKEN"] = self._token
         parent = os.getpid()

@@ -7,7 +7,7 @@ import sys
 import typer
 
 import tandem
-from tandem.cli import checkpoints, doctor, jobs, preflight, programs, runs, train
+from tandem.cli import checkpoints, doctor, jobs, preflight, programs, runs, smoke, train
 from tandem.cli.output import Json, exit_code, show, tell_error
 from tandem.errors import TandemError
 
@@ -40,6 +40,7 @@ app.command("logs")(jobs.logs)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(preflight.preflight)
+app.add_typer(smoke.app, name="smoke")
 for _command in (programs.controller, programs.runner, programs.serve, programs.publisher, programs.exporter):
     app.command(rich_help_panel="Programs")(_command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
@@ -15,22 +16,36 @@ from tandem.spool import Spool
 _SHORTEST_SECRET = 16
 
 
-def preflight(json: Json = False) -> None:
+def preflight(
+    role: Annotated[
+        str, typer.Option(help="Whose start it is: controller, trainer, inference; only inference has the admin token.")
+    ] = "all",
+    devices_granted: Annotated[
+        bool, typer.Option("--devices-granted", help="A scheduler grants GPUs by their number; there are no names.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail."""
-    checks = list(_checks())
+    checks = list(_checks(role, devices_granted))
     show([check._asdict() for check in checks], json, lambda _: render(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
 
 
-def _checks() -> Iterator[Check]:
+def _checks(role: str, devices_granted: bool) -> Iterator[Check]:
     try:
         settings = load_settings()
     except TandemError as error:
         yield Check("fail", "settings", str(error), "correct the variable; docs/settings.md lists all of them")
         return
     yield Check("ok", "settings", "every TANDEM_* variable can be used")
-    for part in (gpu_checks, _secrets, volume_checks, _spool, disk_checks, model_checks):
+    if not devices_granted:
+        yield from guarded(gpu_checks, settings)
+
+    def secrets(settings: Settings) -> Iterator[Check]:
+        return _secrets(settings, admin=role in ("all", "inference"))
+
+    for part in (secrets, volume_checks, _spool, disk_checks, model_checks):
         yield from guarded(part, settings)
 
 
@@ -69,9 +84,10 @@ def gpu_checks(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "GPUs", f"trainer {', '.join(trainer)}; inference {', '.join(inference)}")
 
 
-def _secrets(settings: Settings) -> Iterator[Check]:
+def _secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:
     keys, token = split_keys(settings.secret("api_key")), settings.secret("admin_token") or ""
-    for variable, values in (("TANDEM_API_KEY", keys), ("TANDEM_ADMIN_TOKEN", [token] if token else [])):
+    wanted = [("TANDEM_API_KEY", keys), ("TANDEM_ADMIN_TOKEN", [token] if token else [])]
+    for variable, values in wanted if admin else wanted[:1]:
         if not values:
             yield Check("fail", variable, "empty or not set", "run secrets/create, or set it or its _FILE")
         elif min(map(len, values)) < _SHORTEST_SECRET:

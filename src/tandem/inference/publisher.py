@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tandem import alive
 from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged, TandemError
 from tandem.inference.adapters import Adapters
@@ -86,6 +87,7 @@ class Publisher:
             for run in runs:
                 if run.weights != "lora":
                     continue
+                alive.beat("publisher")
                 try:
                     existing |= {f"{run.name}@{step}" for step in self._spool.checkpoints.steps(run.name)}
                     wanted |= self._follow(run)
@@ -283,6 +285,7 @@ def main() -> None:
     trouble = ""
     log.info("started", pid=os.getpid(), root=settings.root, vllm=settings.resolved_inference_url)
     while True:
+        alive.beat("publisher")
         try:
             if publisher is None:
                 publisher = Publisher(

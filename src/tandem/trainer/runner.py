@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from tandem import logs, processes
+from tandem import alive, logs, processes
 from tandem.config import Settings, load_settings
 from tandem.devices import FREE_BYTES, Devices
 from tandem.errors import SpoolUnusable, TandemError
@@ -93,6 +93,7 @@ class Runner:
     def _loop(self) -> None:
         self._launcher.prepare()
         while not self._stop:
+            alive.beat("runner")
             job = self._insist("look for a job", self._next)
             if job is not None:
                 self._run_job(job)
@@ -245,6 +246,7 @@ class Runner:
         return self._spool.jobs.requeue(job, verdict, counts=verdict.type != "runner_stopped")
 
     def _beat(self, job: Job, phase: str, ranks: list[Process]) -> None:
+        alive.beat("runner")
         recorded = [RankProcess(pid=rank.pid, start_time=rank.started) for rank in ranks]
         _quietly(lambda: self._spool.jobs.beat(job.spec.id, self._name, phase, recorded))
 
@@ -273,6 +275,7 @@ class Runner:
                 return result
 
     def _pause(self, seconds: float) -> None:
+        alive.beat("runner")
         end = time.monotonic() + seconds
         while not self._stop and time.monotonic() < end:
             time.sleep(0.1)

@@ -1,0 +1,172 @@
+"""values.schema.json: strict everywhere. Types are those of the defaults, unless `SPECIAL` knows better.
+
+Nothing is `required`: `helm upgrade --reuse-values` from an older chart checks values that lack what this one added;
+the templates lay them over the defaults (templates/_checks.tpl).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import values
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"], "properties": {"name": TEXT}}}
+MEMORY: Schema = {"type": "string", "pattern": "^[1-9][0-9]*(Mi|Gi|Ti)$"}
+CPU: Schema = {"type": ["string", "number"], "pattern": "^([0-9]+m|[0-9]+([.][0-9]+)?)$"}
+DURATION: Schema = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
+NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", "maxLength": 63}
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+HOST: Schema = {"type": "string", "pattern": f"^([*][.])?({_LABEL}([.]{_LABEL})*)?$"}
+COUNT: Schema = {"type": "integer", "minimum": 1}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+SECONDS: Schema = {"type": "integer", "minimum": 0}
+
+
+def enum(*words: str) -> Schema:
+    return {"enum": list(words)}
+
+
+def closed(**properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def optional(schema: Schema) -> Schema:
+    """`schema`, or null: the program's own default."""
+    if "enum" in schema:
+        return {"enum": [*schema["enum"], None]}
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return schema | {"type": [*types, "null"]}
+
+
+_QUANTITIES = closed(**{"cpu": CPU, "memory": MEMORY, "ephemeral-storage": MEMORY})
+_ACCESS = enum("ReadWriteMany", "ReadWriteOnce")
+_POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
+
+# By the whole name of a value, or by its last part where it means the same everywhere.
+SPECIAL: dict[str, Schema] = {
+    "device": enum("cuda", "cpu"),
+    "gpuMode": enum("dedicated", "shared"),
+    "settings.dtype": optional(enum("auto", "float32", "bfloat16")),
+    "settings.logFormat": optional(enum("text", "json")),
+    "settings.metricsBackend": optional(enum("auto", "demo")),
+    "settings.maxLoraRank": optional(COUNT),
+    "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),
+    "trainer.settings.launch": optional(enum("torchrun", "fork")),
+    "trainer.settings.tensorParallel": optional(COUNT),
+    "trainer.settings.recompute": optional(enum("none", "full")),
+    "trainer.settings.exitAfterJob": optional({"type": "boolean"}),
+    "trainer.settings.heartbeatSeconds": optional(_POSITIVE),
+    "trainer.settings.leaseSeconds": optional(_POSITIVE),
+    "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 16}),
+    "inference.settings.maxLoras": optional(COUNT),
+    "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),
+    "inference.settings.enforceEager": optional({"type": "boolean"}),
+    "inference.settings.vllmArgs": optional(TEXT),
+    "inference.settings.vllmStallSeconds": optional(_POSITIVE),
+    "inference.settings.verifyTolerance": optional(_POSITIVE),
+    "inference.settings.keepServed": optional(COUNT),
+    "inference.startupMinutes": COUNT,
+    "podSecurity.runAsUser": {"type": "integer", "minimum": 1},
+    "cache.type": enum("claim", "ephemeral"),
+    "data.accessMode": _ACCESS,
+    "cache.accessMode": _ACCESS,
+    "shared.via": enum("claim", "resource"),
+    "image.pullPolicy": enum("Always", "IfNotPresent", "Never"),
+    "image.pullSecrets": {"type": "array", "items": TEXT},
+    "monitoring.monitors.kind": enum("none", "pod", "service"),
+    "monitoring.monitors.interval": DURATION,
+    "monitoring.monitors.gpuInterval": DURATION,
+    "monitoring.monitors.scrapeTimeout": DURATION,
+    "monitoring.rules.disabled": {"type": "array", "items": TEXT},
+    "monitoring.rules.overrides": {
+        "type": "object",
+        "additionalProperties": closed(**{"for": DURATION, "severity": enum("critical", "warning", "info")}),
+    },
+    "nameOverride": NAME,
+    "fullnameOverride": NAME,
+    "global": {"type": "object"},
+    "*.image": closed(
+        registry=TEXT, repository=TEXT, tag=TEXT, digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}
+    ),
+    "*.resources": closed(requests=_QUANTITIES, limits=_QUANTITIES),
+    "*.extendedResources": {"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+    "*.gpus": COUNT,
+    "*.cpuRanks": COUNT,
+    "*.gpuResource": {"type": "string", "pattern": "^[^/]+/[^/]+$"},
+    "*.size": MEMORY,
+    "*.shmSize": MEMORY,
+    "*.tmpSize": MEMORY,
+    "*.updateStrategy": enum("OnDelete", "RollingUpdate"),
+    "*.type": enum("ClusterIP", "NodePort", "LoadBalancer"),
+    "*.port": PORT,
+    "*.preStopSeconds": SECONDS,
+    "*.jobTimeoutSeconds": COUNT,
+    "*.nodeSelector": TEXTS,
+    "*.podLabels": TEXTS,
+    "*.podAnnotations": TEXTS,
+    "*.annotations": TEXTS,
+    "*.labels": TEXTS,
+    "*.alertLabels": TEXTS,
+    "commonLabels": TEXTS,
+    "*.tolerations": {
+        "type": "array",
+        "items": closed(
+            key=TEXT, operator=enum("Exists", "Equal"), value=TEXT,
+            effect=enum("NoSchedule", "PreferNoSchedule", "NoExecute"), tolerationSeconds={"type": "integer"},
+        ),
+    },
+    "*.affinity": closed(**{name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
+    "*.extraEnv": NAMED,
+    "*.extraVolumes": NAMED,
+    "*.extraVolumeMounts": NAMED,
+    "*.extraContainers": NAMED,
+    "*.extraInitContainers": NAMED,
+    "extraObjects": {"type": "array", "items": {"type": ["object", "string"]}},
+    "*.controllerHost": HOST,
+    "*.inferenceHost": HOST,
+}  # fmt: skip
+
+
+def of(text: str) -> Schema:
+    """The schema for a values.yaml. KeyError for a null default that `SPECIAL` does not name."""
+    root: Schema = closed()
+    at: dict[tuple[str, ...], Schema] = {(): root}
+    for value in values.read(text):
+        parent = at.get(value.path[:-1])
+        if parent is None:
+            continue  # inside of what SPECIAL describes whole
+        schema = _schema(value)
+        if schema is None:
+            schema = closed()
+            at[value.path] = schema
+        if value.comment:
+            schema = {"description": value.comment} | schema
+            if value.path in at:
+                at[value.path] = schema
+        parent["properties"][value.path[-1]] = schema
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart tandem"} | root
+
+
+def _schema(value: values.Value) -> Schema | None:
+    """None: an object, closed, of the keys below it."""
+    special = SPECIAL.get(value.name)
+    if special is None and len(value.path) > 1:
+        special = SPECIAL.get(f"*.{value.path[-1]}")
+    if special is not None:
+        return dict(special)
+    default = value.default
+    if default is None:
+        raise KeyError(f"{value.name}: a null default says nothing of its type; describe it in SPECIAL")
+    if isinstance(default, dict):
+        if not default:
+            raise KeyError(f"{value.name}: an empty mapping says nothing of its keys; describe it in SPECIAL")
+        return None
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
+        if isinstance(default, kind):
+            return {"type": name}
+    return dict(OBJECTS)

@@ -1,0 +1,83 @@
+{{/* Lays the values over the chart's own defaults, so that values stored by an older chart (--reuse-values) have what
+this one added; then refuses what can't be. */}}
+{{- define "tandem.init" -}}
+{{- include "tandem.default" (list .Values (.Files.Get "files/values.yaml" | fromYaml)) -}}
+{{- include "tandem.checks" . -}}
+{{- end -}}
+
+{{- define "tandem.default" -}}
+{{- $values := index . 0 -}}
+{{- range $key, $default := index . 1 -}}
+{{- if not (hasKey $values $key) -}}
+{{- $_ := set $values $key $default -}}
+{{- else if and (kindIs "map" $default) (kindIs "map" (get $values $key)) -}}
+{{- include "tandem.default" (list (get $values $key) $default) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.checks" -}}
+{{- $v := .Values -}}
+{{- if not (or $v.baseModel $v.tinyModel) -}}
+{{- fail "baseModel is empty: name a Hugging Face model or a directory of models (or set tinyModel: true to try things out)" -}}
+{{- end -}}
+{{- if and $v.tinyModel $v.baseModel -}}
+{{- fail "tinyModel writes a model of its own: leave baseModel empty, or set tinyModel: false" -}}
+{{- end -}}
+{{- if eq $v.device "cuda" -}}
+{{- $parallel := int (default 1 $v.trainer.settings.tensorParallel) -}}
+{{- if ne (mod (int $v.trainer.gpus) $parallel) 0 -}}
+{{- fail (printf "trainer.gpus=%d is not a multiple of trainer.settings.tensorParallel=%d" (int $v.trainer.gpus) $parallel) -}}
+{{- end -}}
+{{- else -}}
+{{- $parallel := int (default 1 $v.trainer.settings.tensorParallel) -}}
+{{- if ne (mod (int $v.trainer.cpuRanks) $parallel) 0 -}}
+{{- fail (printf "trainer.cpuRanks=%d is not a multiple of trainer.settings.tensorParallel=%d" (int $v.trainer.cpuRanks) $parallel) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $v.gpuMode "shared" -}}
+{{- if ne $v.device "cuda" -}}
+{{- fail "gpuMode=shared needs device=cuda: without a GPU there is nothing to share" -}}
+{{- end -}}
+{{- if ne (int $v.trainer.gpus) (int $v.inference.gpus) -}}
+{{- fail (printf "gpuMode=shared: trainer.gpus=%d and inference.gpus=%d are the same GPUs, so the numbers must be equal" (int $v.trainer.gpus) (int $v.inference.gpus)) -}}
+{{- end -}}
+{{- if and (eq $v.shared.via "claim") (semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "shared.via=claim needs Kubernetes 1.34 (ResourceClaims), this is %s: set shared.via=resource" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := list "trainer" "inference" -}}
+{{- $resource := (index $v $role).gpuResource -}}
+{{- if hasKey (index $v $role).extendedResources $resource -}}
+{{- fail (printf "%s.extendedResources has %s, which the chart sets from %s.gpus" $role $resource $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if include "tandem.oneNode" . -}}
+{{- range $pair := list (list "controller" "trainer") (list "inference" "trainer") -}}
+{{- $other := (index $v (index $pair 1)).nodeSelector -}}
+{{- range $key, $value := (index $v (index $pair 0)).nodeSelector -}}
+{{- if and (hasKey $other $key) (ne (toString $value) (toString (get $other $key))) -}}
+{{- fail (printf "accessMode ReadWriteOnce holds all pods on one node, but %s.nodeSelector and trainer.nodeSelector have different values of %s: use ReadWriteMany, or one node" (index $pair 0) $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.data.existingClaim (eq $v.data.existingClaim $v.cache.existingClaim) -}}
+{{- fail (printf "data.existingClaim and cache.existingClaim are both %s: checkpoints and caches need volumes of their own" $v.data.existingClaim) -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not (or $v.ingress.controllerHost $v.ingress.inferenceHost)) -}}
+{{- fail "ingress.enabled, but neither ingress.controllerHost nor ingress.inferenceHost is set" -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (eq $v.ingress.controllerHost $v.ingress.inferenceHost) -}}
+{{- fail "ingress.controllerHost and ingress.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (not (or $v.gateway.controllerHost $v.gateway.inferenceHost)) -}}
+{{- fail "gateway.enabled, but neither gateway.controllerHost nor gateway.inferenceHost is set" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (eq $v.gateway.controllerHost $v.gateway.inferenceHost) -}}
+{{- fail "gateway.controllerHost and gateway.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
+{{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}
+{{- end -}}
+{{- end -}}

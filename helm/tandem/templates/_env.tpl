@@ -1,0 +1,57 @@
+{{/* The environment of each role's programs. docker-compose.yml has the same settings: tests/helm/test_drift.py compares. */}}
+
+{{/* A map of settings in camelCase as TANDEM_* variables; null and "" are left out. */}}
+{{- define "tandem.settings" -}}
+{{- range $key, $value := . -}}
+{{- if and (not (kindIs "invalid" $value)) (ne (toString $value) "") }}
+- name: TANDEM_{{ $key | snakecase | upper }}
+  value: {{ include "tandem.string" $value | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer") */}}
+{{- define "tandem.env" -}}
+{{- $v := .root.Values -}}
+- name: TANDEM_BASE_MODEL
+  value: {{ ternary "models/tiny" $v.baseModel $v.tinyModel | quote }}
+- name: TANDEM_DEVICE
+  value: {{ $v.device }}
+- name: TANDEM_GPU_MODE
+  value: {{ $v.gpuMode }}
+- name: TANDEM_API_KEY_FILE
+  value: /etc/tandem/secrets/api_key
+- name: HF_TOKEN_PATH
+  value: /etc/tandem/secrets/hf_token
+{{- with $v.huggingface.endpoint }}
+- name: HF_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- if $v.huggingface.offline }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- if eq .role "controller" }}
+- name: TANDEM_INFERENCE_URL
+  value: http://{{ include "tandem.host" (dict "root" .root "host" "inference") }}:{{ $v.inference.service.port }}
+{{- else if eq .role "trainer" }}
+{{- /* Not by the Service that needs a ready vLLM: the trainer talks to it when it sleeps, too. */}}
+- name: TANDEM_INFERENCE_URL
+  value: {{ if include "tandem.shared" .root }}http://127.0.0.1:8000{{ else }}http://{{ include "tandem.host" (dict "root" .root "host" "inference-pods") }}:8000{{ end }}
+- name: TANDEM_TRAINER_RANKS
+  value: {{ ternary $v.trainer.gpus $v.trainer.cpuRanks (eq $v.device "cuda") | int | quote }}
+{{- else }}
+- name: TANDEM_INFERENCE_URL
+  value: http://127.0.0.1:8000
+- name: TANDEM_INFERENCE_TENSOR_PARALLEL
+  value: {{ ternary $v.inference.gpus 1 (eq $v.device "cuda") | int | quote }}
+- name: TANDEM_ADMIN_TOKEN_FILE
+  value: /etc/tandem/secrets/admin_token
+{{- end }}
+{{- include "tandem.settings" $v.settings }}
+{{- include "tandem.settings" (index $v .role).settings }}
+{{- if or (eq .role "controller") (eq $v.device "cpu") }}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: void
+{{- end }}
+{{- end -}}

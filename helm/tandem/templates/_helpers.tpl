@@ -1,0 +1,103 @@
+{{/* Names, labels, images, quantities. Every template begins with `tandem.init` (_checks.tpl). */}}
+
+{{- define "tandem.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* At most 40 characters: StatefulSets and their pods' labels append to it. */}}
+{{- define "tandem.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "tandem.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "tandem.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "trainer"). What selects never changes, so it has neither versions nor users' labels. */}}
+{{- define "tandem.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "tandem.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "trainer"): of objects. */}}
+{{- define "tandem.labels" -}}
+{{- $labels := deepCopy .root.Values.commonLabels -}}
+{{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $labels "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $labels "app.kubernetes.io/part-of" "tandem" -}}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_") -}}
+{{- mergeOverwrite $labels (include "tandem.selectorLabels" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "trainer" "values" podLabels): of pods. Without versions: a new chart alone restarts nothing. */}}
+{{- define "tandem.podLabels" -}}
+{{- $labels := mergeOverwrite (deepCopy .root.Values.commonLabels) .values (dict "app.kubernetes.io/part-of" "tandem") -}}
+{{- mergeOverwrite $labels (include "tandem.selectorLabels" . | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* Those of the release that do the work: components of the GPU pods. */}}
+{{- define "tandem.shared" -}}
+{{- if eq .Values.gpuMode "shared" }}true{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): the component whose pod has a role's container. */}}
+{{- define "tandem.componentOf" -}}
+{{- if and (include "tandem.shared" .root) (ne .role "controller") }}engine{{ else }}{{ .role }}{{ end -}}
+{{- end -}}
+
+{{- define "tandem.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "tandem.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.secretName" -}}
+{{- default (include "tandem.fullname" .) .Values.secret.name -}}
+{{- end -}}
+
+{{- define "tandem.dataClaim" -}}
+{{- default (printf "%s-data" (include "tandem.fullname" .)) .Values.data.existingClaim -}}
+{{- end -}}
+
+{{- define "tandem.cacheClaim" -}}
+{{- default (printf "%s-cache" (include "tandem.fullname" .)) .Values.cache.existingClaim -}}
+{{- end -}}
+
+{{/* Whether a volume holds all pods on one node. */}}
+{{- define "tandem.oneNode" -}}
+{{- if or (eq .Values.data.accessMode "ReadWriteOnce") (and (eq .Values.cache.type "claim") (eq .Values.cache.accessMode "ReadWriteOnce")) }}true{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"). A digest wins over a tag. */}}
+{{- define "tandem.image" -}}
+{{- $all := .root.Values.image -}}
+{{- $own := (index .root.Values .role).image -}}
+{{- $registry := default $all.registry $own.registry -}}
+{{- $repository := default (printf "%s-%s" $all.prefix .role) $own.repository -}}
+{{- $name := ternary (printf "%s/%s" (trimSuffix "/" $registry) $repository) $repository (ne $registry "") -}}
+{{- $suffix := ternary "-cpu" "" (and (eq .root.Values.device "cpu") (ne .role "controller")) -}}
+{{- $tag := default (printf "%s%s" (default .root.Chart.AppVersion $all.tag) $suffix) $own.tag -}}
+{{- if $own.digest }}{{ $name }}@{{ $own.digest }}{{ else }}{{ $name }}:{{ $tag }}{{ end -}}
+{{- end -}}
+
+{{/* A quantity of memory in MiB; "" is 0. */}}
+{{- define "tandem.mebibytes" -}}
+{{- $number := regexFind "^[0-9]+" . | default "0" | int64 -}}
+{{- $unit := regexFind "[A-Za-z]*$" . -}}
+{{- if eq $unit "Mi" }}{{ $number }}{{ else if eq $unit "Gi" }}{{ mul $number 1024 }}{{ else if eq $unit "Ti" }}{{ mul $number 1048576 }}{{ else }}0{{ end -}}
+{{- end -}}
+
+{{/* A value as an environment variable has it: integers without a point or an exponent. */}}
+{{- define "tandem.string" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) (. | float64)) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "host" "x-inference"): a Service of this release, by its full name. */}}
+{{- define "tandem.host" -}}
+{{ include "tandem.fullname" .root }}-{{ .host }}.{{ .root.Release.Namespace }}.svc
+{{- end -}}

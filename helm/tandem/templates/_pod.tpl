@@ -1,0 +1,307 @@
+{{/* The parts of a pod that are the same for several. */}}
+
+{{- define "tandem.podSecurityContext" -}}
+runAsNonRoot: true
+{{- if not .Values.podSecurity.assignedUser }}
+runAsUser: {{ int .Values.podSecurity.runAsUser }}
+runAsGroup: 0
+fsGroup: 0
+# A recursive change of owner of a large volume would take hours.
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "tandem.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* What every pod of the release has, tests too. A Service called <x>-controller would otherwise give every pod a
+variable ..._CONTROLLER_PORT, which is a setting's name. */}}
+{{- define "tandem.podCommon" -}}
+serviceAccountName: {{ include "tandem.serviceAccountName" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+securityContext:
+  {{- include "tandem.podSecurityContext" . | nindent 2 }}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): where a role's pod may run. */}}
+{{- define "tandem.placement" -}}
+{{- $role := index .root.Values .role -}}
+{{- with $role.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if or (eq .role "controller") (eq .root.Values.device "cuda") }}
+{{- with $role.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- $affinity := include "tandem.affinity" . | fromYaml }}
+{{- with $affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $role.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;
+and the trainer, when it comes back, to where the volume is in use. Its own label matches its term, so that the first
+pod of all can be placed. */}}
+{{- define "tandem.affinity" -}}
+{{- $affinity := deepCopy (index .root.Values .role).affinity -}}
+{{- if include "tandem.oneNode" .root -}}
+{{- $gpu := include "tandem.componentOf" (dict "root" .root "role" "trainer") -}}
+{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $gpu) (eq .role "trainer") -}}
+{{- $match := dict "matchLabels" (omit (include "tandem.selectorLabels" (dict "root" .root "component" "") | fromYaml) "app.kubernetes.io/component")
+      "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
+{{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}
+{{- $pod := default dict $affinity.podAffinity -}}
+{{- $required := append (default list $pod.requiredDuringSchedulingIgnoredDuringExecution) $term -}}
+{{- $_ := set $affinity "podAffinity" (set $pod "requiredDuringSchedulingIgnoredDuringExecution" $required) -}}
+{{- end -}}
+{{- toYaml $affinity -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): requests and limits. /dev/shm is memory of the container, so it is added. */}}
+{{- define "tandem.resources" -}}
+{{- $role := index .root.Values .role -}}
+{{- $shm := include "tandem.mebibytes" (default "" $role.shmSize) | int64 -}}
+{{- $result := dict -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $part := dict -}}
+{{- range $name, $value := default dict (get $role.resources $kind) -}}
+{{- if eq $name "memory" -}}
+{{- $_ := set $part $name (printf "%dMi" (add (include "tandem.mebibytes" $value | int64) $shm)) -}}
+{{- else -}}
+{{- $_ := set $part $name (toString $value) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $kind "limits") (ne $.role "controller") -}}
+{{- range $name, $value := $role.extendedResources -}}
+{{- $_ := set $part $name (toString $value) -}}
+{{- end -}}
+{{- if and (eq $.root.Values.device "cuda") (not (and (include "tandem.shared" $.root) (eq $.root.Values.shared.via "claim"))) -}}
+{{- $_ := set $part $role.gpuResource (int $role.gpus | toString) -}}
+{{- end -}}
+{{- end -}}
+{{- if $part -}}{{- $_ := set $result $kind $part -}}{{- end -}}
+{{- end -}}
+{{- if and (include "tandem.shared" .root) (eq .root.Values.shared.via "claim") -}}
+{{- $_ := set $result "claims" (list (dict "name" "gpus")) -}}
+{{- end -}}
+{{- toYaml $result -}}
+{{- end -}}
+
+{{/* Seconds a role's container may take to stop: supervision.stop_seconds of its programs, added up; tests compare. */}}
+{{- define "tandem.stopSeconds" -}}
+{{- get (dict "controller" 15 "trainer" 62 "inference" 54) . -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): with what comes before SIGTERM, and a margin. */}}
+{{- define "tandem.graceSeconds" -}}
+{{- add (include "tandem.stopSeconds" .role | int) (int (default 0 (index .root.Values .role).preStopSeconds)) 10 -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer" "name" "tmp"): volumes' names in a pod with two roles. */}}
+{{- define "tandem.own" -}}
+{{- if and (include "tandem.shared" .root) (ne .role "controller") }}{{ .role }}-{{ .name }}{{ else }}{{ .name }}{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): a role's volumes. */}}
+{{- define "tandem.ownVolumes" -}}
+{{- $role := index .root.Values .role -}}
+- name: {{ include "tandem.own" (merge (dict "name" "tmp") .) }}
+  emptyDir: {sizeLimit: {{ $role.tmpSize }}}
+- name: {{ include "tandem.own" (merge (dict "name" "run") .) }}
+  emptyDir: {sizeLimit: 256Mi}
+{{- if ne .role "controller" }}
+- name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}
+  emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
+{{- end }}
+- name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
+  {{- include "tandem.secretVolume" (dict "root" .root "admin" (eq .role "inference")) | nindent 2 }}
+{{- with $role.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "admin" true): as files, readable for the group. Not below /run/secrets, where clusters put theirs. */}}
+{{- define "tandem.secretVolume" -}}
+{{- $secret := .root.Values.secret -}}
+projected:
+  defaultMode: 0440
+  sources:
+    - secret:
+        name: {{ include "tandem.secretName" .root }}
+        items:
+          - {key: {{ $secret.apiKey }}, path: api_key}
+          {{- if .admin }}
+          - {key: {{ $secret.adminToken }}, path: admin_token}
+          {{- end }}
+    - secret:
+        name: {{ include "tandem.secretName" .root }}
+        optional: true
+        items:
+          - {key: {{ $secret.hfToken }}, path: hf_token}
+{{- end -}}
+
+{{- define "tandem.sharedVolumes" -}}
+- name: data
+  persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" . }}}
+- name: cache
+{{- if eq .Values.cache.type "claim" }}
+  persistentVolumeClaim: {claimName: {{ include "tandem.cacheClaim" . }}}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .Values.cache.size }}}
+{{- end }}
+{{- with .Values.models.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer" "shm" true) */}}
+{{- define "tandem.mounts" -}}
+- {name: data, mountPath: /data}
+- {name: cache, mountPath: /cache}
+{{- if .root.Values.models.existingClaim }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+- {name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}, mountPath: /etc/tandem/secrets, readOnly: true}
+- {name: {{ include "tandem.own" (merge (dict "name" "tmp") .) }}, mountPath: /tmp}
+- {name: {{ include "tandem.own" (merge (dict "name" "run") .) }}, mountPath: /run/tandem}
+{{- if .shm }}
+- {name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}, mountPath: /dev/shm}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): what runs before a role's programs, from the small image. */}}
+{{- define "tandem.initContainers" -}}
+{{- $controller := dict "root" .root "role" "controller" -}}
+{{- if .root.Values.tinyModel }}
+- name: {{ include "tandem.own" (merge (dict "name" "tiny-model") .) }}
+  image: {{ include "tandem.image" $controller }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args: [python, /opt/tandem/examples/tiny_model.py, /data/models/tiny]
+  {{- include "tandem.initRest" . | nindent 2 }}
+{{- end }}
+- name: {{ include "tandem.own" (merge (dict "name" "preflight") .) }}
+  image: {{ include "tandem.image" $controller }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args: [tandem, preflight, --role, {{ .role }}, --devices-granted]
+  env:
+    {{- include "tandem.env" (merge (dict "init" true) .) | nindent 4 }}
+    {{- if and (ne .role "controller") (eq .root.Values.device "cuda") }}
+    - name: NVIDIA_VISIBLE_DEVICES
+      value: void
+    {{- end }}
+    {{- with (index .root.Values .role).extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- include "tandem.initRest" . | nindent 2 }}
+{{- with (index .root.Values .role).extraInitContainers }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.initRest" -}}
+securityContext:
+  {{- include "tandem.securityContext" . | nindent 2 }}
+resources:
+  requests: {cpu: 100m, memory: 256Mi}
+  limits: {memory: 2Gi}
+volumeMounts:
+  {{- include "tandem.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): the container of a role's programs. */}}
+{{- define "tandem.container" -}}
+{{- $role := index .root.Values .role -}}
+{{- $health := list "python" "-m" "tandem.health" -}}
+- name: {{ .role }}
+  image: {{ include "tandem.image" . }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  env:
+    {{- include "tandem.env" . | nindent 4 }}
+    {{- with $role.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    {{- if ne .role "trainer" }}
+    - {name: http, containerPort: {{ ternary 8080 8000 (eq .role "controller") }}}
+    {{- end }}
+    {{- if ne .role "controller" }}
+    - {name: {{ include "tandem.metricsPort" . }}, containerPort: {{ ternary 9400 9401 (eq .role "trainer") }}}
+    {{- end }}
+  {{- if eq .role "controller" }}
+  startupProbe:
+    httpGet: {path: /healthz, port: http}
+    periodSeconds: 2
+    failureThreshold: 150
+  readinessProbe:
+    httpGet: {path: /readyz, port: http}
+    periodSeconds: 10
+    timeoutSeconds: 5
+  livenessProbe:
+    httpGet: {path: /healthz, port: http}
+    periodSeconds: 15
+    timeoutSeconds: 10
+    failureThreshold: 4
+  {{- else }}
+  # Until everything answers for the first time, nothing else is asked: a model may take long to arrive.
+  startupProbe:
+    exec: {command: {{ toJson $health }}}
+    periodSeconds: 10
+    timeoutSeconds: 10
+    failureThreshold: {{ ternary 60 (mul 6 (int (default 10 $role.startupMinutes))) (eq .role "trainer") }}
+  readinessProbe:
+    exec: {command: {{ toJson $health }}}
+    periodSeconds: 15
+    timeoutSeconds: 10
+    failureThreshold: 2
+  # Whether its programs go on, not whether a port answers. vLLM may load a model meanwhile, and a job may train.
+  livenessProbe:
+    exec: {command: {{ toJson (append $health "--live") }}}
+    periodSeconds: 30
+    timeoutSeconds: 20
+    failureThreshold: 4
+  {{- end }}
+  {{- if $role.preStopSeconds }}
+  lifecycle:
+    preStop: {exec: {command: [sleep, {{ int $role.preStopSeconds | quote }}]}}
+  {{- end }}
+  resources:
+    {{- include "tandem.resources" . | nindent 4 }}
+  securityContext:
+    {{- include "tandem.securityContext" . | nindent 4 }}
+  volumeMounts:
+    {{- include "tandem.mounts" (merge (dict "shm" (ne .role "controller")) .) | nindent 4 }}
+    {{- with $role.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- with $role.extraContainers }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Ports of one pod have different names. */}}
+{{- define "tandem.metricsPort" -}}
+{{- if and (include "tandem.shared" .root) (eq .role "inference") }}metrics-vllm{{ else }}metrics{{ end -}}
+{{- end -}}

@@ -1,0 +1,91 @@
+{{/* (dict "root" $ "component" "trainer" "roles" (list "trainer") "lead" "trainer"): the one pod of a component.
+`lead`: the role whose values say where and how the pod runs. */}}
+{{- define "tandem.statefulset" -}}
+{{- $root := .root -}}
+{{- $lead := index .root.Values .lead -}}
+{{- $grace := 0 -}}
+{{- $podLabels := dict -}}
+{{- $podAnnotations := dict "kubectl.kubernetes.io/default-container" .lead -}}
+{{- range $role := .roles -}}
+{{- $grace = max $grace (include "tandem.graceSeconds" (dict "root" $root "role" $role) | int) -}}
+{{- $podLabels = mergeOverwrite $podLabels (index $root.Values $role).podLabels -}}
+{{- if eq $role "trainer" -}}
+{{- /* A job in progress is not moved to make room. */ -}}
+{{- $_ := set $podAnnotations "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" -}}
+{{- $_ := set $podAnnotations "karpenter.sh/do-not-disrupt" "true" -}}
+{{- end -}}
+{{- $podAnnotations = mergeOverwrite $podAnnotations (index $root.Values $role).podAnnotations -}}
+{{- end -}}
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  name: {{ include "tandem.fullname" $root }}-{{ .component }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- include "tandem.labels" . | nindent 4 }}
+    {{- with $root.Values.kueue.queue }}
+    kueue.x-k8s.io/queue-name: {{ . }}
+    {{- end }}
+    {{- with $root.Values.kueue.priorityClass }}
+    kueue.x-k8s.io/priority-class: {{ . }}
+    {{- end }}
+spec:
+  replicas: 1
+  serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
+  # Never a second pod beside the first: there may be no second GPU.
+  updateStrategy: {type: {{ $lead.updateStrategy }}}
+  revisionHistoryLimit: 3
+  selector:
+    matchLabels:
+      {{- include "tandem.selectorLabels" . | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "tandem.podLabels" (merge (dict "values" $podLabels) .) | nindent 8 }}
+      annotations:
+        {{- toYaml $podAnnotations | nindent 8 }}
+    spec:
+      {{- include "tandem.podCommon" $root | nindent 6 }}
+      {{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 6 }}
+      {{- with $lead.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      terminationGracePeriodSeconds: {{ $grace }}
+      {{- if and (include "tandem.shared" $root) (eq $root.Values.shared.via "claim") }}
+      resourceClaims:
+        - {name: gpus, resourceClaimTemplateName: {{ include "tandem.fullname" $root }}-gpus}
+      {{- end }}
+      initContainers:
+        {{- range $role := .roles }}
+        {{- include "tandem.initContainers" (dict "root" $root "role" $role) | nindent 8 }}
+        {{- end }}
+      containers:
+        {{- range $role := .roles }}
+        {{- include "tandem.container" (dict "root" $root "role" $role) | nindent 8 }}
+        {{- end }}
+      volumes:
+        {{- include "tandem.sharedVolumes" $root | nindent 8 }}
+        {{- range $role := .roles }}
+        {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 8 }}
+        {{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "trainer" "name" "trainer" "ports" (list ...)): the pods' own addresses. They are there
+before a pod is ready: who talks to a vLLM that sleeps or loads needs it. */}}
+{{- define "tandem.headless" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "tandem.fullname" .root }}-{{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "tandem.labels" . | nindent 4 }}
+    tandem-headless: "true"
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    {{- include "tandem.selectorLabels" . | nindent 4 }}
+  ports:
+    {{- toYaml .ports | nindent 4 }}
+{{- end -}}

@@ -1,0 +1,147 @@
+"""`tandem smoke`: whether a running stack does what it is for, as a client sees it. `helm test` runs these commands."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from tandem.cli.output import out
+from tandem.client import Tandem
+from tandem.config import load_settings, split_keys
+from tandem.errors import NotFound, TandemError, Unreachable
+from tandem.spool import fs
+
+app = typer.Typer(help="Try a running stack: is it reachable, does a small job go through.", no_args_is_help=True)
+PATIENCE_SECONDS = 60.0
+_EXAMPLES = [
+    {"messages": [{"role": "user", "content": "Is this a test?"}, {"role": "assistant", "content": answer}]}
+    for answer in ("Yes.", "Yes, it is.")
+]
+Inference = Annotated[
+    str, typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as an OpenAI client wants it (with /v1).")
+]
+
+
+class SmokeFailed(TandemError):
+    """The stack answers, but not as it should."""
+
+    code = "smoke_failed"
+
+
+@app.command()
+def reach(
+    inference: Inference = "http://127.0.0.1:8000/v1",
+    metrics: Annotated[
+        list[str] | None, typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable.")
+    ] = None,
+    closed: Annotated[
+        list[str] | None, typer.Option(help="URL that must answer 401 to who has only the API key; repeatable.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="Seconds that each may take to answer.")] = PATIENCE_SECONDS,
+) -> None:
+    """Controller and vLLM take requests, vLLM lists the base model, exporters answer."""
+    key = _key()
+    with Tandem() as tandem:
+        runs = tandem.list_runs()
+        out.print(f"controller {tandem.url}: {len(runs)} runs")
+    with httpx.Client(timeout=10, trust_env=False) as http:
+        models = _get(http, f"{inference}/models", key, patience).json()["data"]
+        names = [model["id"] for model in models]
+        if "base" not in names:
+            raise SmokeFailed(f"{inference}/models does not list the model 'base' but {names}")
+        out.print(f"inference {inference}: {len(names)} models")
+        for url in metrics or []:
+            if "\ntandem_build_info{" not in _get(http, url, None, patience).text:
+                raise SmokeFailed(f"{url} has no tandem_build_info")
+            out.print(f"metrics {url}")
+        for url in closed or []:
+            status = http.post(url, headers=_authorization(key)).status_code
+            if status != 401:
+                raise SmokeFailed(f"{url} answers {status} to an API key, not 401")
+            out.print(f"closed {url}")
+
+
+@app.command()
+def write(word: Annotated[str, typer.Argument(help="What `tandem smoke read` is to find.")]) -> None:
+    """Leave a word on the shared volume."""
+    path = _word_path()
+    fs.write_atomic(path, word.encode())
+    out.print(f"wrote {path}")
+
+
+@app.command()
+def read(word: Annotated[str, typer.Argument(help="What `tandem smoke write` left.")]) -> None:
+    """Find the word that another container left on the shared volume, and remove it."""
+    path = _word_path()
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not fs.exists(path):
+        if time.monotonic() > end:
+            raise SmokeFailed(f"{path} is not there: the two containers don't have the same volume")
+        time.sleep(1)
+    found = path.read_text()
+    if found != word:
+        raise SmokeFailed(f"{path} holds {found!r}, not {word!r}")
+    path.unlink()
+    out.print(f"read and removed {path}")
+
+
+@app.command()
+def job(
+    run: Annotated[str, typer.Argument(help="A run of its own; made where there is none. Each call adds one step.")],
+    inference: Inference = "http://127.0.0.1:8000/v1",
+    timeout: Annotated[float, typer.Option(help="Seconds for the job and for the step to be served, each.")] = 1800,
+) -> None:
+    """One small SFT job from end to end: trained, given back, served, sampled from."""
+    with Tandem() as tandem:
+        try:
+            step = tandem.get_run(run).newest_step
+        except NotFound:
+            step = tandem.create_run(run, lora={"rank": 4, "alpha": 8}).newest_step
+        out.print(f"run {run} is at step {step}")
+        status = tandem.train_sft(
+            run, examples=_EXAMPLES, packing={"sequence_length": 128}, optimizer={"learning_rate": 1e-5, "epochs": 1}
+        )
+        done = tandem.wait_job(status.id, timeout=timeout)
+        assert done.step is not None
+        released = next(event for event in tandem.job_events(done.id) if event.type == "released")
+        out.print(f"job {done.id} succeeded; left on the devices: {released.data['bytes']} bytes")
+        served = tandem.wait_served(run, done.step, timeout=timeout)
+        out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
+    asked: dict[str, Any] = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
+    with httpx.Client(timeout=120, trust_env=False) as http:
+        answer = http.post(f"{inference}/chat/completions", json=asked, headers=_authorization(_key()))
+    if answer.status_code != 200 or not answer.json()["choices"]:
+        raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
+    out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
+
+
+def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> httpx.Response:
+    """A GET that answers 200, tried for `patience` seconds."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            answer = http.get(url, headers=_authorization(key))
+            if answer.status_code == 200:
+                return answer
+            wrong = f"answers {answer.status_code}"
+        except httpx.TransportError as error:
+            wrong = f"does not answer: {error}"
+        if time.monotonic() > end:
+            raise Unreachable(f"{url} {wrong}")
+        time.sleep(1)
+
+
+def _key() -> str | None:
+    return next(iter(split_keys(load_settings().secret("api_key"))), None)
+
+
+def _authorization(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _word_path() -> Path:
+    return load_settings().root / ".smoke"
