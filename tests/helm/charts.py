@@ -1,14 +1,17 @@
 """The real Helm library on a chart: render, lint, install, upgrade, test, uninstall.
 
-The library has no `template`: a render is an installation into a cluster in memory (`helm.cluster`), so what a real
-server refuses (unknown kinds, changes to what cannot change) fails here too. Errors are the library's, with Helm's own
-message; a key or an object's name given twice, which Helm takes silently, is refused here.
+The library has no `template`: a render is an installation into a cluster in memory (`helm.cluster`) that goes as far as
+recording the release, and is read from that record. Errors are the library's, with Helm's own message; a key or an
+object's name given twice, which Helm takes silently, is refused here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
+import gzip
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -116,19 +119,31 @@ def render(
     namespace: str = "ns",
     version: str = NEWEST,
     groups: tuple[str, ...] = OPTIONAL_GROUPS,
+    existing: tuple[Object, ...] = (),
     chart: Path | str | None = None,
 ) -> Rendered:
-    """The chart with these values on a Kubernetes of this version (`groups`: the CRD groups that it has)."""
+    """The chart with these values on a Kubernetes of this version.
+
+    `groups`: the CRD groups that it has; `existing`: objects that templates may look up.
+    """
     cluster = _shared_cluster(version, groups)
+    cluster.unrecorded = None
+    cluster.reset()
+    for obj in existing:
+        cluster.put(obj)
     try:
-        return rendered(install(cluster, values, release=release, namespace=namespace, chart=chart))
-    finally:
-        cluster.reset()
+        install(cluster, values, release=release, namespace=namespace, chart=chart)
+    except helm_sdkpy.InstallError:
+        if cluster.unrecorded is None:
+            raise
+    record = base64.b64decode(base64.b64decode(cluster.unrecorded["data"]["release"]))
+    return rendered(json.loads(gzip.decompress(record)))
 
 
 @cache
 def _shared_cluster(version: str, groups: tuple[str, ...]) -> Cluster:
     cluster = Cluster(version, groups).__enter__()
+    cluster.records = False
     atexit.register(cluster.__exit__, None, None, None)
     return cluster
 

@@ -17,7 +17,7 @@ import yaml
 from helm import cluster_kinds
 from helm.cluster_http import Handler
 from helm.cluster_kinds import OPTIONAL_GROUPS, Kind
-from helm.cluster_store import Event, Object, Store
+from helm.cluster_store import Event, Object, Refused, Store
 
 
 class Cluster:
@@ -31,6 +31,9 @@ class Cluster:
         """What `GET pods/<name>/log` answers, by namespace and name."""
         self.hold_pods = 0.0
         """For how many seconds the creation of a pod is answered only once the pod has ended."""
+        self.unrecorded: Object | None = None
+        """The Secret that would have recorded a release, where this cluster doesn't let Helm (`records` False)."""
+        self.records = True
         self._paths = {(kind.plural, kind.group, kind.version): kind for kind in self.kinds}
         for name in ("default", "kube-system"):
             self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
@@ -117,6 +120,16 @@ class Cluster:
 
         threading.Thread(target=follow, daemon=True, name="cluster-watch").start()
         return lambda: self.store.unwatch(watch)
+
+    def create(self, kind: Kind, namespace: str, obj: Object, *, dry_run: bool = False) -> Object:
+        """What a client's request to create an object does."""
+        if not self.records and obj.get("type") == "helm.sh/release.v1":
+            self.unrecorded = obj
+            raise Refused(403, "Forbidden", "this cluster records no releases")
+        created = self.store.create(kind, namespace, obj, dry_run=dry_run)
+        if kind.kind == "Pod" and not dry_run:
+            self.hold(created)
+        return created
 
     def hold(self, pod: Object) -> None:
         """Waits until a pod has ended or is gone, for at most `hold_pods` seconds."""

@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
     ) -> Object | str:
         store, dry_run = self.cluster.store, query.get("dryRun") == "All"
         if self.command == "POST" and name is None:
-            return self._create(kind, namespace, self._decode(body), dry_run)
+            return self.cluster.create(kind, namespace, self._decode(body), dry_run=dry_run)
         if name is None or (sub is not None and sub not in ("status", "log")):
             raise Refused(405, "MethodNotAllowed", f"{self.command} {self.path} is not served here")
         if self.command == "GET" and sub == "log":
@@ -172,16 +172,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             new = self._patched(kind, namespace, name, body)
             if new is None:
-                return self._create(kind, namespace, self._decode(body), dry_run)
+                return self.cluster.create(kind, namespace, self._decode(body), dry_run=dry_run)
         if sub == "status":
             return store.set_status(kind, namespace, name, new.get("status", {}))
         return store.replace(kind, namespace, name, new, dry_run=dry_run)
-
-    def _create(self, kind: Kind, namespace: str, obj: Object, dry_run: bool) -> Object:
-        created = self.cluster.store.create(kind, namespace, obj, dry_run=dry_run)
-        if kind.kind == "Pod" and not dry_run:
-            self.cluster.hold(created)
-        return created
 
     def _patched(self, kind: Kind, namespace: str, name: str, body: bytes) -> Object | None:
         """The object after a PATCH; None where a server-side apply creates it."""
