@@ -27,6 +27,7 @@ from helm.cluster import Cluster
 from helm.cluster_http import merged
 from helm.cluster_kinds import OPTIONAL_GROUPS
 from helm.cluster_store import Object
+from helm.pods import pod_template
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 OLDEST, NEWEST = "1.30.0", "1.37.0"
@@ -74,17 +75,6 @@ class Rendered:
     def pods(self) -> list[tuple[Object, Object]]:
         """For every workload and every pod: its object, and the `metadata` and `spec` of the pods it makes."""
         return [(obj, template) for obj in self.objects if (template := pod_template(obj)) is not None]
-
-
-def pod_template(obj: Object) -> Object | None:
-    """The pod that an object is or makes; None where it makes none."""
-    if obj["kind"] == "Pod":
-        return {"metadata": obj["metadata"], "spec": obj["spec"]}
-    if obj["kind"] == "CronJob":
-        return obj["spec"]["jobTemplate"]["spec"]["template"]
-    if obj["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job"):
-        return obj["spec"]["template"]
-    return None
 
 
 def load_values(values: Values) -> dict[str, Any]:

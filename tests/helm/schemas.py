@@ -2,7 +2,8 @@
 
 Built-in kinds against Kubernetes' own JSON schemas (the `kubernetes-validate` package, strict: unknown fields are
 refused); the kinds in `crds/` against their definitions; and every object against what an API server checks besides:
-names, labels, and keys that must be unique in a list. A kind without a schema is a problem like any other.
+names, labels, keys that must be unique in a list, selectors, mounts and limits of pods. A kind without a schema is a
+problem like any other. The CEL rules of the CRDs aren't evaluated.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
+
+from helm import pods
 
 CRDS = Path(__file__).parent / "crds"
 DEFINITIONS = "/api/_definitions.json"
@@ -49,6 +52,8 @@ def validate(obj: dict[str, Any], version: str) -> list[str]:
         return [f"{_title(obj)}: {error.args[0]}"]
     problems = [_message(error) for error in validator.iter_errors(obj)]
     problems += [*_naming(obj), *_duplicates(obj, "")]
+    if not problems:
+        problems += pods.problems(obj)
     return [f"{_title(obj)}: {problem}" for problem in problems]
 
 

@@ -240,6 +240,16 @@ def test_label_selectors(selector, fits):
     assert matches({"a": "1", "b": "2"}, selector) is fits
 
 
+def resources(request: str, limit: str, name: str = "memory") -> dict[str, Any]:
+    return pod(resources={"requests": {name: request}, "limits": {name: limit}})
+
+
+def workload(label: str) -> dict[str, Any]:
+    template = {"metadata": {"labels": {"app": label}}, "spec": pod()["spec"]}
+    spec = {"selector": {"matchLabels": {"app": "a"}}, "template": template}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}, "spec": spec}
+
+
 def monitor(kind: str, endpoints: str, **endpoint: Any) -> dict[str, Any]:
     spec = {"selector": {}, endpoints: [{"port": "http", **endpoint}]}
     return {"apiVersion": "monitoring.coreos.com/v1", "kind": kind, "metadata": {"name": "m"}, "spec": spec}
@@ -267,6 +277,10 @@ def route(**fields: Any) -> dict[str, Any]:
         (pod(), pod() | {"metadata": {"name": "a", "labels": {"v": "1+2"}}}, r"'1\+2' is not a valid label"),
         (pod(), pod() | {"metadata": {"name": "A_"}}, "'A_' is not a valid name"),
         (pod(), pod() | {"apiVersion": "apps/v1"}, "has no apps/v1 Pod"),
+        (pod(), pod(volumeMounts=[{"name": "v", "mountPath": "/v"}]), "there is no volume v"),
+        (resources("1Gi", "1Gi"), resources("1.5Gi", "1Gi"), "request 1.5Gi is above the limit 1Gi"),
+        (resources("1", "1", "a.b/c"), resources("1", "2", "a.b/c"), "a.b/c: an extended resource.s request and limit"),
+        (workload("a"), workload("b"), "does not match the labels"),
         (monitor("PodMonitor", "podMetricsEndpoints"), monitor("PodMonitor", "endpoints"), "endpoints"),
         (
             monitor("ServiceMonitor", "endpoints"),

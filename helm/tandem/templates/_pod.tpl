@@ -103,7 +103,7 @@ pod of all can be placed. */}}
 {{- end -}}
 {{- if $part -}}{{- $_ := set $result $kind $part -}}{{- end -}}
 {{- end -}}
-{{- if and (include "tandem.shared" .root) (eq .root.Values.shared.via "claim") -}}
+{{- if and (ne .role "controller") (include "tandem.shared" .root) (eq .root.Values.shared.via "claim") -}}
 {{- $_ := set $result "claims" (list (dict "name" "gpus")) -}}
 {{- end -}}
 {{- toYaml $result -}}

@@ -1,0 +1,117 @@
+"""Values that can't be: each is refused with a message that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_sdkpy
+import pytest
+
+from helm import charts, matrix
+from helm.cluster_http import merged
+from helm.matrix import HOSTS, at
+
+KUBERNETES_OWN = ("resources.requests", "resources.limits")
+"""Mappings with defaults whose keys are resources' names."""
+LABELS = ("monitoring.dashboards.labels",)
+"""Mappings with defaults whose keys are free."""
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    # Required, and what goes together.
+    ({"baseModel": ""}, "baseModel is empty"),
+    ({"tinyModel": True}, "tinyModel writes a model of its own"),
+    ({"gpuMode": "shared", "device": "cpu"}, "gpuMode=shared needs device=cuda"),
+    ({"gpuMode": "shared", "trainer": {"gpus": 2}}, r"trainer\.gpus=2 and inference\.gpus=1"),
+    ({"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}}, r"trainer\.gpus=3 .*tensorParallel=2"),
+    (
+        {"device": "cpu", "trainer": {"cpuRanks": 3, "settings": {"tensorParallel": 2}}},
+        r"trainer\.cpuRanks=3 .*tensorParallel=2",
+    ),
+    ({"trainer": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"trainer\.extendedResources has nvidia\.com/gpu"),
+    ({"inference": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"inference\.extendedResources has nvidia\.com/gpu"),
+    (
+        {
+            "data": {"accessMode": "ReadWriteOnce"},
+            "trainer": {"nodeSelector": {"pool": "a"}},
+            "controller": {"nodeSelector": {"pool": "b"}},
+        },
+        r"controller\.nodeSelector and trainer\.nodeSelector have different values of pool",
+    ),
+    (
+        {"data": {"existingClaim": "x"}, "cache": {"existingClaim": "x"}},
+        r"data\.existingClaim and cache\.existingClaim",
+    ),
+    ({"ingress": {"enabled": True}}, r"neither ingress\.controllerHost nor ingress\.inferenceHost"),
+    (
+        {"ingress": {"enabled": True, "controllerHost": "a.b", "inferenceHost": "a.b"}},
+        r"ingress\.controllerHost and ingress\.inferenceHost are the same",
+    ),
+    ({"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}}, r"neither gateway\.controllerHost nor gateway\."),
+    ({"gateway": {"enabled": True, **HOSTS}}, r"gateway\.parentRefs names no Gateway"),
+    (
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "controllerHost": "a", "inferenceHost": "a"}},
+        r"gateway\.controllerHost and gateway\.inferenceHost are the same",
+    ),
+    ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
+    ({"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}}, "there is no alert Nope"),
+    # Single values.
+    ({"device": "tpu"}, "'/device': value must be one of 'cuda', 'cpu'"),
+    ({"gpuMode": "both"}, "'/gpuMode': value must be one of"),
+    ({"settings": {"dtype": "int8"}}, "'/settings/dtype': value must be one of"),
+    ({"trainer": {"gpus": 0}}, "'/trainer/gpus': minimum: got 0"),
+    ({"inference": {"gpus": 1.5}}, "'/inference/gpus': got number, want integer"),
+    ({"trainer": {"gpus": "two"}}, "'/trainer/gpus': got string"),
+    ({"trainer": {"updateStrategy": "Recreate"}}, "'/trainer/updateStrategy': value must be one of"),
+    ({"data": {"size": "200"}}, "'/data/size': '200' does not match"),
+    ({"data": {"accessMode": "ReadWriteOncePod"}}, "'/data/accessMode': value must be one of"),
+    ({"trainer": {"shmSize": "8GB"}}, "'/trainer/shmSize': '8GB' does not match"),
+    ({"trainer": {"resources": {"limits": {"memory": "64G B"}}}}, "'/trainer/resources/limits/memory': '64G B'"),
+    ({"trainer": {"gpuResource": "gpu"}}, "'/trainer/gpuResource': 'gpu' does not match"),
+    ({"controller": {"service": {"port": 70000}}}, "'/controller/service/port': maximum: got 70,000"),
+    ({"controller": {"settings": {"maxRequestBytes": 1}}}, "'/controller/settings/maxRequestBytes': minimum"),
+    ({"inference": {"settings": {"gpuMemoryUtilization": 1.5}}}, "'/inference/settings/gpuMemoryUtilization'"),
+    ({"podSecurity": {"runAsUser": 0}}, "'/podSecurity/runAsUser': minimum: got 0"),
+    ({"fullnameOverride": "No_Name"}, "'/fullnameOverride': 'No_Name' does not match"),
+    ({"trainer": {"image": {"digest": "latest"}}}, "'/trainer/image/digest': 'latest' does not match"),
+    ({"ingress": {"controllerHost": "https://a.b"}}, "'/ingress/controllerHost': 'https://a.b' does not match"),
+    ({"monitoring": {"monitors": {"kind": "both"}}}, "'/monitoring/monitors/kind': value must be one of"),
+    ({"monitoring": {"monitors": {"interval": "15"}}}, "'/monitoring/monitors/interval': '15' does not match"),
+    ({"commonLabels": {"cost": 42}}, "'/commonLabels/cost': got number, want string"),
+    # Typos inside of lists.
+    ({"trainer": {"tolerations": [{"keyy": "x"}]}}, r"'/trainer/tolerations/0': additional properties 'keyy'"),
+    ({"trainer": {"affinity": {"nodeAffinitty": {}}}}, r"'/trainer/affinity': additional properties 'nodeAffinitty'"),
+    ({"controller": {"extraEnv": [{"value": "x"}]}}, r"'/controller/extraEnv/0': missing property 'name'"),
+]
+"""Values, laid over the least that must be set, and what Helm's message must say."""
+
+
+@pytest.mark.parametrize(("values", "named"), BAD, ids=[named for _, named in BAD])
+def test_a_bad_value_is_refused_by_name(values, named):
+    with pytest.raises(helm_sdkpy.InstallError, match=named):
+        charts.render(merged(matrix.BASE, values))
+
+
+def test_a_kubernetes_that_is_too_old_is_refused():
+    with pytest.raises(helm_sdkpy.InstallError, match=r"requires kubeVersion: >=1\.30\.0-0 .* v1\.29\.9"):
+        charts.render(matrix.BASE, version="1.29.9")
+    with pytest.raises(helm_sdkpy.InstallError, match=r"shared\.via=claim needs Kubernetes 1\.34"):
+        charts.render({**matrix.BASE, "gpuMode": "shared"}, version="1.33.4")
+
+
+def test_a_misspelt_key_is_refused_and_named_wherever_it_is():
+    """In every mapping of values.yaml that has keys: Helm's one message must have them all."""
+    values, typos = matrix.BASE, []
+    for path, mapping in matrix.mappings(matrix.defaults()):
+        if not path.endswith(KUBERNETES_OWN) and path not in LABELS:
+            key = next(iter(mapping)) + "x"
+            values = merged(values, at(f"{path}.{key}".lstrip("."), 1))
+            typos.append("/" + path.replace(".", "/") if path else "")
+            typos[-1] = f"at '{typos[-1]}': additional properties '{key}' not allowed"
+    with pytest.raises(helm_sdkpy.InstallError) as caught:
+        charts.render(values)
+    assert len(typos) > 30
+    assert [typo for typo in typos if typo not in str(caught.value)] == []
+
+
+def test_lint_sees_a_misspelt_key():
+    assert "error values.yaml" in charts.lint({**matrix.BASE, "trainr": {"gpus": 2}})
