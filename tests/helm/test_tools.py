@@ -155,6 +155,17 @@ def test_a_claim_outlives_install_upgrade_and_uninstall(chart, cluster):
     assert [o["metadata"]["uid"] for o in cluster.objects(namespace="ns")] == [claim["metadata"]["uid"]]
 
 
+def test_two_releases_in_one_namespace_are_kept_apart(chart, cluster):
+    charts.install(cluster, release="a", chart=chart)
+    charts.install(cluster, release="b", chart=chart)
+    charts.install(cluster, release="a", namespace="other", chart=chart)
+    assert charts.upgrade(cluster, release="a", chart=chart)["version"] == 2
+    charts.uninstall(cluster, release="a")
+    names = {(o["metadata"]["namespace"], o["metadata"]["name"]) for o in cluster.objects("StatefulSet")}
+    assert names == {("ns", "b-set"), ("other", "a-set")}
+    assert charts.upgrade(cluster, release="b", chart=chart)["version"] == 2
+
+
 def test_an_upgrade_that_changes_what_cannot_change_is_refused(chart, cluster):
     charts.install(cluster, chart=chart)
     with pytest.raises(helm_sdkpy.UpgradeError, match=r"spec\.serviceName: field is immutable"):
