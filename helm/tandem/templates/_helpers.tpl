@@ -4,15 +4,14 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* At most 40 characters: StatefulSets and their pods' labels append to it. */}}
+{{/* At most 40 characters: StatefulSets and their pods' labels append to it. Of a longer name the end is a digest, so that
+two releases with one beginning don't meet. */}}
 {{- define "tandem.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains (include "tandem.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name (include "tandem.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- $name := .Values.fullnameOverride -}}
+{{- if not $name -}}
+{{- $name = ternary .Release.Name (printf "%s-%s" .Release.Name (include "tandem.name" .)) (contains (include "tandem.name" .) .Release.Name) -}}
 {{- end -}}
+{{- if gt (len $name) 40 }}{{ $name | trunc 31 | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}{{ else }}{{ $name | trimSuffix "-" }}{{ end -}}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "trainer"). What selects never changes, so it has neither versions nor users' labels. */}}
@@ -24,7 +23,7 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* (dict "root" $ "component" "trainer"): of objects. */}}
 {{- define "tandem.labels" -}}
-{{- $labels := deepCopy .root.Values.commonLabels -}}
+{{- $labels := omit .root.Values.commonLabels "tandem-headless" -}}
 {{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion -}}
 {{- $_ := set $labels "app.kubernetes.io/managed-by" .root.Release.Service -}}
 {{- $_ := set $labels "app.kubernetes.io/part-of" "tandem" -}}
