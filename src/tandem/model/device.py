@@ -116,6 +116,13 @@ def reset_peaks() -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
+def release_cached() -> None:
+    """Give back what the allocators keep for later: unused device memory and unused pinned host memory."""
+    if _active() == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # what torch.accelerator.empty_host_cache, where there is one, calls
+
+
 def allocated() -> int:
     """`memory_stats()["allocated"]`, alone."""
     return torch.cuda.memory_allocated() if _active() == "cuda" else _resident()[0]

@@ -9,15 +9,16 @@ A rank holds whole groups, and for gate and up the same part of each.
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from tandem.errors import InvalidInput
+from tandem.model import stream
 from tandem.model.arch import Arch
 
 Cut = Literal["whole", "rows", "columns"]
@@ -89,13 +90,6 @@ def weight_rules(arch: Arch) -> list[WeightRule]:
     return rules
 
 
-def fuse_qkv(parts: list[torch.Tensor], head_dim: int) -> torch.Tensor:
-    """[heads * head_dim, ...] of q, k and v (of whole groups) -> Megatron's rows."""
-    groups = parts[1].shape[0] // head_dim
-    blocks = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-    return torch.cat(blocks, dim=1).flatten(0, 1)
-
-
 def model_directory(model: str) -> Path:
     """Where the weights of `model` are: itself if it is a directory, else the hub's snapshot (downloaded once)."""
     if Path(model).is_dir():
@@ -110,19 +104,10 @@ def model_directory(model: str) -> Path:
         ) from error
 
 
-def load_weights(
-    directory: Path,
-    arch: Arch,
-    parameters: dict[str, torch.Tensor],
-    *,
-    tp: int,
-    tp_rank: int,
-    threads: int = 8,
-) -> None:
+def load_weights(directory: Path, arch: Arch, parameters: dict[str, torch.Tensor], *, tp: int, tp_rank: int) -> None:
     """Fill `parameters` (Megatron name -> this rank's tensor, any dtype and device) from the directory's safetensors.
 
-    Each rank reads just its own part of each tensor. `threads` read at once, since one thread can't keep up with a disk
-    whose pages are in memory.
+    Each rank puts just its own part of each tensor on its device, and reads no more than the rows that hold it.
 
     Raises:
         InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
@@ -132,53 +117,61 @@ def load_weights(
     unfilled, unknown = parameters.keys() - rules.keys(), rules.keys() - parameters.keys()
     assert not unfilled, f"no rule fills {sorted(unfilled)}"
     assert not unknown, f"no parameter for {sorted(unknown)}"
-    files = _tensor_files(directory)
+    stored = stream.headers(_files(directory))
+    pieces: list[stream.Piece] = []
+    for rule in rules.values():
+        for name, shape in zip(rule.sources, rule.shapes, strict=True):
+            if name not in stored:
+                raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
+            if stored[name].shape != shape:
+                raise InvalidInput(
+                    f"{stored[name].path}: {name} has the shape {list(stored[name].shape)}, config.json says "
+                    f"{list(shape)}",
+                    field="base_model",
+                )
+        pieces += _pieces(rule, [stored[name] for name in rule.sources], parameters[rule.parameter], arch, tp, tp_rank)
+    stream.fill(pieces)
 
-    def read(name: str, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
-        if name not in files:
-            raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
-        try:
-            with safe_open(files[name], framework="pt") as file:
-                tensor = file.get_slice(name)
-                actual = tuple(tensor.get_shape())
-                if actual != shape:
-                    raise InvalidInput(
-                        f"{files[name]}: {name} has the shape {list(actual)}, config.json says {list(shape)}",
-                        field="base_model",
-                    )
-                if cut == "whole" or tp == 1:
-                    return tensor[:]
-                part = shape[0 if cut == "rows" else 1] // tp
-                mine = slice(tp_rank * part, (tp_rank + 1) * part)
-                return tensor[mine] if cut == "rows" else tensor[:, mine]
-        except (SafetensorError, OSError) as error:
-            raise InvalidInput(f"{files[name]} can't be read: {error}", field="base_model") from error
 
-    def fill(rule: WeightRule) -> None:
-        parts = [read(name, shape, rule.cut) for name, shape in zip(rule.sources, rule.shapes, strict=True)]
-        target = parameters[rule.parameter]
-        if rule.fusion == "qkv":
-            value = fuse_qkv(parts, arch.head_dim)
+def _pieces(
+    rule: WeightRule, sources: list[stream.Stored], target: torch.Tensor, arch: Arch, tp: int, tp_rank: int
+) -> Iterator[stream.Piece]:
+    """This rank's part of each source, and the part of `target` it belongs to."""
+    if rule.cut == "columns" and tp > 1:
+        (source,) = sources
+        rows, columns = source.shape
+        mine = columns // tp
+        assert target.shape == (rows, mine), f"{rule.parameter}: {source.shape} cut for {tp} is not {target.shape}"
+        yield stream.Piece(source, 0, columns, target, columns, slice(tp_rank * mine, (tp_rank + 1) * mine))
+        return
+    parts = tp if rule.cut == "rows" else 1
+    heights = [source.shape[0] // parts for source in sources]
+    assert target.shape == (sum(heights), *sources[0].shape[1:]), (
+        f"{rule.parameter}: {heights} don't fill {target.shape}"
+    )
+    # qkv: one block of rows per group of heads, see above.
+    groups = heights[1] // arch.head_dim if rule.fusion == "qkv" else 1
+    blocks = target.view(groups, -1, *target.shape[1:])
+    at = 0
+    for source, height in zip(sources, heights, strict=True):
+        width = math.prod(source.shape[1:])
+        block = blocks[:, at : at + height // groups]
+        at += height // groups
+        first = tp_rank * height * width if parts > 1 else 0
+        if groups == 1:
+            yield stream.Piece(source, first, width, block[0])
         else:
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]
-        assert value.shape == target.shape, f"{rule.parameter}: {value.shape} does not fit {target.shape}"
-        with torch.no_grad():
-            target.copy_(value)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(fill, rules.values()))  # list: raises the first error
+            yield stream.Piece(source, first, height // groups * width, block)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it, by the index if there is one, else of `model.safetensors`."""
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files that hold the model: those the index names if there is one, else `model.safetensors`."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
         if index.is_file():
-            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        if single.is_file():
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
-        where = index if index.is_file() else single
-        raise InvalidInput(f"{where} can't be read: {error}", field="base_model") from error
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
+    if single.is_file():
+        return [single]
     raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")

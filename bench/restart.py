@@ -1,0 +1,237 @@
+"""What exit-after-job costs: the same jobs through the runner under each way to start ranks, on GPUs.
+
+    python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ranks 1] [--tensor-parallel 1] [--out DIR]
+
+The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16; each job is two
+optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs.
+Needs as many GPUs as ranks; with --device cpu and the shape `tiny` it shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.report import report
+from tandem.data.prepare import prepare_sft
+from tandem.data.trajectories import PackingSettings, SFTExample
+from tandem.model.arch import read_arch
+from tandem.model.identity import write_identity_adapter
+from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
+
+WAYS = ("torchrun", "fork")
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    },
+    "tiny": {
+        "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+SEQUENCE_LENGTH = 4096
+
+_MAKE_MODEL = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from tandem.model.arch import read_arch
+from tandem.model.weights import weight_rules
+directory, where = Path(sys.argv[1]), sys.argv[2]
+generator = torch.Generator(where).manual_seed(0)
+shards, shard, size = [], {}, 0
+for rule in weight_rules(read_arch(str(directory))):
+    for name, shape in zip(rule.sources, rule.shapes):
+        noise = torch.randn(shape, generator=generator, device=where)
+        weight = (1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5).to(torch.bfloat16).cpu()
+        if size + weight.nbytes > 4 * 2**30:
+            shards.append(shard)
+            shard, size = {}, 0
+        shard[name] = weight
+        size += weight.nbytes
+shards.append(shard)
+index = {}
+for i, shard in enumerate(shards):
+    file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+    save_file(shard, directory / file)
+    index |= dict.fromkeys(shard, file)
+(directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+"""
+
+
+def make_model(directory: Path, shape: str, device: str) -> Path:
+    """config.json and random bf16 shards; kept where they are there already."""
+    if not (directory / "model.safetensors.index.json").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6} | SHAPES[shape]
+        (directory / "config.json").write_text(json.dumps(config))
+        subprocess.run([sys.executable, "-c", _MAKE_MODEL, str(directory), device], check=True)
+    return directory
+
+
+def submit(spool: Spool, job_id: str, vocabulary: int) -> None:
+    """Queue one job of two optimizer steps, the same for every way."""
+    rng = np.random.default_rng(0)
+    length = SEQUENCE_LENGTH // 4
+    half = length // 2
+    examples = [
+        SFTExample(token_ids=rng.integers(0, vocabulary, length).tolist(), trainable=[False] * half + [True] * half)
+        for _ in range(16)
+    ]
+
+    def make(name: str, base: int, staged: Path) -> SFTJob:
+        data = prepare_sft(
+            examples, tokenizer_path="", vocab_size=vocabulary,
+            packing=PackingSettings(sequence_length=SEQUENCE_LENGTH), out=staged,
+        )  # fmt: skip
+        return SFTJob(
+            id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=2), max_attempts=1,
+        )  # fmt: skip
+
+    spool.jobs.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
+
+
+@contextlib.contextmanager
+def sampled_memory(out: Path, device: str) -> Iterator[None]:
+    """Used MiB of every GPU with the time, ten times a second, as lines of `out`."""
+    if device != "cuda":
+        yield
+        return
+    command = ["nvidia-smi", "--query-gpu=timestamp,index,memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
+    with out.open("w") as file, subprocess.Popen(command, stdout=file) as sampler:
+        try:
+            yield
+        finally:
+            sampler.terminate()
+
+
+def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of the last adapter."""
+    spool, lora = Spool.create(root), LoraShape(rank=16, alpha=32)
+    spec = RunSpec(name="bench", base_model=str(model), lora=lora, created=time.time())
+    arch = read_arch(str(model))
+    spool.runs.create(spec, lambda out: write_identity_adapter(out, arch, lora, base_model=spec.base_model, seed=0))
+    environment = os.environ | {
+        "TANDEM_ROOT": str(root), "TANDEM_DEVICE": options.device, "TANDEM_LAUNCH": way,
+        "TANDEM_TRAINER_RANKS": str(options.ranks), "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
+        "TANDEM_TRAINER_DEVICES": ",".join(map(str, range(options.ranks))) if options.device == "cuda" else "",
+        # As in the images: on the volume, so that a second job compiles nothing.
+        "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
+    }  # fmt: skip
+    log = options.out / f"runner.{way}.log"
+    idle: list[int] = []
+    with log.open("wb") as errors:
+        command = [sys.executable, "-m", "tandem.trainer.runner"]
+        runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+        try:
+            time.sleep(15 if way == "fork" else 3)  # the fork server has its imports ahead of the first job
+            for number in range(options.jobs):
+                submit(spool, f"job-{number}", arch.vocab_size)
+                wait(spool, f"job-{number}", log)
+                idle.append(max(used(options)))
+        finally:
+            runner.send_signal(signal.SIGTERM)
+            runner.wait(timeout=60)
+    rows, losses = [], []
+    for number in range(options.jobs):
+        events = list(spool.events.read(f"job-{number}"))
+        rows.append(parts(events))
+        losses.append([event.data["metrics"]["loss"] for event in events if event.type == "step"])
+        (options.out / f"events.{way}.{number}.jsonl").write_text("\n".join(e.model_dump_json() for e in events))
+    adapter = spool.checkpoints.path("bench", options.jobs) / "adapter_model.safetensors"
+    digest = hashlib.sha256(adapter.read_bytes()).hexdigest()
+    return {"rows": rows, "left_mib": idle, "losses": losses, "digest": digest}
+
+
+def wait(spool: Spool, job: str, log: Path) -> None:
+    """Until it has succeeded."""
+    end = time.monotonic() + 300
+    while (state := spool.jobs.get(job)[0]) not in TERMINAL:
+        assert time.monotonic() < end, f"{job} did not end\n{log.read_text()[-3000:]}"
+        time.sleep(0.02)
+    assert state == "succeeded", f"{job} {state}\n{log.read_text()[-3000:]}"
+
+
+def used(options: argparse.Namespace) -> list[int]:
+    """Used MiB of each GPU that the trainer has."""
+    if options.device != "cuda":
+        return [0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return [int(line) for line in lines[: options.ranks]]
+
+
+def parts(events: list[Any]) -> dict[str, float]:
+    """Seconds of one job's parts."""
+    at = {event.type: event.time for event in events}
+    last_step = max(event.time for event in events if event.type == "step")
+    loaded = next(event.data["seconds"] for event in events if event.type == "loaded")
+    return {
+        "to first step": at["loaded"] - at["claimed"],
+        "to process group": at["started"] - at["claimed"],
+        **{name: loaded.get(name, 0.0) for name in ("build", "base_weights", "state", "probe")},
+        "steps": last_step - at["loaded"],
+        "last step to 0 MiB": at["released"] - last_step,
+        "checkpoint": at["checkpoint"] - last_step,
+        "job": at["succeeded"] - at["claimed"],
+    }
+
+
+def main() -> None:
+    """Every way, the same jobs; losses and adapters must be the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    kept = options.out is not None
+    options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-restart-"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = make_model(options.out / options.shape, options.shape, options.device)
+    rows, found = [], {}
+    for way in options.ways:
+        root = options.out / f"spool-{way}"
+        shutil.rmtree(root, ignore_errors=True)
+        with sampled_memory(options.out / f"memory.{way}.csv", options.device):
+            found[way] = measure(way, root, model, options)
+        jobs = found[way]["rows"]
+        after = jobs[1:] or jobs
+        medians = {key: statistics.median(job[key] for job in after) for key in jobs[0]}
+        first = {"first job": jobs[0]["to first step"]}
+        rows.append({"way": way} | medians | first | {"left MiB": max(found[way]["left_mib"])})
+        print(json.dumps({"way": way, **found[way]}), flush=True)
+    name = f"restart-{options.shape}-{options.ranks}x{options.tensor_parallel}"
+    title = f"{options.shape}, {options.ranks} ranks, TP {options.tensor_parallel}: seconds (medians after the 1st job)"
+    report(name, title, rows)
+    assert len({json.dumps(way["losses"]) for way in found.values()}) == 1, "the ways to start have different losses"
+    assert len({way["digest"] for way in found.values()}) == 1, "the ways to start have different adapters"
+    if not kept:
+        shutil.rmtree(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The reader of safetensors files against safetensors' own, and what is wrong with a file."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.errors import InvalidInput
+from tandem.model import device
+from tandem.model.stream import Piece, fill, headers
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    device.activate("cpu")
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "f32": random(48, 10), "bf16": random(33, 7).to(torch.bfloat16), "f16": random(5).to(torch.float16),
+        "long": random(4096, 3), "empty": random(0, 3),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def whole(stored, target):
+    return Piece(stored, 0, max(1, target[0].numel()) if len(target) else 1, target)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 4096, 2**25])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads):
+    found = headers([file])
+    assert {name: (stored.dtype, stored.shape) for name, stored in found.items()} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+    targets = {name: torch.full_like(tensor, 9.0) for name, tensor in tensors.items()}
+    fill([whole(found[name], targets[name]) for name in targets], threads=threads, chunk_bytes=chunk_bytes)
+    for name, tensor in tensors.items():
+        assert torch.equal(targets[name], tensor), name
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2**25])
+def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes):
+    found = headers([file])
+    rows = torch.zeros(16, 10, dtype=torch.float64)  # of another dtype
+    columns = torch.zeros(48, 4)
+    blocks = torch.zeros(6, 12, 10)  # groups of 12 rows, of which this tensor has 8: rows 2 to 9
+    fill(
+        [
+            Piece(found["f32"], 16 * 10, 10, rows),
+            Piece(found["f32"], 0, 10, columns, 10, slice(3, 7)),
+            Piece(found["f32"], 0, 8 * 10, blocks[:, 2:10]),
+        ],
+        chunk_bytes=chunk_bytes,
+    )
+    assert torch.equal(rows, tensors["f32"][16:32].double())
+    assert torch.equal(columns, tensors["f32"][:, 3:7])
+    expected = torch.zeros(6, 12, 10)
+    expected[:, 2:10] = tensors["f32"].view(6, 8, 10)
+    assert torch.equal(blocks, expected)
+
+
+def test_nothing_to_do():
+    fill([])
+
+
+def rewrite(file, change):
+    """`change` is given the parsed header and the data, and returns the bytes that are the file then."""
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    file.write_bytes(change(json.loads(raw[8 : 8 + length]), raw[8 + length :]))
+
+
+def joined(header, data):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda h, d: b"", "can't be read"),
+        (lambda h, d: joined(h, d)[:20], "its header would be"),
+        (lambda h, d: struct.pack("<Q", 2**60) + b"{}", "its header would be"),
+        (lambda h, d: struct.pack("<Q", 4) + b"[[[[", "can't be read"),
+        (lambda h, d: struct.pack("<Q", 2) + b"[]", "can't be read"),
+        (lambda h, d: joined(h, d[:-1]), "ends at byte"),
+        (lambda h, d: joined(h | {"x": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}, d), "dtype F4"),
+        (lambda h, d: joined(h | {"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, d), "does not fill"),
+        (lambda h, d: joined(h | {"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, d), "does not fill"),
+        (lambda h, d: joined(h | {"x": {"shape": [1]}}, d), "can't be read"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_named(file, change, says):
+    rewrite(file, change)
+    with pytest.raises(InvalidInput, match=says) as refused:
+        headers([file])
+    assert str(file) in str(refused.value)
+
+
+def test_a_file_that_becomes_shorter_is_named(file, tensors):
+    found = headers([file])
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidInput, match="it ends at byte"):
+        fill([whole(stored, torch.zeros_like(tensors[name])) for name, stored in found.items()], threads=4)
+    file.unlink()
+    with pytest.raises(InvalidInput, match="can't be read"):
+        fill([whole(found["f32"], torch.zeros_like(tensors["f32"]))])
