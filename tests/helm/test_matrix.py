@@ -10,6 +10,7 @@ import pytest
 
 from helm import charts, matrix, schemas
 from helm.charts import NEWEST, OLDEST, Rendered
+from helm.cluster import Cluster
 from helm.cluster_kinds import minor
 
 CHOICES = [*matrix.switches(), *matrix.choices()]
@@ -68,3 +69,17 @@ def test_long_names_of_releases_and_namespaces():
     for release, namespace in (("r" * 53, "ns"), ("tandem", "n" * 63)):
         result = charts.render(matrix.BASE, release=release, namespace=namespace)
         assert [problem for obj in result.objects for problem in schemas.validate(obj, NEWEST)] == []
+
+
+def test_a_release_is_installed_changed_and_removed_and_keeps_its_data():
+    with Cluster() as cluster:
+        charts.install(cluster, matrix.BASE)
+        record = cluster.objects("Secret", "ns")[0]
+        assert len(record["data"]["release"]) < 600_000, "a Secret, and so a release, may have 1 MiB"
+        for choice in CHOICES:
+            if choice.path in ("image.pullPolicy", "monitoring.monitors.kind", "gpuMode", "tests.enabled"):
+                charts.upgrade(cluster, choice.values)
+        charts.upgrade(cluster, matrix.BASE)
+        charts.uninstall(cluster)
+        left = [(o["kind"], o["metadata"]["name"]) for o in cluster.objects(namespace="ns")]
+        assert left == [("PersistentVolumeClaim", "t-tandem-data")]
