@@ -1,4 +1,4 @@
-"""Kubernetes' Pod Security Standards, profile restricted (baseline is part of it): what a pod does against the rules."""
+"""The rules of Kubernetes' Pod Security Standards, profile restricted (baseline is part of it): what a pod breaks."""
 
 from __future__ import annotations
 

@@ -200,6 +200,7 @@ projected:
   image: {{ include "tandem.image" $controller }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args: [python, /opt/tandem/examples/tiny_model.py, /data/models/tiny]
+  env: [{name: NVIDIA_VISIBLE_DEVICES, value: void}]
   {{- include "tandem.initRest" . | nindent 2 }}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "preflight") .) }}

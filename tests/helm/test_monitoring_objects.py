@@ -1,0 +1,175 @@
+"""Monitors, rules and dashboards: what compose's files say, for the right ports of the right pods."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from helm.charts import CHART, Object, Rendered
+from helm.cluster_http import merged
+from helm.reachability import selects
+from helm.renders import CASES, COMPONENT, NAMESPACE, RELEASES, case, component_of, of, value, with_values
+
+ROOT = CHART.parents[1]
+PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
+JOBS = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
+TANDEM, KUBERNETES = (
+    yaml.safe_load((ROOT / "images" / "prometheus" / "rules" / f"{name}.yml").read_text())["groups"]
+    for name in ("tandem", "kubernetes")
+)
+DASHBOARDS = sorted((ROOT / "images" / "grafana" / "dashboards").glob("*.json"))
+MONITORED = [name for name in CASES if value(name, "monitoring.monitors.kind") != "none"]
+
+
+def camel(name: str) -> str:
+    return re.sub(r"_(\w)", lambda match: match[1].upper(), name)
+
+
+def port_of(template: Object, name: str | int) -> list[int]:
+    """The container ports of a pod with this name."""
+    ports = [p for c in template["spec"]["containers"] for p in c.get("ports", [])]
+    return [p["containerPort"] for p in ports if name in (p["name"], p["containerPort"])]
+
+
+def targets(rendered: list[Rendered], monitor: Object) -> list[tuple[str, int]]:
+    """The (pod's component, port) that a monitor finds in a namespace with these releases."""
+    spec = monitor["spec"]
+    assert spec["namespaceSelector"] == {"matchNames": [NAMESPACE]}
+    pods = [pod for r in rendered for _, pod in r.pods()]
+    found = []
+    if monitor["kind"] == "PodMonitor":
+        (endpoint,) = spec["podMetricsEndpoints"]
+        for pod in pods:
+            if selects(spec["selector"], pod["metadata"]["labels"]):
+                found += [(pod, port) for port in port_of(pod, endpoint["port"])]
+    else:
+        (endpoint,) = spec["endpoints"]
+        for service in (s for r in rendered for s in r.all("Service")):
+            if not selects(spec["selector"], service["metadata"]["labels"]):
+                continue
+            for port in service["spec"]["ports"]:
+                if port["name"] == endpoint["port"]:
+                    for pod in pods:
+                        if selects({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"]):
+                            found += [(pod, number) for number in port_of(pod, port["targetPort"])]
+    assert endpoint["path"] == "/metrics"
+    assert all(pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "a" for pod, _ in found)
+    return [(pod["metadata"]["labels"][COMPONENT], port) for pod, port in found]
+
+
+def endpoint_of(monitor: Object) -> Object:
+    (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+    return endpoint
+
+
+@pytest.mark.parametrize("name", MONITORED)
+def test_each_monitor_finds_the_target_of_its_job_and_no_other(name):
+    rendered = [case(name, release) for release in RELEASES]
+    kind = {"pod": "PodMonitor", "service": "ServiceMonitor"}[value(name, "monitoring.monitors.kind")]
+    monitors = {f"tandem-{m['metadata']['name'].removeprefix('a-tandem-')}": m for m in rendered[0].all(kind)}
+    assert set(monitors) == set(JOBS)
+    assert not rendered[0].all({"PodMonitor": "ServiceMonitor", "ServiceMonitor": "PodMonitor"}[kind])
+    for job, monitor in monitors.items():
+        (static,) = JOBS[job]["static_configs"]
+        (target,) = static["targets"]
+        role = static["labels"]["role"]
+        assert targets(rendered, monitor) == [(component_of(name, role), int(target.rpartition(":")[2]))], job
+        endpoint = endpoint_of(monitor)
+        labels = {r["targetLabel"]: r["replacement"] for r in endpoint["relabelings"]}
+        assert labels == {"job": job, "role": role}
+        assert all(set(r) == {"targetLabel", "replacement"} for r in endpoint["relabelings"]), "whatever it was before"
+        expected = [{camel(key): v for key, v in r.items()} for r in JOBS[job].get("metric_relabel_configs", [])]
+        assert endpoint.get("metricRelabelings", []) == expected
+        assert endpoint["interval"] == JOBS[job].get("scrape_interval", PROMETHEUS["global"]["scrape_interval"])
+        assert endpoint["scrapeTimeout"] == PROMETHEUS["global"]["scrape_timeout"]
+
+
+def test_what_users_add_to_monitors():
+    more = [{"action": "labeldrop", "regex": "x"}]
+    settings = {
+        "kind": "pod", "labels": {"release": "kps"}, "annotations": {"a": "b"}, "relabelings": more,
+        "metricRelabelings": more, "interval": "30s", "gpuInterval": "6s", "scrapeTimeout": "4s",
+    }  # fmt: skip
+    plain, changed = (with_values(monitoring={"monitors": s}).all("PodMonitor") for s in ({"kind": "pod"}, settings))
+    assert [endpoint_of(m)["interval"] for m in changed] == ["30s", "6s", "6s", "30s"]
+    for before, after in zip(plain, changed, strict=True):
+        assert after["metadata"]["labels"] == before["metadata"]["labels"] | {"release": "kps"}
+        assert after["metadata"]["annotations"] == {"a": "b"}
+        assert endpoint_of(after)["scrapeTimeout"] == "4s"
+        for key in ("relabelings", "metricRelabelings"):
+            assert endpoint_of(after)[key] == [*endpoint_of(before).get(key, []), *more]
+
+
+def rules(**settings: Any) -> list[Object]:
+    """The groups of a PrometheusRule made with these values."""
+    return with_values(monitoring={"rules": {"enabled": True, **settings}}).one("PrometheusRule")["spec"]["groups"]
+
+
+def alerts(groups: list[Object]) -> dict[str, Object]:
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
+
+
+def test_the_rules_are_those_of_compose():
+    assert rules() == TANDEM + KUBERNETES
+    assert rules(kubernetes=False) == TANDEM
+    assert len(alerts(TANDEM)) > 20
+    assert any("record" in rule for group in TANDEM for rule in group["rules"])
+
+
+def test_rules_that_are_changed_and_no_others():
+    everything = alerts(TANDEM + KUBERNETES)
+    first, second, third, *_ = everything
+    changed = alerts(
+        rules(disabled=[first], overrides={second: {"for": "77m"}, third: {"severity": "info"}}, kubernetes=True)
+    )
+    assert set(everything) - set(changed) == {first}
+    for name, rule in changed.items():
+        expected = everything[name]
+        if name == second:
+            expected = {**expected, "for": "77m"}
+        if name == third:
+            expected = {**expected, "labels": expected["labels"] | {"severity": "info"}}
+        assert rule == expected, name
+
+
+def test_an_alert_of_a_whole_group_that_is_disabled():
+    group = next(g for g in TANDEM + KUBERNETES if all("alert" in rule for rule in g["rules"]))
+    names = [rule["alert"] for rule in group["rules"]]
+    assert [g for g in TANDEM + KUBERNETES if g["name"] != group["name"]] == rules(disabled=names)
+
+
+def test_labels_and_runbook_of_alerts():
+    labelled = rules(alertLabels={"team": "ml", "severity": "page"})
+    for group, before in zip(labelled, TANDEM + KUBERNETES, strict=True):
+        for rule, was in zip(group["rules"], before["rules"], strict=True):
+            more = {"labels": was["labels"] | {"team": "ml", "severity": "page"}} if "alert" in was else {}
+            assert rule == was | more
+    mine = "https://example.org/run"
+    for name, rule in alerts(rules(runbook=mine)).items():
+        was = alerts(TANDEM + KUBERNETES)[name]["annotations"]
+        expected = was["runbook_url"].replace("docs/alerts.md", mine)
+        assert expected.startswith(mine)
+        assert rule["annotations"] == was | {"runbook_url": expected}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.dashboards.enabled")])
+def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
+    found = {}
+    for config in (o for o in case(name).all("ConfigMap") if "-dashboard-" in o["metadata"]["name"]):
+        assert config["metadata"]["labels"].items() >= value(name, "monitoring.dashboards.labels").items()
+        found |= config["data"]
+        assert len(str(config)) < 2**20, "more does not fit into a ConfigMap"
+    assert {file: text.encode() for file, text in found.items()} == {
+        f"tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
+    }
+
+
+def test_where_the_dashboards_are_put():
+    dashboards = {"enabled": True, "namespace": "grafana", "labels": {"grafana_dashboard": None, "mine": "yes"}}
+    rendered = of(merged({"baseModel": "m"}, {"monitoring": {"dashboards": dashboards}}))
+    for config in rendered.all("ConfigMap"):
+        assert config["metadata"]["namespace"] == "grafana"
+        assert config["metadata"]["labels"]["mine"] == "yes"
