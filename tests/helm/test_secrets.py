@@ -26,14 +26,18 @@ SECRETS = {"api_key": "k-9f2b7c41", "admin_token": "t-51d0aa87", "hf_token": "h-
 MOUNT = "/etc/tandem/secrets"
 
 
-def secret(name: str) -> dict:
+def with_secret(name: str) -> tuple[dict, ...]:
+    """A namespace with a Secret of known values."""
     data = {key: base64.b64encode(value.encode()).decode() for key, value in SECRETS.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": NAMESPACE}, "data": data}
+    return (
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": NAMESPACE}, "data": data},
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_value_is_rendered(name):
-    rendered = charts.render(VALUES[name], release="a", existing=(secret("a-tandem"),))
+    rendered = charts.render(VALUES[name], release="a", existing=with_secret("a-tandem"))
     assert "Pods wait for the Secret" not in rendered.notes, "the Secret was there to be read"
     assert "Pods wait for the Secret" in case(name).notes
     everything = json.dumps(rendered.objects) + rendered.notes
@@ -100,5 +104,5 @@ def test_a_secret_of_another_name_with_other_keys():
     for _, any_pod in rendered.pods():
         sources = [s for v in any_pod["spec"]["volumes"] for s in v.get("projected", {}).get("sources", [])]
         assert {source["secret"]["name"] for source in sources} == {"mine"}
-    found = charts.render(merged(VALUES["defaults"], {"secret": {"name": "mine"}}), existing=(secret("mine"),))
+    found = charts.render(merged(VALUES["defaults"], {"secret": {"name": "mine"}}), existing=with_secret("mine"))
     assert "Pods wait" not in found.notes
