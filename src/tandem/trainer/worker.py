@@ -36,6 +36,13 @@ def preload() -> None:
     importlib.import_module("tandem.trainer.session")
     # torch.use_deterministic_algorithms imports it on its first call: two seconds that every forked rank would pay.
     importlib.import_module("torch._inductor.config")
+    from tandem.model import device
+
+    if device.choose(Settings().device) == "cuda":
+        # What torch.compile imports on its first call, another second. Not its worker processes, which it starts when
+        # this is imported: a rank forks its own if there is anything to compile.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def main(root: Path | str, job_id: str, attempt: int) -> int:
