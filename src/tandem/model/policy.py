@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from tandem.model import device
@@ -96,7 +98,10 @@ class Policy(nn.Module):
         Raises:
             CheckpointDamaged: see `adapter.read_adapter`. The adapter in memory is then as it was before.
         """
-        tensors = read_adapter(directory, self.arch, self.lora)
+        self.set_adapter(read_adapter(directory, self.arch, self.lora))
+
+    def set_adapter(self, tensors: Mapping[str, NDArray[np.float32]]) -> None:
+        """Fill the adapter from whole tensors, as `adapter.read_adapter` gives them."""
         with torch.no_grad():
             for name, parameter in self.lora_parameters().items():
                 parameter.copy_(self.shard(name, torch.from_numpy(tensors[name])))

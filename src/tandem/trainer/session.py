@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -123,14 +124,19 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
     with phases.phase("data"):
         batch = PackedBatch.open(spool.absolute(job.data.path))
     with batch:
-        with phases.phase("build"):
-            dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-            policy = build_policy(read_arch(model), run.lora, dtype=dtype, recompute=settings.recompute)
-            optimizer = AdapterOptimizer(policy, job.optimizer)
-        with phases.phase("base_weights"):
-            policy.load_base(model)
-        with phases.phase("state"):
-            state.load(spool, run.name, job.base_step, policy, optimizer)
+        # The checkpoint is read and its hashes are compared while the model is made.
+        with ThreadPoolExecutor(1) as beside:
+            with phases.phase("build"):
+                arch = read_arch(model)
+                before = beside.submit(state.read, spool, run.name, job.base_step, arch, run.lora)
+                dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                policy = build_policy(arch, run.lora, dtype=dtype, recompute=settings.recompute)
+                optimizer = AdapterOptimizer(policy, job.optimizer)
+            with phases.phase("base_weights"):
+                policy.load_base(model)
+            with phases.phase("state"):
+                state.apply(before.result(), policy, optimizer)
+        del before  # its tensors are on the device now
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,

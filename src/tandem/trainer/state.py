@@ -8,28 +8,40 @@ directory has never been trained: step 0.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes, read_adapter
+from tandem.model.arch import Arch
 from tandem.model.policy import Policy
 from tandem.spool import Spool, fs
-from tandem.spool.schema import Manifest, RLLoss
+from tandem.spool.schema import LoraShape, RLLoss
 from tandem.trainer.optimizer import AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
 
 
-def load(spool: Spool, run: str, step: int, policy: Policy, optimizer: AdapterOptimizer) -> Manifest:
-    """Load checkpoint `step` of `run` into policy and optimizer: both, or neither where it raises before training.
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's tensors as they are in its files: whole, fp32, on the CPU. `optimizer`: None if never trained."""
+
+    adapter: dict[str, NDArray[np.float32]]
+    optimizer: dict[str, Tensor] | None
+
+
+def read(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Saved:
+    """Read and check checkpoint `step` of `run`. Needs no model and no device, so it may go on beside their making.
 
     Raises CheckpointDamaged when a file is missing, truncated or altered (R16), when a tensor doesn't fit, or when a
     trained checkpoint lacks its optimizer state; NotFound when there is no such step.
@@ -40,19 +52,31 @@ def load(spool: Spool, run: str, step: int, policy: Policy, optimizer: AdapterOp
     if trained and OPTIMIZER_FILE not in manifest.files:
         raise CheckpointDamaged(f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and without it the adapter's "
                                 "training can't be continued; roll the run back to an older step")  # fmt: skip
-    policy.load_adapter(directory)
-    if OPTIMIZER_FILE in manifest.files:
-        optimizer.load_state(read_optimizer(directory / OPTIMIZER_FILE, policy))
-    return manifest
+    adapter = read_adapter(directory, arch, lora)
+    if OPTIMIZER_FILE not in manifest.files:
+        return Saved(adapter, None)
+    return Saved(adapter, read_optimizer(directory / OPTIMIZER_FILE, adapter_shapes(arch, lora)))
 
 
-def read_optimizer(path: Path, policy: Policy) -> AdamState:
-    """Adam's state of `path`, as this rank's shards. CheckpointDamaged names the file and the tensor that is wrong."""
+def apply(saved: Saved, policy: Policy, optimizer: AdapterOptimizer) -> None:
+    """Put a checkpoint into policy and optimizer, which are of its run."""
+    policy.set_adapter(saved.adapter)
+    if saved.optimizer is not None:
+        shards = [
+            {name: policy.shard(name, saved.optimizer[f"{name}.{moment}"]) for name in policy.lora_parameters()}
+            for moment in _MOMENTS
+        ]
+        optimizer.load_state(AdamState(int(saved.optimizer["step"]), *shards))
+
+
+def read_optimizer(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Adam's state of `path` for an adapter of these `shapes`: `<PEFT key>.<moment>` and `step`. CheckpointDamaged
+    names the file and the tensor that is wrong."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointDamaged(f"{path} can't be read: {error}") from error
-    expected = {f"{name}.{moment}": shape for name, shape in full_shapes(policy).items() for moment in _MOMENTS}
+    expected = {f"{name}.{moment}": torch.Size(shape) for name, shape in shapes.items() for moment in _MOMENTS}
     for name in sorted({"step", *expected} ^ set(tensors)):
         what = "has an unexpected tensor" if name in tensors else "lacks the tensor"
         raise CheckpointDamaged(f"{path} {what} {name}")
@@ -65,11 +89,7 @@ def read_optimizer(path: Path, policy: Policy) -> AdamState:
     step = tensors["step"]
     if step.dtype != torch.int64 or step.dim() != 0 or step < 1:
         raise CheckpointDamaged(f"{path}: step must be an int64 scalar of at least 1")
-    shards = [
-        {name: policy.shard(name, tensors[f"{name}.{moment}"]) for name in policy.lora_parameters()}
-        for moment in _MOMENTS
-    ]
-    return AdamState(int(step), *shards)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -100,13 +120,16 @@ def stage(saved: Snapshot, previous: Path, directory: Path) -> None:
         fs.remove_tree(directory)
         (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
         shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
-        for name, tensors in ((WEIGHTS_FILE, saved.adapter), (OPTIMIZER_FILE, saved.optimizer)):
+
+        def write(name: str, tensors: dict[str, Tensor]) -> None:
             # In memory first: the library's own writer reports a full disk as an error without a number.
             (directory / name).write_bytes(save(tensors, metadata={"format": "pt"}))
-    for name, tensors in ((WEIGHTS_FILE, saved.adapter), (OPTIMIZER_FILE, saved.optimizer)):
-        back = load_file(directory / name)
-        if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
-            raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
+            back = load_file(directory / name)
+            if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
+                raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write, (WEIGHTS_FILE, OPTIMIZER_FILE), (saved.adapter, saved.optimizer)))
 
 
 @contextmanager
@@ -134,11 +157,6 @@ def reference(spool: Spool, run: str, loss: RLLoss, policy: Policy) -> AbstractC
     except NotFound as error:
         raise InvalidInput(f"{error.message}; take one of those, or 'base'", field="loss.kl_reference") from error
     return reference_adapter(policy, spool.checkpoints.path(run, loss.kl_reference))
-
-
-def full_shapes(policy: Policy) -> dict[str, torch.Size]:
-    """PEFT key -> shape of the whole tensor."""
-    return {name: torch.Size(shape) for name, shape in adapter_shapes(policy.arch, policy.lora).items()}
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -110,8 +110,8 @@ class _Server:
                 message = json.loads(line)
                 if "ready" in message:
                     log.info("fork server is ready", pid=self.pid, seconds=message["seconds"])
-                    if message["threads"] != 1:
-                        log.warning("the fork server has threads before it forks", threads=message["threads"])
+                    if len(message["threads"]) != 1:
+                        log.warning("the fork server has threads before it forks", threads=",".join(message["threads"]))
                 else:
                     self._messages.append(message)
         # What is left to say about an earlier launch, whose processes were seen to be gone, is of no use to anyone.
