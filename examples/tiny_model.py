@@ -109,9 +109,18 @@ def write_tiny_qwen3(
 
 
 if __name__ == "__main__":
+    import shutil
     import sys
+    import uuid
 
     target = Path(sys.argv[1])
-    if not (target / "config.json").is_file():  # written last
-        write_tiny_qwen3(target)
+    if not target.exists():
+        # Several may do so at once, and each may read it as soon as it is there.
+        made = write_tiny_qwen3(target.with_name(f".{target.name}-{uuid.uuid4().hex}"))
+        try:
+            made.rename(target)
+        except OSError:
+            shutil.rmtree(made)
+            if not (target / "config.json").is_file():
+                raise
     print(target)

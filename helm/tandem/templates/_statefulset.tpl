@@ -32,6 +32,8 @@ metadata:
 spec:
   replicas: 1
   serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
+  # With OrderedReady a pod that never becomes ready would not be replaced by the next upgrade, which may be its cure.
+  podManagementPolicy: Parallel
   # Never a second pod beside the first: there may be no second GPU.
   updateStrategy: {type: {{ $lead.updateStrategy }}}
   revisionHistoryLimit: 3
