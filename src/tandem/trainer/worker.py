@@ -43,6 +43,10 @@ def preload() -> None:
         # this is imported: a rank forks its own if there is anything to compile.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
         importlib.import_module("torch._inductor.compile_fx")
+        with contextlib.suppress(ImportError, AttributeError):
+            # Hashes of torch's and Triton's sources, part of every cache key: half a second, the same for every rank.
+            importlib.import_module("torch._inductor.codecache").torch_key()
+            importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def main(root: Path | str, job_id: str, attempt: int) -> int:

@@ -85,6 +85,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.trainer_ranks)))
     # numpy's own pool; with it, importing numpy starts threads, which must not be before a fork.
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # A rank compiles a handful of kernels, once: a pool of compiler processes costs more to start than it saves.
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # All ranks are on this host, whose name may not resolve inside a container.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONUNBUFFERED"] = "1"
