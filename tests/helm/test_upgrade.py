@@ -56,9 +56,8 @@ OLDER: dict[str, dict[str, Any]] = {
     "no single value, all sections": without(*LEAVES),
     "each second value": without(*LEAVES[::2]),
     "each other second value": without(*LEAVES[1::2]),
-    "no second level": without(*(path for path in ALL if len(path) == 2)),
-    "no third level": without(*(path for path in ALL if len(path) == 3)),
-    **{f"no {'.'.join(path)}": without(path) for path in SECTIONS},
+    **{f"no level {level}": without(*(path for path in ALL if len(path) == level)) for level in (2, 3, 4)},
+    **{f"no {path[0]}": without(path) for path in SECTIONS if len(path) == 1},
 }
 """values.yaml of charts before this one, by what they lacked."""
 
