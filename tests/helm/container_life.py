@@ -156,6 +156,8 @@ class ContainerLife:
     def _probe(self, kind: str, probe: Probe) -> bool:
         """Whether the container is to be killed for what the probe said."""
         wrong = self._ask(probe.spec)
+        if self.pod.stopping.is_set():
+            return False
         probe.due = time.monotonic() + probe.period
         if wrong is None:
             probe.failures, probe.successes = 0, probe.successes + 1
@@ -194,7 +196,6 @@ class ContainerLife:
             except httpx.TransportError as error:
                 return f"{url}: {error}"
             return None if 200 <= status < 400 else f"{url} answers {status}"
-        # In the container, so that it ends there.
         command = ["docker", "exec", self.id, *spec["exec"]["command"]]
         asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         deadline = time.monotonic() + timeout

@@ -2,7 +2,8 @@
 specs where it matters, and posts back how they are.
 
 No init process, no environment of the caller's, no image content in volumes; probes are executed, restarts counted,
-grace periods kept. Not done: scheduling, NetworkPolicies (one network for all), service-account tokens, GPUs.
+grace periods kept. Not done: scheduling, NetworkPolicies (one network for all), service-account tokens, GPUs. What a
+spec asks for and this kubelet doesn't know is refused.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Kubelet:
         self._proxies: dict[str, ServiceProxy] = {}
         self._claims: dict[tuple[str, str], str] = {}
         self._logs: dict[tuple[str, str], list[str]] = {}
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kubelet")
 
@@ -86,11 +87,14 @@ class Kubelet:
         for proxy in self._proxies.values():
             proxy.close()
         chosen = ["-q", "--filter", f"label={self.label}"]
-        for what in (["ps", "-a"], ["volume", "ls"], ["network", "ls"]):
-            for found in docker(*what, *chosen).split():
-                docker({"ps": "rm", "volume": "volume", "network": "network"}[what[0]],
-                       *([] if what[0] == "ps" else ["rm"]), *(["-f"] if what[0] != "network" else []), found,
-                       check=False)  # fmt: skip
+        for kind, remove in (
+            ("container", ["rm", "-f"]),
+            ("volume", ["volume", "rm", "-f"]),
+            ("network", ["network", "rm"]),
+        ):
+            listed = ["ls", "-a"] if kind == "container" else ["ls"]
+            for found in docker(kind, *listed, *chosen).split():
+                docker(*remove, found, check=False)
 
     # ---------------------------------------------------------------- what its parts ask
 
@@ -116,15 +120,10 @@ class Kubelet:
                 self._claims[namespace, name] = volume
             return self._claims[namespace, name]
 
-    def runs(self, namespace: str, name: str, *, begins: bool = False) -> bool:
-        """Whether something of a pod of this name (or beginning so) is still there."""
-        return any(
-            key[0] == namespace and (key[1].startswith(name) if begins else key[1] == name) and pod.alive
-            for key, pod in list(self._pods.items())
-        )
-
-    def next_number(self) -> int:
-        return next(self._numbers)
+    def runs(self, namespace: str, begins: str) -> bool:
+        """Whether something of a pod with a name beginning so is still there."""
+        return any(ns == namespace and name.startswith(begins) and pod.alive
+                   for (ns, name), pod in list(self._pods.items()))  # fmt: skip
 
     def note(self, pod: PodLife, container: str, what: str, detail: str = "", log: str = "") -> None:
         self.notes.append(Note(time.monotonic() - self._begin, pod.name, container, what, detail, log))
@@ -154,10 +153,6 @@ class Kubelet:
         ]
         assert len(found) == 1, f"{len(found)} pods are named {begins}*\n{self.tails()}"
         return found[0]
-
-    def container(self, pod: str, name: str) -> str:
-        """The id of a pod's running container."""
-        return next(container.id for container in self.pod(pod).containers if container.name == name)
 
     def exec(self, pod: str, *command: str, check: bool = True, timeout: float = 60) -> str:
         """What a command printed in the first container of a pod."""

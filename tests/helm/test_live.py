@@ -6,7 +6,6 @@ The tests go on from one another, in the order they stand here.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import secrets
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -24,73 +22,11 @@ from helm import charts, engine
 from helm.cluster import Cluster
 from helm.engine import docker
 from helm.kubelet import Kubelet
-from tandem.client import Tandem
+from helm.live import NAMESPACE, RELEASE, RUN, UID, Live
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
-# With this name the chart's Service is `tandem-controller`, whose variable would be the setting TANDEM_CONTROLLER_PORT.
-RELEASE, NAMESPACE = "tandem", "ml"
-UID = 12345
 ROLES = ("controller", "trainer", "inference")
-RUN = "live"
 OTHER_TAG = f"live-{secrets.token_hex(3)}"
-EXAMPLES = [
-    {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": answer}]}
-    for answer in ("yes", "no")
-]
-
-
-class Live:
-    """A release on a cluster with one node."""
-
-    def __init__(self, cluster: Cluster, node: Kubelet) -> None:
-        self.cluster, self.node = cluster, node
-        self.keys = {name: secrets.token_hex(32) for name in ("api_key", "admin_token")}
-        self.values = charts.load_values(charts.CHART / "values-cpu.yaml")
-        self.set("image", tag=TAG if TAG != "0.1.0" else "")
-        self.set("podSecurity", runAsUser=UID)
-        self.set("data", keep=True)
-        # Not the ports of the containers.
-        self.set("controller", service={"port": 80})
-        self.set("inference", service={"port": 81})
-        cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-        self.put_secret(**self.keys)
-
-    def set(self, part: str, **values: Any) -> None:
-        self.values[part] = self.values.get(part, {}) | values
-
-    def put_secret(self, **keys: str) -> None:
-        data = {name: base64.b64encode(value.encode()).decode() for name, value in keys.items()}
-        meta = {"name": RELEASE, "namespace": NAMESPACE}
-        self.cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
-
-    def upgrade(self) -> None:
-        charts.upgrade(self.cluster, self.values, release=RELEASE, namespace=NAMESPACE)
-
-    @property
-    def client(self) -> Tandem:
-        # From outside the cluster, where its names mean nothing.
-        return Tandem(f"http://{self.node.pod('tandem-controller').address}:8080", self.keys["api_key"])
-
-    def submit(self, epochs: int) -> str:
-        job = self.client.train_sft(RUN, examples=EXAMPLES, packing={"sequence_length": 128},
-                                    optimizer={"learning_rate": 1e-4, "epochs": epochs})  # fmt: skip
-        self.node.until("the job makes steps", lambda: self.types(job.spec.id).count("step"), 60)
-        return job.spec.id
-
-    def types(self, job: str) -> list[str]:
-        return [event.type for event in self.client.job_events(job)]
-
-    def pod(self, component: str) -> dict[str, Any]:
-        """A component's pod, as the cluster has it."""
-        name = "app.kubernetes.io/component"
-        found = [p for p in self.cluster.objects("Pod", NAMESPACE) if p["metadata"]["labels"][name] == component]
-        assert len(found) == 1, f"{component} has {len(found)} pods"
-        return found[0]
-
-    def status(self, component: str) -> dict[str, Any]:
-        """Of the only container of a component's pod."""
-        (status,) = self.pod(component)["status"]["containerStatuses"]
-        return status
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +190,7 @@ def test_upgrade_replaces_inference_and_leaves_a_trainer_that_trains(live):
     node.until("the job goes on", lambda: live.types(job).count("step") > steps, 30)
     assert (live.client.get_job(job).state, live.client.get_job(job).attempt) == ("running", 1)
     live.client.cancel(job)
-    assert live.client.wait_job(job, timeout=60).state == "cancelled"
+    node.until("it is cancelled", lambda: live.client.get_job(job).state == "cancelled", 60)
     # What the old pod served, the new one serves.
     live.client.wait_served("helm-test", 1, timeout=60)
 
@@ -318,6 +254,23 @@ def test_a_runner_that_hangs_is_restarted(live):
     assert "is healthy" in node.exec(pod, *probe)
 
 
+def test_the_controller_is_replaced_alone(live):
+    """One after the other, since the volume may be for one node; nothing of it was in memory."""
+    node, began = live.node, len(live.node.notes)
+    others = [live.pod(role)["metadata"]["uid"] for role in ("trainer", "inference")]
+    step = live.client.get_run("helm-test").newest_step
+    live.set("controller", settings={"maxRequestBytes": 1 << 20})
+    live.upgrade()
+    (stopped,) = node.until("it ended", lambda: node.noted("Stopped", "tandem-controller", since=began), 60)
+    print(f"\nthe old controller: {stopped.detail}")
+    assert stopped.detail.startswith("0 ")
+    node.until("everything is ready again", node.all_ready, 90)
+    (started,) = node.noted("Started", "tandem-controller", "controller", began)
+    assert started.at > stopped.at
+    assert [live.pod(role)["metadata"]["uid"] for role in ("trainer", "inference")] == others
+    assert live.client.get_run("helm-test").newest_step == step
+
+
 # ---------------------------------------------------------------- what it takes, and its end
 
 
@@ -341,7 +294,7 @@ def test_uninstall_leaves_the_data(live):
     volume = node.claim(NAMESPACE, "tandem-data")
     begin = time.monotonic()
     charts.uninstall(live.cluster, release=RELEASE, namespace=NAMESPACE)
-    node.until("every pod is gone", lambda: not node.runs(NAMESPACE, "tandem", begins=True), 100)
+    node.until("every pod is gone", lambda: not node.runs(NAMESPACE, "tandem"), 100)
     print(f"\nuninstall: {time.monotonic() - begin:.0f} s")
     stopped = {note.container: note.detail.split()[0] for note in node.noted("Stopped", since=began)}
     assert stopped == dict.fromkeys(ROLES, "0")

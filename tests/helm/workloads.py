@@ -89,17 +89,14 @@ def _statefulset(kubelet: Kubelet, workload: Object, pods: list[Object]) -> None
 
 
 def _deployment(kubelet: Kubelet, workload: Object, pods: list[Object]) -> None:
-    strategy = workload["spec"].get("strategy", {"type": "RollingUpdate"})
+    if workload["spec"]["strategy"] != {"type": "Recreate"}:
+        raise NotImplementedError(f"a Deployment's strategy {workload['spec']['strategy']}")
     old = [pod for pod in pods if _stale(workload, pod)]
-    new = [pod for pod in pods if not _stale(workload, pod)]
-    recreate = strategy["type"] == "Recreate"
-    if recreate or (new and is_ready(new[0])):
-        for pod in old:
-            kubelet.cluster.delete(pod)
+    for pod in old:
+        kubelet.cluster.delete(pod)
     prefix = f"{workload['metadata']['name']}-"
-    if not new and not (recreate and (old or kubelet.runs(workload["metadata"]["namespace"], prefix, begins=True))):
-        number = kubelet.next_number()
-        kubelet.cluster.put(new_pod(workload, f"{prefix}{revision(workload)}-{number}"))
+    if not pods and not kubelet.runs(workload["metadata"]["namespace"], prefix):
+        kubelet.cluster.put(new_pod(workload, f"{prefix}{revision(workload)}-{next(kubelet.numbers)}"))
 
 
 def _stale(workload: Object, pod: Object) -> bool:
