@@ -6,7 +6,6 @@ Rank 0 reads the job and hands it to the others; it alone writes events and the 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import time
@@ -126,10 +125,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
         batch = PackedBatch.open(spool.absolute(job.data.path))
     with batch:
         # The checkpoint is read and its hashes are compared while the model is made.
-        with ThreadPoolExecutor(2) as beside:
-            if where.type == "cuda":
-                # What attention's torch.compile imports on its first call; a fork server has it.
-                beside.submit(importlib.import_module, "torch._inductor.compile_fx")
+        with ThreadPoolExecutor(1) as beside:
             with phases.phase("build"):
                 arch = read_arch(model)
                 before = beside.submit(state.read, spool, run.name, job.base_step, arch, run.lora)

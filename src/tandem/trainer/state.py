@@ -46,18 +46,16 @@ def read(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Save
     Raises CheckpointDamaged when a file is missing, truncated or altered (R16), when a tensor doesn't fit, or when a
     trained checkpoint lacks its optimizer state; NotFound when there is no such step.
     """
-    manifest = spool.checkpoints.manifest(run, step)
+    manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
-    trained = OPTIMIZER_FILE in manifest.files
-    if not trained and (step > 0 or (manifest.origin is not None and manifest.origin.step > 0)):
+    trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
+    if trained and OPTIMIZER_FILE not in manifest.files:
         raise CheckpointDamaged(f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and without it the adapter's "
                                 "training can't be continued; roll the run back to an older step")  # fmt: skip
-    with ThreadPoolExecutor(2) as pool:
-        adapter = pool.submit(read_adapter, directory, arch, lora)
-        adam = pool.submit(read_optimizer, directory / OPTIMIZER_FILE, adapter_shapes(arch, lora)) if trained else None
-        # Meanwhile; what it finds is said before what the readers stumble over.
-        spool.checkpoints.verify(run, step)
-        return Saved(adapter.result(), None if adam is None else adam.result())
+    adapter = read_adapter(directory, arch, lora)
+    if OPTIMIZER_FILE not in manifest.files:
+        return Saved(adapter, None)
+    return Saved(adapter, read_optimizer(directory / OPTIMIZER_FILE, adapter_shapes(arch, lora)))
 
 
 def apply(saved: Saved, policy: Policy, optimizer: AdapterOptimizer) -> None:

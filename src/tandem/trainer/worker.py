@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -48,11 +47,6 @@ def preload() -> None:
             # Hashes of torch's and Triton's sources, part of every cache key: half a second, the same for every rank.
             importlib.import_module("torch._inductor.codecache").torch_key()
             importlib.import_module("triton.runtime.cache").triton_key()
-        # torch and Megatron asked NVML for devices. It has a thread as long as it is open.
-        with contextlib.suppress(OSError, AttributeError):
-            nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            while nvml.nvmlShutdown() == 0:
-                pass
 
 
 def main(root: Path | str, job_id: str, attempt: int) -> int:
