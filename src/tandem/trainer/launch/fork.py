@@ -110,8 +110,11 @@ class _Server:
                 message = json.loads(line)
                 if "ready" in message:
                     log.info("fork server is ready", pid=self.pid, seconds=message["seconds"])
-                    if len(message["threads"]) != 1:
-                        log.warning("the fork server has threads before it forks", threads=",".join(message["threads"]))
+                    # NVML's, by which torch and Megatron look for devices; CUDA's own has such a name too, but where
+                    # CUDA was touched no child can use it, so that would not go unnoticed.
+                    others = [name for name in message["threads"][1:] if not name.startswith("cuda")]
+                    if others:
+                        log.warning("the fork server has threads before it forks", threads=",".join(others))
                 else:
                     self._messages.append(message)
         # What is left to say about an earlier launch, whose processes were seen to be gone, is of no use to anyone.
