@@ -22,6 +22,7 @@ DURATION: Schema = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", "maxLength": 63}
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 HOST: Schema = {"type": "string", "pattern": f"^([*][.])?({_LABEL}([.]{_LABEL})*)?$"}
+KEY: Schema = {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}
 COUNT: Schema = {"type": "integer", "minimum": 1}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 SECONDS: Schema = {"type": "integer", "minimum": 0}
@@ -76,6 +77,9 @@ SPECIAL: dict[str, Schema] = {
     "data.accessMode": _ACCESS,
     "cache.accessMode": _ACCESS,
     "shared.via": enum("claim", "resource"),
+    "secret.apiKey": KEY,
+    "secret.adminToken": KEY,
+    "secret.hfToken": KEY,
     "image.pullPolicy": enum("Always", "IfNotPresent", "Never"),
     "image.pullSecrets": {"type": "array", "items": TEXT},
     "monitoring.monitors.kind": enum("none", "pod", "service"),

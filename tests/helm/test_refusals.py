@@ -18,6 +18,9 @@ LABELS = ("monitoring.dashboards.labels",)
 
 BAD: list[tuple[dict[str, Any], str]] = [
     # Required, and what goes together.
+    ({"cache": {"type": "ephemeral", "existingClaim": "c"}}, r"cache\.existingClaim=c is not used"),
+    ({"fullnameOverride": "1a"}, "set fullnameOverride"),
+    ({"secret": {"apiKey": ""}}, "/secret/apiKey"),
     ({"baseModel": ""}, "baseModel is empty"),
     ({"tinyModel": True}, "tinyModel writes a model of its own"),
     ({"gpuMode": "shared", "device": "cpu"}, "gpuMode=shared needs device=cuda"),

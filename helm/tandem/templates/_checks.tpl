@@ -62,6 +62,12 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "tandem.fullname" .)) -}}
+{{- fail (printf "%q can't be the name of a Service, which begins with a letter and has letters, digits and '-': set fullnameOverride" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{- if and $v.cache.existingClaim (ne $v.cache.type "claim") -}}
+{{- fail (printf "cache.existingClaim=%s is not used with cache.type=%s: set cache.type=claim, or leave it empty" $v.cache.existingClaim $v.cache.type) -}}
+{{- end -}}
 {{- if and $v.data.existingClaim (eq $v.data.existingClaim $v.cache.existingClaim) -}}
 {{- fail (printf "data.existingClaim and cache.existingClaim are both %s: checkpoints and caches need volumes of their own" $v.data.existingClaim) -}}
 {{- end -}}

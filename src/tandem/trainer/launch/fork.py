@@ -112,7 +112,7 @@ class _Server:
                     log.info("fork server is ready", pid=self.pid, seconds=message["seconds"])
                     # NVML's, by which torch and Megatron look for devices; CUDA's own has such a name too, but where
                     # CUDA was touched no child can use it, so that would not go unnoticed.
-                    others = [name for name in message["threads"][1:] if not name.startswith("cuda")]
+                    others = [name for name in message["threads"] if not name.startswith("cuda")]
                     if others:
                         log.warning("the fork server has threads before it forks", threads=",".join(others))
                 else:

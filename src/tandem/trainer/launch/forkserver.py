@@ -7,8 +7,8 @@ What makes forking safe, and is kept true here:
 - no CUDA: a context does not survive a fork. PYTORCH_NVML_BASED_CUDA_CHECK=1 (set by `launch.fork`) lets the imports
   ask for devices without the CUDA runtime;
 - no OpenMP region, no thread: a forked child has only the thread that forked, and libgomp's pool would wait for the
-  others for ever. The names of all threads are reported to the runner, and logged if there are others. (With GPUs
-  there is one: NVML's own, which waits for the driver's events and which nvmlShutdown does not end);
+  others for ever. The names of other threads are reported to the runner and logged. (With GPUs there is one that is
+  NVML's, waits for the driver's events, and is not ended by nvmlShutdown);
 - all ranks are forked before the store's threads start: torch's own agent has threads (store, rendezvous, log tails)
   when it forks, so the parent of the ranks is written here, with the agent's environment and semantics (first failure
   ends the others; no restarts). The ranks' connections wait in the listening socket's backlog until the store serves.
@@ -60,7 +60,8 @@ def main() -> int:
     # Collect the garbage of the imports and keep what is left out of later collections, so that children share it.
     gc.collect()
     gc.freeze()
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    threads = [(task / "comm").read_text().strip() for task in others]
     _send(runner, {"ready": os.getpid(), "seconds": time.monotonic() - begin, "threads": threads})
     return serve(runner)
 
