@@ -52,6 +52,8 @@ def is_ready(pod: Object) -> bool:
 def reconcile(kubelet: Kubelet) -> None:
     """One step of every workload towards what its spec says."""
     alive = set()
+    # From the store itself: what was heard of may lack the pod that the last step made.
+    now = kubelet.cluster.store.list(kubelet.cluster.kind({"apiVersion": "v1", "kind": "Pod"}))
     for workload in [w for kind in KINDS for w in kubelet.objects(kind)]:
         alive.add(workload["metadata"]["uid"])
         if workload["spec"].get("replicas", 1) != 1 or workload["spec"].get("volumeClaimTemplates"):
@@ -59,11 +61,11 @@ def reconcile(kubelet: Kubelet) -> None:
         selector = workload["spec"]["selector"]["matchLabels"].items()
         if not selector <= workload["spec"]["template"]["metadata"]["labels"].items():
             raise ValueError(f"{workload['metadata']['name']}: its selector doesn't select its pods")
-        pods = [p for p in kubelet.objects("Pod") if owner(p) == workload["metadata"]["uid"]]
+        pods = [p for p in now if owner(p) == workload["metadata"]["uid"]]
         step = _statefulset if workload["kind"] == "StatefulSet" else _deployment
         step(kubelet, workload, pods)
         _post(kubelet, workload, pods)
-    for pod in kubelet.objects("Pod"):
+    for pod in now:
         # What the garbage collector does.
         if owner(pod) is not None and owner(pod) not in alive:
             kubelet.cluster.delete(pod)
