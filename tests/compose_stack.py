@@ -192,10 +192,12 @@ class ComposeStack(Compose):
         done = docker("logs", self.container(service))
         return done.stdout + done.stderr
 
-    def exits(self, since: float) -> dict[str, int]:
-        """The latest exit status of each service's container that ended after `since` (Unix seconds)."""
+    def exits(self, since: float, container: str | None = None) -> dict[str, int]:
+        """The latest exit status of each service's container, or of one container, that ended after `since` (Unix
+        seconds)."""
         words = ["--since", f"{since:.3f}", "--until", f"{time.time() + 1:.3f}", "--format", "{{json .}}"]
-        for one in ("event=die", f"label=com.docker.compose.project={self.project}"):
+        filters = ["event=die", f"label=com.docker.compose.project={self.project}"]
+        for one in filters if container is None else [*filters, f"container={container}"]:
             words += ["--filter", one]
         actors = [json.loads(line)["Actor"]["Attributes"] for line in docker("events", *words).stdout.splitlines()]
         return {actor["com.docker.compose.service"]: int(actor["exitCode"]) for actor in actors}

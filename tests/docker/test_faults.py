@@ -117,10 +117,11 @@ def restarted(stack: ComposeStack, service: str, before: int) -> None:
 
 
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
-    """Of the container's end after that time."""
+    """Of the present container's end after that time; not of the one it took the place of."""
 
     def found():
-        exits = stack.exits(since)  # asked once: the engine may tell of an event and, at once after, not
+        # Asked once: the engine may tell of an event and, at once after, not.
+        exits = stack.exits(since, stack.container(service))
         return exits if service in exits else None
 
     return until(f"the end of {service}", found, 90)[service]
