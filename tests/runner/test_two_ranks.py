@@ -23,13 +23,14 @@ def stack(request, tmp_path_factory):
     stack.close()
 
 
-def kept(stack: Stack) -> list[processes.Process]:
-    """What the launcher keeps between jobs: the fork server, or nothing."""
-    return [child for child in stack.children() if "forkserver" in Path(f"/proc/{child.pid}/cmdline").read_text()][:1]
+def kept(stack: Stack) -> list[int]:
+    """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or nothing."""
+    pids = [child.pid for child in stack.children()]
+    return [pid for pid in pids if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()][:1]
 
 
 def idle(stack: Stack) -> bool:
-    return stack.children() == kept(stack) and len(stack.marked()) == len(kept(stack))
+    return [child.pid for child in stack.children()] == kept(stack) and len(stack.marked()) == len(kept(stack))
 
 
 def test_two_ranks_train_together_and_nothing_is_left(stack):
@@ -57,7 +58,8 @@ def test_a_killed_agent_takes_its_ranks_with_it(stack):
     stack.run("agent")
     job_id = stack.submit("agent", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    tree = [process for process in stack.children() if process not in kept(stack)]
+    server = kept(stack)
+    tree = [process for process in stack.children() if process.pid not in server]
     assert len(tree) == 3  # parents first
     os.kill(tree[0].pid, signal.SIGKILL)
     state, job = stack.wait(job_id, 120)
