@@ -24,16 +24,10 @@ this one added; then refuses what can't be. */}}
 {{- if and $v.tinyModel $v.baseModel -}}
 {{- fail "tinyModel writes a model of its own: leave baseModel empty, or set tinyModel: false" -}}
 {{- end -}}
-{{- if eq $v.device "cuda" -}}
+{{- $ranks := ternary "gpus" "cpuRanks" (eq $v.device "cuda") -}}
 {{- $parallel := int (default 1 $v.trainer.settings.tensorParallel) -}}
-{{- if ne (mod (int $v.trainer.gpus) $parallel) 0 -}}
-{{- fail (printf "trainer.gpus=%d is not a multiple of trainer.settings.tensorParallel=%d" (int $v.trainer.gpus) $parallel) -}}
-{{- end -}}
-{{- else -}}
-{{- $parallel := int (default 1 $v.trainer.settings.tensorParallel) -}}
-{{- if ne (mod (int $v.trainer.cpuRanks) $parallel) 0 -}}
-{{- fail (printf "trainer.cpuRanks=%d is not a multiple of trainer.settings.tensorParallel=%d" (int $v.trainer.cpuRanks) $parallel) -}}
-{{- end -}}
+{{- if ne (mod (int (get $v.trainer $ranks)) $parallel) 0 -}}
+{{- fail (printf "trainer.%s=%d is not a multiple of trainer.settings.tensorParallel=%d" $ranks (int (get $v.trainer $ranks)) $parallel) -}}
 {{- end -}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- if ne $v.device "cuda" -}}
@@ -53,11 +47,11 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- end -}}
 {{- if include "tandem.oneNode" . -}}
-{{- range $pair := list (list "controller" "trainer") (list "inference" "trainer") -}}
-{{- $other := (index $v (index $pair 1)).nodeSelector -}}
-{{- range $key, $value := (index $v (index $pair 0)).nodeSelector -}}
+{{- $other := $v.trainer.nodeSelector -}}
+{{- range $role := list "controller" "inference" -}}
+{{- range $key, $value := (index $v $role).nodeSelector -}}
 {{- if and (hasKey $other $key) (ne (toString $value) (toString (get $other $key))) -}}
-{{- fail (printf "accessMode ReadWriteOnce holds all pods on one node, but %s.nodeSelector and trainer.nodeSelector have different values of %s: use ReadWriteMany, or one node" (index $pair 0) $key) -}}
+{{- fail (printf "accessMode ReadWriteOnce holds all pods on one node, but %s.nodeSelector and trainer.nodeSelector have different values of %s: use ReadWriteMany, or one node" $role $key) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -71,17 +65,14 @@ this one added; then refuses what can't be. */}}
 {{- if and $v.data.existingClaim (eq $v.data.existingClaim $v.cache.existingClaim) -}}
 {{- fail (printf "data.existingClaim and cache.existingClaim are both %s: checkpoints and caches need volumes of their own" $v.data.existingClaim) -}}
 {{- end -}}
-{{- if and $v.ingress.enabled (not (or $v.ingress.controllerHost $v.ingress.inferenceHost)) -}}
-{{- fail "ingress.enabled, but neither ingress.controllerHost nor ingress.inferenceHost is set" -}}
+{{- range $kind := list "ingress" "gateway" -}}
+{{- $hosts := index $v $kind -}}
+{{- if and $hosts.enabled (not (or $hosts.controllerHost $hosts.inferenceHost)) -}}
+{{- fail (printf "%s.enabled, but neither %s.controllerHost nor %s.inferenceHost is set" $kind $kind $kind) -}}
 {{- end -}}
-{{- if and $v.ingress.enabled (eq $v.ingress.controllerHost $v.ingress.inferenceHost) -}}
-{{- fail "ingress.controllerHost and ingress.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" -}}
+{{- if and $hosts.enabled (eq $hosts.controllerHost $hosts.inferenceHost) -}}
+{{- fail (printf "%s.controllerHost and %s.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" $kind $kind) -}}
 {{- end -}}
-{{- if and $v.gateway.enabled (not (or $v.gateway.controllerHost $v.gateway.inferenceHost)) -}}
-{{- fail "gateway.enabled, but neither gateway.controllerHost nor gateway.inferenceHost is set" -}}
-{{- end -}}
-{{- if and $v.gateway.enabled (eq $v.gateway.controllerHost $v.gateway.inferenceHost) -}}
-{{- fail "gateway.controllerHost and gateway.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}

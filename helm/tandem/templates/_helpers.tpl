@@ -14,10 +14,15 @@ two releases with one beginning don't meet. */}}
 {{- if gt (len $name) 40 }}{{ $name | trunc 31 | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}{{ else }}{{ $name | trimSuffix "-" }}{{ end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "trainer"). What selects never changes, so it has neither versions nor users' labels. */}}
+{{/* What every pod of the release has, and selects them. It never changes: neither versions nor users' labels. */}}
+{{- define "tandem.releaseLabels" -}}
+app.kubernetes.io/name: {{ include "tandem.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "trainer"): the same for the pods of a component. */}}
 {{- define "tandem.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "tandem.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{ include "tandem.releaseLabels" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -37,9 +42,18 @@ app.kubernetes.io/component: {{ .component }}
 {{- mergeOverwrite $labels (include "tandem.selectorLabels" . | fromYaml) | toYaml -}}
 {{- end -}}
 
-{{/* Those of the release that do the work: components of the GPU pods. */}}
 {{- define "tandem.shared" -}}
 {{- if eq .Values.gpuMode "shared" }}true{{ end -}}
+{{- end -}}
+
+{{/* Whether the GPUs come by a ResourceClaim that two containers use. */}}
+{{- define "tandem.claimed" -}}
+{{- if and (include "tandem.shared" .) (eq .Values.shared.via "claim") }}true{{ end -}}
+{{- end -}}
+
+{{/* Components of the pods with GPUs, as JSON. */}}
+{{- define "tandem.gpuComponents" -}}
+{{- ternary (list "engine") (list "trainer" "inference") (ne (include "tandem.shared" .) "") | toJson -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer"): the component whose pod has a role's container. */}}

@@ -69,7 +69,7 @@ pod of all can be placed. */}}
 {{- if include "tandem.oneNode" .root -}}
 {{- $gpu := include "tandem.componentOf" (dict "root" .root "role" "trainer") -}}
 {{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $gpu) (eq .role "trainer") -}}
-{{- $match := dict "matchLabels" (omit (include "tandem.selectorLabels" (dict "root" .root "component" "") | fromYaml) "app.kubernetes.io/component")
+{{- $match := dict "matchLabels" (include "tandem.releaseLabels" .root | fromYaml)
       "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
 {{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}
 {{- $pod := default dict $affinity.podAffinity -}}
@@ -97,13 +97,13 @@ pod of all can be placed. */}}
 {{- range $name, $value := $role.extendedResources -}}
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}
-{{- if and (eq $.root.Values.device "cuda") (not (and (include "tandem.shared" $.root) (eq $.root.Values.shared.via "claim"))) -}}
+{{- if and (eq $.root.Values.device "cuda") (not (include "tandem.claimed" $.root)) -}}
 {{- $_ := set $part $role.gpuResource (int $role.gpus | toString) -}}
 {{- end -}}
 {{- end -}}
 {{- if $part -}}{{- $_ := set $result $kind $part -}}{{- end -}}
 {{- end -}}
-{{- if and (ne .role "controller") (include "tandem.shared" .root) (eq .root.Values.shared.via "claim") -}}
+{{- if and (ne .role "controller") (include "tandem.claimed" .root) -}}
 {{- $_ := set $result "claims" (list (dict "name" "gpus")) -}}
 {{- end -}}
 {{- toYaml $result -}}
@@ -208,7 +208,7 @@ projected:
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   args: [tandem, preflight, --role, {{ .role }}, --devices-granted]
   env:
-    {{- include "tandem.env" (merge (dict "init" true) .) | nindent 4 }}
+    {{- include "tandem.env" . | nindent 4 }}
     {{- if and (ne .role "controller") (eq .root.Values.device "cuda") }}
     - name: NVIDIA_VISIBLE_DEVICES
       value: void

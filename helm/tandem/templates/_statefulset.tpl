@@ -53,7 +53,7 @@ spec:
       runtimeClassName: {{ . }}
       {{- end }}
       terminationGracePeriodSeconds: {{ $grace }}
-      {{- if and (include "tandem.shared" $root) (eq $root.Values.shared.via "claim") }}
+      {{- if include "tandem.claimed" $root }}
       resourceClaims:
         - {name: gpus, resourceClaimTemplateName: {{ include "tandem.fullname" $root }}-gpus}
       {{- end }}
