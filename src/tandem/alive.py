@@ -31,9 +31,7 @@ def beat(program: str, directory: Path | None = None) -> None:
             return
         directory = Path(name)
     with suppress(OSError):  # a full tmpfs must not end who is alive
-        path = directory / f"{program}.alive"
-        path.touch()
-        os.utime(path)
+        (directory / f"{program}.alive").touch()
 
 
 def silent(program: str, directory: Path) -> str | None:

@@ -62,7 +62,7 @@ def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes):
     fill(
         [
             Piece(found["f32"], 16 * 10, 10, rows),
-            Piece(found["f32"], 0, 10, columns, 10, slice(3, 7)),
+            Piece(found["f32"], 0, 10, columns, slice(3, 7)),
             Piece(found["f32"], 0, 8 * 10, blocks[:, 2:10]),
         ],
         chunk_bytes=chunk_bytes,

@@ -11,7 +11,7 @@ import typer
 
 from tandem.cli.output import out
 from tandem.client import Tandem
-from tandem.config import load_settings, split_keys
+from tandem.config import load_settings
 from tandem.errors import NotFound, TandemError, Unreachable
 from tandem.spool import fs
 
@@ -44,7 +44,7 @@ def reach(
     patience: Annotated[float, typer.Option(help="Seconds that each may take to answer.")] = PATIENCE_SECONDS,
 ) -> None:
     """Controller and vLLM take requests, vLLM lists the base model, exporters answer."""
-    key = _key()
+    key = load_settings().inference_key
     with Tandem() as tandem:
         runs = tandem.list_runs()
         out.print(f"controller {tandem.url}: {len(runs)} runs")
@@ -96,6 +96,7 @@ def job(
     timeout: Annotated[float, typer.Option(help="Seconds for the job and for the step to be served, each.")] = 1800,
 ) -> None:
     """One small SFT job from end to end: trained, given back, served, sampled from."""
+    key = load_settings().inference_key
     with Tandem() as tandem:
         try:
             step = tandem.get_run(run).newest_step
@@ -113,7 +114,7 @@ def job(
         out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
     asked: dict[str, Any] = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
     with httpx.Client(timeout=120, trust_env=False) as http:
-        answer = http.post(f"{inference}/chat/completions", json=asked, headers=_authorization(_key()))
+        answer = http.post(f"{inference}/chat/completions", json=asked, headers=_authorization(key))
     if answer.status_code != 200 or not answer.json()["choices"]:
         raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
     out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
@@ -133,10 +134,6 @@ def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> http
         if time.monotonic() > end:
             raise Unreachable(f"{url} {wrong}")
         time.sleep(1)
-
-
-def _key() -> str | None:
-    return next(iter(split_keys(load_settings().secret("api_key"))), None)
 
 
 def _authorization(key: str | None) -> dict[str, str]:

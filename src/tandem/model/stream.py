@@ -50,14 +50,13 @@ class Piece:
     """A range of a stored tensor and where it goes.
 
     The range begins at element `first` of the tensor's flat order and is `target.shape[0]` units of `unit` elements
-    each. A unit has `full` elements in its last dimension, of which `columns` are wanted (all where it is None).
+    each. Of the elements of a unit `columns` are wanted (all where it is None).
     """
 
     stored: Stored
     first: int
     unit: int
     target: torch.Tensor  # [units, ...] of any dtype and strides, on any device
-    full: int = 0
     columns: slice | None = None
 
 
@@ -129,7 +128,7 @@ def _split(piece: Piece, chunk_bytes: int) -> Iterable[Piece]:
     step = max(1, chunk_bytes // (piece.unit * piece.stored.dtype.itemsize))
     for begin in range(0, units, step):
         target = piece.target[begin : begin + step]
-        yield Piece(piece.stored, piece.first + begin * piece.unit, piece.unit, target, piece.full, piece.columns)
+        yield Piece(piece.stored, piece.first + begin * piece.unit, piece.unit, target, piece.columns)
 
 
 def _place(piece: Piece) -> tuple[str, int]:
@@ -159,17 +158,14 @@ def _work(pending: queue.SimpleQueue[Piece], files: dict[Path, int], largest: in
                 return
             try:
                 stored, count = piece.stored, _bytes(piece)
-                _read(
-                    files[stored.path], view[:count], stored.offset + piece.first * stored.dtype.itemsize, stored.path
-                )
+                _read(files[stored.path], view[:count], _place(piece)[1], stored.path)
                 source = buffer[:count].view(stored.dtype)
-                if piece.columns is not None:
-                    source = source.view(piece.target.shape[0], piece.full).to(where, non_blocking=True)
-                    source = source[:, piece.columns]
-                elif not piece.target.is_contiguous() or piece.target.dtype != stored.dtype:
+                as_it_is = piece.columns is None and piece.target.is_contiguous() and piece.target.dtype == stored.dtype
+                if not as_it_is:
                     source = source.to(where, non_blocking=True)  # laid out and converted there
-                piece.target.copy_(source.view(piece.target.shape) if piece.columns is None else source,
-                                   non_blocking=True)  # fmt: skip
+                if piece.columns is not None:
+                    source = source.view(-1, piece.unit)[:, piece.columns]
+                piece.target.copy_(source.view(piece.target.shape), non_blocking=True)
                 if stream is not None:
                     stream.synchronize()  # before the buffer is used again
             except BaseException:

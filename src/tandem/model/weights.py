@@ -142,7 +142,7 @@ def _pieces(
         rows, columns = source.shape
         mine = columns // tp
         assert target.shape == (rows, mine), f"{rule.parameter}: {source.shape} cut for {tp} is not {target.shape}"
-        yield stream.Piece(source, 0, columns, target, columns, slice(tp_rank * mine, (tp_rank + 1) * mine))
+        yield stream.Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
         return
     parts = tp if rule.cut == "rows" else 1
     heights = [source.shape[0] // parts for source in sources]

@@ -67,8 +67,7 @@ class _Server:
 
     def __init__(self, entry: str, environment: dict[str, str], fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self.launches = 0
-        self._messages: list[dict[str, Any]] = []
+        self._launches = 0
         self._received = b""
         self._closed = False
         self._socket, theirs = socket.socketpair()
@@ -91,12 +90,14 @@ class _Server:
 
     def send(self, request: dict[str, str | int]) -> int:
         """Ask for a launch; the number by which the server's answers name it."""
-        self.launches += 1
-        self._socket.sendall(json.dumps({"launch": request, "number": self.launches}).encode() + b"\n")
-        return self.launches
+        self._launches += 1
+        self._socket.sendall(json.dumps({"launch": request, "number": self._launches}).encode() + b"\n")
+        return self._launches
 
     def receive(self, number: int) -> list[dict[str, Any]]:
-        """What the server has said about a launch since the last call; never blocks."""
+        """What the server has said about a launch since the last call; never blocks. What it still has to say about
+        an earlier one, whose processes were seen to be gone, is of no use to anyone."""
+        heard: list[dict[str, Any]] = []
         while not self._closed and select.select([self._socket], [], [], 0)[0]:
             try:
                 chunk = self._socket.recv(1 << 16)
@@ -115,11 +116,8 @@ class _Server:
                     others = [name for name in message["threads"] if not name.startswith("cuda")]
                     if others:
                         log.warning("the fork server has threads before it forks", threads=",".join(others))
-                else:
-                    self._messages.append(message)
-        # What is left to say about an earlier launch, whose processes were seen to be gone, is of no use to anyone.
-        heard = [message for message in self._messages if message["number"] == number]
-        self._messages.clear()
+                elif message["number"] == number:
+                    heard.append(message)
         return heard
 
     def children(self) -> list[Process]:
