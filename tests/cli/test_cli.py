@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -122,6 +123,14 @@ def test_train_from_json_lines_until_served(tandem, run, server, tmp_path):
     lines = [json.loads(line) for line in tandem("logs", "-f", job["id"], "--json")[1].splitlines()]
     assert [line["event"]["type"] for line in lines if "event" in line][-1] == "succeeded"
     assert any("rank 0 trains" in line.get("log", "") for line in lines)
+    assert "Memory of job" in tandem("memory", job["id"])[1]
+    told = {"0": {"uuid": "cpu", "phases": {"build": {"allocated": 3 * 2**20}}, "highest": {}}}
+    server.spool.events.append(job["id"], "released", attempt=1, memory=told)
+    (attempt,) = json.loads(tandem("memory", job["id"], "--json")[1])
+    assert (attempt["attempt"], attempt["device"], attempt["released"]) == (1, "cpu", True)
+    assert attempt["ranks"]["0"]["phases"] == {"build": {"allocated": 3 * 2**20}}
+    assert re.search(r"build +│ +0 +│ +3\.0 MiB", tandem("memory", job["id"])[1])
+    assert tandem("memory", "nobody")[0] == 1
     status, out, err = tandem("logs", "-f", job["id"])
     assert "rank 0 trains" in out
     assert "step 2/2 loss=0.5" in err

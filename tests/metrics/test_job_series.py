@@ -19,6 +19,7 @@ from tandem.spool import Spool, fs
 from tandem.spool.schema import Beat, Job, JobError, Served
 
 GPU = "GPU-5d8f"
+OPTIMIZER = {"allocated": 12, "reserved": 18, "device_used": 88, "host_pinned": 6, "peak": 14}
 STEP = {
     "loss": 0.5, "grad_norm": 1.5, "learning_rate": 1e-4, "entropy": 1.1, "tokens": 640.0, "trainable_tokens": 320.0,
     "trajectories": 8.0, "reward_mean": 0.25, "seconds_forward_backward": 4.0, "seconds_optimizer": 0.75,
@@ -50,7 +51,7 @@ def beat(spool: Spool, job: Job, rank: int, step: int = 0, *, phase: str = "forw
               "inactive_split": 3, "requested": 9, "alloc_retries": 0, "ooms": 0, "device_allocs": 4, "device_frees": 1,
               "host_pinned": 7}  # fmt: skip
     found = {
-        "uuid": GPU if rank == 0 else f"{GPU}{rank}", "steps": 4, "step_floor": 8, "phase_peaks": {"optimizer": 14},
+        "uuid": GPU if rank == 0 else f"{GPU}{rank}", "steps": 4, "step_floor": 8, "phases": {"optimizer": OPTIMIZER},
         "device_used": 90, "device_used_peak": 95, **more,
     }  # fmt: skip
     found["memory"] = memory | more.get("memory", {})
@@ -93,14 +94,20 @@ def test_from_queued_to_released(volume: Spool) -> None:
 
         volume.events.append("j1", "loaded", attempt=1, seconds={"build": 3.0, "base_weights": 8.0}, memory={})
         beat(volume, job, 0, 1)
-        beat(volume, job, 1, 0, phase="data")
+        beat(volume, job, 1, 0, phase="build", phases={"data": {"allocated": 3}, "a_new_one": {"allocated": 4}})
         step(volume, job, 1)
         seen = made.collect()
         where = {"uuid": GPU, "rank": "0"}
         assert seen.get("tandem_rank_up", rank="0") == seen.get("tandem_rank_up", rank="1") == 1
         assert seen.get("tandem_torch_memory_allocated_bytes", **where) == 10
         assert seen.get("tandem_torch_memory_reserved_peak_bytes", **where) == 21
-        assert seen.get("tandem_torch_memory_phase_peak_bytes", **where, phase="optimizer") == 14
+        told = {
+            kind: seen.get(f"tandem_torch_memory_phase_{kind}_bytes", **where, phase="optimizer") for kind in OPTIMIZER
+        }
+        assert told == OPTIMIZER
+        other = {"uuid": f"{GPU}1", "rank": "1", "phase": "data"}
+        assert seen.get("tandem_torch_memory_phase_allocated_bytes", **other) == 3
+        assert len(seen.all("tandem_torch_memory_phase_allocated_bytes")) == 2
         assert seen.get("tandem_torch_memory_step_floor_bytes", **where) == 8
         assert seen.get("tandem_torch_host_pinned_bytes", rank="0") == 7
         assert seen.get("tandem_torch_device_allocs_total", **where) == 4
@@ -125,7 +132,7 @@ def test_from_queued_to_released(volume: Spool) -> None:
         seen = made.collect()
         assert seen.get("tandem_train_active") == 0
         for gone in ("tandem_job_info", "tandem_rank_up", "tandem_torch_memory_allocated_bytes", "tandem_train_step",
-                     "tandem_train_last_step_timestamp_seconds"):  # fmt: skip
+                     "tandem_torch_memory_phase_peak_bytes", "tandem_train_last_step_timestamp_seconds"):  # fmt: skip
             assert not seen.all(gone), gone
         assert seen.get("tandem_train_loss") == 0.5
         assert seen.get("tandem_train_tokens_total") == 1280

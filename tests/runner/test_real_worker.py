@@ -3,6 +3,8 @@
 import pytest
 
 from runner.runner_stack import Stack
+from tandem.client.memory import by_attempt
+from tandem.metrics.catalogue import PHASES
 from trainer_ranks.jobs import make_model, make_run, submit_rl, submit_sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,6 +29,13 @@ def checkpoints(tmp_path, launch: str, ranks: int) -> list[dict[str, str]]:
             for kind in ("claimed", "started", "loaded", "step", "checkpoint", "released", "succeeded"):
                 assert kind in kinds
             assert kinds[-2:] == ["released", "succeeded"]
+            (attempt,) = by_attempt(stack.spool.events.read(job_id))
+            assert (attempt.device, attempt.released, attempt.left) == ("cpu", True, {})
+            assert list(attempt.ranks) == list(range(ranks))
+            for told in attempt.ranks.values():
+                assert list(told.phases) == [phase for phase in PHASES if phase not in ("old_logprobs", "reference")]
+                assert min(told.phases["checkpoint"].values()) == 0 == told.phases["checkpoint"]["host_pinned"]
+                assert told.phases["checkpoint"]["allocated"] > 100 * 2**20
         # Only what the launcher keeps between jobs is left: nothing, or the fork server.
         assert len(stack.children()) == (1 if launch == "fork" else 0)
         assert stack.stop() == 0

@@ -20,6 +20,7 @@ from tandem.model.arch import read_arch
 from tandem.model.identity import write_identity_adapter
 from tandem.spool import Spool
 from tandem.spool.schema import (
+    Beat,
     Job,
     JobError,
     JobResult,
@@ -172,10 +173,12 @@ def error_of(spool: Spool, job: Job, rank: int = 0) -> JobError:
     return JobError.model_validate_json(path.read_text())
 
 
-def run_torchrun(spool: Spool, tensor_parallel: dict[str, int], *, ranks: int) -> dict[str, Path]:
+def run_torchrun(
+    spool: Spool, tensor_parallel: dict[str, int], *, ranks: int
+) -> dict[str, tuple[Path, dict[int, Beat]]]:
     """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once.
 
-    `tensor_parallel`: job -> how many of the ranks share its model.
+    `tensor_parallel`: job -> how many of the ranks share its model. Of each job the checkpoint and the last beats.
     """
     jobs = [claim(spool, job_id) for job_id in tensor_parallel]
     result = subprocess.run(
@@ -187,9 +190,12 @@ def run_torchrun(spool: Spool, tensor_parallel: dict[str, int], *, ranks: int) -
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    made = {}
     for job in jobs:
+        beats = spool.jobs.beats(job.spec.id, 1)
         finish(spool, job)
-    return {job.spec.id: spool.checkpoints.path(job.spec.run, job.spec.base_step + 1) for job in jobs}
+        made[job.spec.id] = spool.checkpoints.path(job.spec.run, job.spec.base_step + 1), beats
+    return made
 
 
 def steps_of(spool: Spool, job_id: str) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ from tandem.spool import Spool
 from tandem.spool.schema import Beat, RLLoss
 from tandem.trainer import session, steps, worker
 from tandem.trainer.memory import MemoryWatch
+from tandem.trainer.metrics import Phases
 from trainer_ranks import jobs
 
 
@@ -53,9 +54,9 @@ def test_a_beat_tells_steps_device_and_memory(spool: Spool) -> None:
     total = len(jobs.steps_of(spool, "rl"))
     assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
     # Every phase is known to the catalogue, happened, and left its peak.
-    assert {beat.phase for beat in beats} - {"leave"} == set(PHASES) == set(last.phase_peaks)
+    assert {beat.phase for beat in beats} - {"leave"} == set(PHASES) == set(last.phases)
     assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}
-    assert last.memory["allocated_peak"] >= max(last.phase_peaks.values())
+    assert last.memory["allocated_peak"] >= max(held["peak"] for held in last.phases.values())
     peaks = [beat.memory["allocated_peak"] for beat in beats]
     assert peaks == sorted(peaks)
     assert all(beat.memory["allocated"] <= beat.memory["allocated_peak"] for beat in beats)
@@ -114,7 +115,13 @@ class FakeAllocator:
         self.peak = max(self.peak, self.now)
 
     def stats(self) -> dict[str, int]:
-        return {"allocated": self.now, "allocated_peak": self.peak, "reserved": self.now, "ooms": 0}
+        return {
+            "allocated": self.now,
+            "allocated_peak": self.peak,
+            "reserved": self.now + 1,
+            "host_pinned": 7,
+            "ooms": 0,
+        }
 
     def reset(self) -> None:
         self.peak = self.now
@@ -125,7 +132,8 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(monkeypatch) ->
     watch.begin()
     allocator.allocate(100)
     allocator.allocate(-70)
-    assert watch.end("build") == {"allocated": 30, "reserved": 30, "device_used": 60, "peak": 100}
+    build = {"allocated": 30, "reserved": 31, "device_used": 60, "host_pinned": 7, "peak": 100}
+    assert watch.end("build") == build
     allocator.allocate(200)  # between two phases: the attempt's, no phase's
     allocator.allocate(-200)
     watch.begin()
@@ -133,9 +141,37 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(monkeypatch) ->
     watch.floor()
     beat = watch.beat()
     assert (beat["memory"]["allocated"], beat["memory"]["allocated_peak"]) == (50, 230)
-    assert beat["phase_peaks"] == {"build": 100}
-    assert watch.end("optimizer")["peak"] == 50
+    assert (beat["phases"], beat["highest"]) == ({"build": build}, {})
+    first = {"allocated": 50, "reserved": 51, "device_used": 100, "host_pinned": 7, "peak": 50}
+    assert watch.end("optimizer") == first
     beat = watch.beat()
-    assert beat["phase_peaks"] == {"build": 100, "optimizer": 50}
+    assert beat["phases"] == {"build": build, "optimizer": first}
     assert (beat["step_floor"], beat["uuid"]) == (50, "GPU-a")
     assert (beat["device_used"], beat["device_used_peak"]) == (100, 100)
+
+
+def test_a_phase_that_comes_again_is_told_as_it_ended_last_and_at_its_highest(monkeypatch) -> None:
+    allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
+    for most, stays in ((30, 5), (90, 1), (60, 3)):
+        watch.begin()
+        allocator.allocate(most)
+        allocator.allocate(stays - most)
+        watch.end("step")
+        allocator.allocate(-stays)
+    report = watch.report()
+    assert report.phases == {"step": {"allocated": 3, "reserved": 4, "device_used": 6, "host_pinned": 7, "peak": 60}}
+    assert report.highest == {"step": {"allocated": 5, "reserved": 6, "device_used": 10, "host_pinned": 7, "peak": 90}}
+
+
+def test_a_phase_that_fails_is_told_as_well(monkeypatch) -> None:
+    allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+
+    def fails() -> None:
+        with Phases(lambda _: None, watch).phase("forward_backward"):
+            allocator.allocate(40)
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fails()
+    assert watch.report().phases["forward_backward"]["peak"] == 40

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tandem.data.packed import PackedBatch
+from tandem.metrics.catalogue import PHASES
 from tandem.spool import Spool
-from tandem.spool.schema import RLLoss, SFTLoss
+from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 from trainer_ranks import jobs
 
 # Large enough that Adam's first updates are not the mere signs of gradients, which rounding turns around.
@@ -48,10 +49,22 @@ def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
+def spool(tmp_path_factory: pytest.TempPathFactory) -> Spool:
+    return Spool.create(tmp_path_factory.mktemp("spool") / "spool")
+
+
+@pytest.fixture(scope="module")
+def beats() -> dict[str, dict[int, Beat]]:
+    """Job of two ranks -> each rank's last beat; filled by `results`."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def results(
+    spool: Spool, beats: dict[str, dict[int, Beat]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
     """(kind, topology) -> (metrics per step, checkpoint)."""
     model = jobs.make_model(tmp_path_factory.mktemp("model"))
-    spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
     made = {}
     for kind in LOSSES:
         made[kind, "one"] = jobs.run_here(
@@ -63,10 +76,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
         rows = {"grad_accumulation_sequences": 2} if topology == "tp" else {}
         submit(spool, f"{topology}-{kind}", kind, model, **rows)
     tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in pairs}
-    checkpoints = jobs.run_torchrun(spool, tensor_parallel, ranks=2)
+    ran = jobs.run_torchrun(spool, tensor_parallel, ranks=2)
     for kind, topology in pairs:
         name = f"{topology}-{kind}"
-        made[kind, topology] = checkpoints[name]
+        made[kind, topology], beats[name] = ran[name]
         tp = tensor_parallel[name]
         assert spool.checkpoints.verify(name, 1).topology == {"world_size": 2, "tp": tp, "dp": 2 // tp, "pp": 1}
     return {key: (jobs.steps_of(spool, f"{key[1]}-{key[0]}"), path) for key, path in made.items()}
@@ -85,3 +98,32 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: dict) -> None:
     for name, tensor in expected.items():
         assert np.abs(tensor - before[name]).max() > 1e-4
         np.testing.assert_allclose(got[name], tensor, atol=1e-6, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("topology", ["dp", "tp"])
+def test_every_phase_of_both_ranks_is_told_with_its_memory(topology: str, results: dict, spool: Spool, beats) -> None:
+    """`gspo` goes through all phases. What rank 0 gathered for `loaded` is what each rank says of itself."""
+    job = f"{topology}-gspo"
+    said = beats[job]
+    assert said.keys() == {0, 1}
+    often = {"forward_backward", "optimizer"}
+    for beat in said.values():
+        assert (list(beat.phases), set(beat.highest)) == (list(PHASES), often)
+        for phase, held in (*beat.phases.items(), *beat.highest.items()):
+            assert held.keys() == {"allocated", "reserved", "device_used", "host_pinned", "peak"}, phase
+            # The resident set of a process with torch in it.
+            assert 100 * 2**20 < held["allocated"] == held["reserved"] <= held["peak"] < held["device_used"], phase
+            assert held["host_pinned"] == 0
+        for phase in often:
+            assert all(beat.highest[phase][kind] >= held for kind, held in beat.phases[phase].items())
+    assert said[0].phases != said[1].phases
+    (loaded,) = (event.data for event in spool.events.read(job) if event.type == "loaded")
+    gathered = {int(rank): RankMemory.model_validate(told) for rank, told in loaded["memory"].items()}
+    assert gathered.keys() == said.keys()
+    before = PHASES[: PHASES.index("probe") + 1]
+    for rank, told in gathered.items():
+        assert told == RankMemory(uuid="cpu", phases={phase: said[rank].phases[phase] for phase in before})
+    last = jobs.steps_of(spool, job)[-1]
+    for phase in often:
+        for kind in ("allocated", "device_used", "peak"):
+            assert last[f"memory_{phase}_{kind}_bytes"] == max(beat.phases[phase][kind] for beat in said.values())

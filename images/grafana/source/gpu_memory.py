@@ -58,6 +58,16 @@ def build() -> Json:
              "hour's highest: `tandem_torch_memory_phase_peak_bytes`.", "bytes",
              query("max by (phase) (max_over_time(tandem_torch_memory_phase_peak_bytes{@pod}[1h]))", "{{phase}}",
                    kind="instant"), none="no job yet"),
+        timeseries("Held after each phase", "What a rank's tensors take when each phase ends, and all that is used on "
+                   "its device: `tandem_torch_memory_phase_{allocated,reserved,device_used}_bytes`. A job's own "
+                   "table: `tandem memory <job>`.", "bytes",
+                   *(query(f"max by (rank, phase) (tandem_torch_memory_phase_{kind}_bytes{{@pod}})",
+                           f"rank {{{{rank}}}} {{{{phase}}}} {kind}")
+                     for kind in ("allocated", "reserved", "device_used")), none="no job", defaults={"min": 0}),
+        timeseries("Pinned after each phase", "Page-locked host memory when each phase ends: nothing, or buffers were "
+                   "not given back: `tandem_torch_memory_phase_host_pinned_bytes`.", "bytes",
+                   query("max by (rank, phase) (tandem_torch_memory_phase_host_pinned_bytes{@pod})",
+                         "rank {{rank}} {{phase}}"), none="no job", defaults={"min": 0}),
         timeseries("Floor of each step", "Allocated right after zero_grad: constant unless something leaks. Dashed: "
                    "where 20 minutes of it lead in an hour, as TandemTorchLeakPredictsOOM has it: "
                    "`tandem_torch_memory_step_floor_bytes`.", "bytes",

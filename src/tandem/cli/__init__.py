@@ -7,7 +7,7 @@ import sys
 import typer
 
 import tandem
-from tandem.cli import checkpoints, doctor, jobs, preflight, programs, runs, smoke, train
+from tandem.cli import checkpoints, doctor, jobs, memory, preflight, programs, runs, smoke, train
 from tandem.cli.output import Json, exit_code, show, tell_error
 from tandem.errors import TandemError
 
@@ -37,6 +37,7 @@ app.add_typer(runs.app, name="run")
 app.command("train")(train.train)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
+app.command("memory")(memory.memory)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(preflight.preflight)

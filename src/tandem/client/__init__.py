@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.client.aio import AsyncTandem
 from tandem.client.calls import LogPart, RLOptions, SFTOptions
+from tandem.client.memory import AttemptMemory
 from tandem.client.sync import Tandem
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.trajectories import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
@@ -24,6 +25,7 @@ from tandem.spool.schema import (
     LoraShape,
     Manifest,
     OptimizerSettings,
+    RankMemory,
     RLLoss,
     RunSpec,
     Served,
@@ -32,6 +34,7 @@ from tandem.spool.schema import (
 
 __all__ = [
     "AsyncTandem",
+    "AttemptMemory",
     "CheckpointInfo",
     "Event",
     "Group",
@@ -43,6 +46,7 @@ __all__ = [
     "OptimizerSettings",
     "RLLoss",
     "RLOptions",
+    "RankMemory",
     "RolledBack",
     "RunSpec",
     "RunStatus",

@@ -14,6 +14,7 @@ import httpx
 from tandem.client import calls
 from tandem.client.calls import JOB_SECONDS, SERVED_SECONDS, LogPart, RLOptions, SFTOptions
 from tandem.client.follow import Download, EventCursor
+from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.sync import OnEvent
 from tandem.client.wire import Call, Pauses, Reply, Steps, connection, refusal, send, unreachable
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
@@ -125,6 +126,9 @@ class AsyncTandem:
 
     async def job_events(self, job: str, after: int = -1) -> list[Event]:
         return [e async for e in self._events(EventCursor(job, after, False, JOB_SECONDS, self._patience))]
+
+    async def memory(self, job: str) -> list[AttemptMemory]:
+        return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:
         return await self._drive(calls.log(job, self._patience))

@@ -13,6 +13,7 @@ import httpx
 from tandem.client import calls
 from tandem.client.calls import JOB_SECONDS, SERVED_SECONDS, LogPart, RLOptions, SFTOptions
 from tandem.client.follow import Download, EventCursor
+from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.wire import Call, Pauses, Reply, Steps, connection, refusal, send, unreachable
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.trajectories import Group, SFTExample
@@ -147,6 +148,10 @@ class Tandem:
     def job_events(self, job: str, after: int = -1) -> list[Event]:
         """The events that there are now, `served` included."""
         return list(self._events(EventCursor(job, after, False, JOB_SECONDS, self._patience)))
+
+    def memory(self, job: str) -> list[AttemptMemory]:
+        """What each rank held after each phase and what was left on the devices, by attempt, as far as it is known."""
+        return by_attempt(self.job_events(job))
 
     def logs(self, job: str) -> str:
         """What the job's ranks printed so far."""

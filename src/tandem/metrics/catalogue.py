@@ -102,6 +102,18 @@ _NOW = {
 }
 _CPU = "; on the CPU the resident set"
 
+PHASE_MEMORY = {
+    "allocated": (f"Bytes in tensors when the phase last ended{_CPU}", "allocated_bytes.all.current"),
+    "reserved": (f"Bytes taken from the device when the phase last ended{_CPU}", "reserved_bytes.all.current"),
+    "device_used": ("Bytes in use on the whole device, by anybody, when the phase last ended; on the CPU the machine's "
+                    "memory", "cudaMemGetInfo"),
+    "host_pinned": ("Page-locked host memory that torch held when the phase last ended; 0 on the CPU",
+                    "torch.cuda.host_memory_stats"),
+    "peak": (f"Most bytes allocated in the last such phase{_CPU}",
+             "allocated_bytes.all.peak, reset as each phase begins"),
+}  # fmt: skip
+"""What is told of each phase and rank: kind -> (text, where from)."""
+
 
 def _torch() -> list[Metric]:
     """The allocator of each rank."""
@@ -179,9 +191,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _rank("tandem_rank_up", f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s; absent without a job.",
           "beat.<rank>", labels=_RANK, perishable=True),
     *_torch(),
-    _rank("tandem_torch_memory_phase_peak_bytes", f"Most bytes allocated in the last such phase{_CPU}.",
-          "allocated_bytes.all.peak, reset as each phase begins", "bytes", perishable=True,
-          labels=_UUID_RANK | {"phase": PHASES}),
+    *(_rank(f"tandem_torch_memory_phase_{kind}_bytes", f"{text}.", source, "bytes", perishable=True,
+            labels=_UUID_RANK | {"phase": PHASES}) for kind, (text, source) in PHASE_MEMORY.items()),
     _rank("tandem_torch_memory_step_floor_bytes", "Bytes allocated right after zero_grad, once per optimizer step: "
           f"constant unless something leaks{_CPU}.", "allocated_bytes.all.current", "bytes", perishable=True,
           labels=_UUID_RANK),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tandem.metrics.catalogue import PHASES, STALE_SECONDS, CollectorName
+from tandem.metrics.catalogue import PHASE_MEMORY, PHASES, STALE_SECONDS, CollectorName
 from tandem.metrics.collector import Collector
 from tandem.metrics.samples import Gauges
 from tandem.spool import Spool
@@ -103,8 +103,9 @@ class RanksCollector(Collector):
                 if key in beat.memory:
                     gauges.set(f"tandem_torch_memory_{key}_bytes", beat.memory[key], **where)
         for phase in PHASES:
-            if phase in beat.phase_peaks:
-                gauges.set("tandem_torch_memory_phase_peak_bytes", beat.phase_peaks[phase], **where, phase=phase)
+            for kind in PHASE_MEMORY:
+                if kind in (told := beat.phases.get(phase, {})):
+                    gauges.set(f"tandem_torch_memory_phase_{kind}_bytes", told[kind], **where, phase=phase)
         if beat.step_floor is not None:
             gauges.set("tandem_torch_memory_step_floor_bytes", beat.step_floor, **where)
         if "host_pinned" in beat.memory:

@@ -241,22 +241,33 @@ class Lease(Record):
     ranks: list[RankProcess] = Field(default_factory=list)
 
 
-class Beat(BaseModel):
+class RankMemory(BaseModel):
+    """What one rank held at the end of each phase of an attempt; the phases are in the order in which they came.
+
+    Each is a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used` on the whole device by
+    anybody, `host_pinned`, and `peak`, the most allocated within the phase. On the CPU `allocated`, `reserved` and
+    `peak` are the resident set, `device_used` is the machine's memory, and nothing is pinned.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    uuid: str | None = None  # of the rank's device; "cpu" where it has none
+    phases: dict[str, dict[str, int]] = Field(default_factory=dict)  # when the phase last ended
+    highest: dict[str, dict[str, int]] = Field(default_factory=dict)  # of all its ends, where it came more than once
+
+
+class Beat(RankMemory):
     """`beat.<rank>` in an attempt's work directory: a rank's sign of life, with what it knows about its memory.
 
     All bytes. `memory` holds the counters and bytes of torch's allocator by the catalogue's names; on the CPU only
     `allocated` and `reserved`, the resident set. `*_peak` is since the attempt began.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     time: float  # Unix seconds
     phase: str
     step: int = 0  # optimizer steps done
     steps: int = 0  # that there are; 0: not known yet
-    uuid: str | None = None  # of the rank's device; "cpu" where it has none
     memory: dict[str, int] = Field(default_factory=dict)
-    phase_peaks: dict[str, int] = Field(default_factory=dict)  # most allocated in the last such phase
     step_floor: int | None = None  # allocated right after zero_grad
     device_used: int | None = None  # in use on the whole device, by anybody
     device_used_peak: int | None = None  # the most this rank has seen

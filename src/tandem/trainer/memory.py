@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.model import device
+from tandem.spool.schema import RankMemory
 
 _PEAK = "_peak"
 
@@ -14,7 +15,8 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._peaks: dict[str, int] = {}
-        self._phase_peaks: dict[str, int] = {}
+        self._phases: dict[str, dict[str, int]] = {}
+        self._highest: dict[str, dict[str, int]] = {}
         self._floor: int | None = None
         self._used_peak = 0
 
@@ -24,11 +26,20 @@ class MemoryWatch:
         device.reset_peaks()
 
     def end(self, phase: str) -> dict[str, int]:
-        """A phase has ended; its bytes: `allocated`, `reserved` and `device_used` now, `peak` allocated within it."""
+        """A phase has ended; its bytes, as `tandem.spool.schema.RankMemory` has them."""
         stats = self._stats()
-        self._phase_peaks[phase] = stats["allocated_peak"]
         now = {name: stats[name] for name in ("allocated", "reserved")}
-        return {**now, "device_used": self._device(), "peak": stats["allocated_peak"]}
+        now |= {"device_used": self._device(), "host_pinned": stats.get("host_pinned", 0)}
+        now["peak"] = stats["allocated_peak"]
+        if phase in self._phases:
+            before = self._highest.get(phase, self._phases[phase])
+            self._highest[phase] = {name: max(value, before[name]) for name, value in now.items()}
+        self._phases[phase] = now
+        return now
+
+    def report(self) -> RankMemory:
+        """Every phase so far."""
+        return RankMemory(uuid=device.uuid(), phases=self._phases, highest=self._highest)
 
     def floor(self) -> None:
         """An optimizer step begins and gradients are gone."""
@@ -37,9 +48,8 @@ class MemoryWatch:
     def beat(self) -> dict[str, Any]:
         """The fields of a `tandem.spool.schema.Beat` that are about memory."""
         return {
-            "uuid": device.uuid(),
+            **dict(self.report()),
             "memory": self._stats() | self._peaks,
-            "phase_peaks": self._phase_peaks,
             "step_floor": self._floor,
             "device_used": self._device(),
             "device_used_peak": self._used_peak,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class Phases:
         finally:
             device.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        self.memory[name] = self._watch.end(name)
+            # Also of a phase that failed: what it held then is what one wants to know after running out of memory.
+            self.memory[name] = self._watch.end(name)
 
     def beat(self, name: str) -> None:
         """A sign of life within a phase."""
@@ -53,6 +55,12 @@ class Phases:
         memory = {f"{phase}_{kind}": n for phase, kinds in self.memory.items() for kind, n in kinds.items()}
         seconds, self.seconds, self.memory = self.seconds, {}, {}
         return seconds, memory
+
+    def gather(self) -> dict[str, dict[str, Any]]:
+        """Rank -> its `RankMemory` so far, as JSON has it. A collective of all ranks, for once in a job."""
+        found: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, self._watch.report().model_dump())
+        return {str(rank): memory for rank, memory in enumerate(found)}
 
 
 def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,

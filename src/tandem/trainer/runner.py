@@ -27,7 +27,7 @@ from tandem.logs import Log
 from tandem.processes import Process
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import made_by
-from tandem.spool.schema import Job, JobError, JobResult, JobState, RankProcess
+from tandem.spool.schema import Job, JobError, JobResult, JobState, RankMemory, RankProcess
 from tandem.trainer import attempt
 from tandem.trainer.attempt import JobLog, Watch
 from tandem.trainer.echo import Echo
@@ -223,12 +223,15 @@ class Runner:
                       job=job.spec.id, bytes_in_use=left or None,
                       processes=[process.pid for process in survivors] or None)  # fmt: skip
         before: dict[str, int] = {}
-        for beat in (_quietly(lambda: self._spool.jobs.beats(job.spec.id, job.attempt)) or {}).values():
+        beats = _quietly(lambda: self._spool.jobs.beats(job.spec.id, job.attempt)) or {}
+        for beat in beats.values():
             if beat.uuid is not None and beat.uuid != "cpu" and beat.device_used_peak is not None:
                 before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
         data: dict[str, object] = {
             "processes": len(survivors),
             "before": before,
+            # From the ranks' last signs of life, so that of one that died, or ran out of memory, it is told as well.
+            "memory": {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()},
             # null where nvidia-smi didn't answer: not measured is not zero.
             "bytes": None if None in used.values() else sum(size or 0 for size in used.values()),
             "devices": used,

@@ -147,7 +147,8 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
         with phases.phase("probe"):
             sequences = probe.choose(batch)
             previous = probe.logprobs(policy, sequences, batch.sequence_length, where)
-        seconds, memory = phases.take()
+        seconds, _ = phases.take()
+        memory = phases.gather()
         event("loaded", seconds=seconds, memory=memory)
 
         def report(step: int, steps: int, metrics: dict[str, float]) -> None:
