@@ -52,6 +52,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if _active() == "cuda" else torch.device("cpu")
 
 
+def is_cuda() -> bool:
+    """Whether `activate` chose a GPU."""
+    return _active() == "cuda"
+
+
 def backend() -> Literal["nccl", "gloo"]:
     """torch.distributed's backend for this device."""
     return "nccl" if _active() == "cuda" else "gloo"
@@ -119,6 +124,7 @@ def reset_peaks() -> None:
 def release_cached() -> None:
     """Give back what the allocators keep for later: unused device memory and unused pinned host memory."""
     if _active() == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # made again at the next matrix product
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # what torch.accelerator.empty_host_cache, where there is one, calls
 

@@ -21,6 +21,7 @@ from tandem.model.attention import Kernel, tree_params
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
+from tandem.model.offload import Offload
 from tandem.model.weights import load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
@@ -79,6 +80,7 @@ class Policy(nn.Module):
         self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
         self._inv_freq = inv_freq
         self._lora = self._find_lora()
+        self._base_memory, self._own_memory = Offload(contents=False), Offload(contents=True)
 
     # ------------------------------------------------------------ weights in and out
 
@@ -91,6 +93,22 @@ class Policy(nn.Module):
             if id(parameter) not in adapted
         }
         load_weights(model_directory(model), self.arch, base, tp=self._tp, tp_rank=self._tp_rank)
+
+    def offload(self) -> int:
+        """Give back the device memory of all parameters; the bytes given back. The adapter waits in host memory. The
+        base weights are frozen and in files, so they are not copied: see `reload`. Nothing may be computed until then.
+        """
+        adapted = {id(tensor.parameter) for tensor in self._lora.values()}
+        base = [parameter for parameter in self.gpt.parameters() if id(parameter) not in adapted]
+        own = [*self.lora_parameters().values(), self._inv_freq]
+        return self._base_memory.park(base) + self._own_memory.park(own)
+
+    def reload(self, model: str) -> None:
+        """Undo `offload`: the same memory and the same adapter, the base weights streamed from `model` again, which is
+        what `load_base` was given."""
+        self._base_memory.restore()
+        self._own_memory.restore()
+        self.load_base(model)
 
     def load_adapter(self, directory: Path) -> None:
         """Fill the adapter from PEFT's files, all or nothing.

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from tandem.errors import TandemError
+from tandem.model.offload import Offload
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
@@ -41,7 +42,6 @@ class AdapterOptimizer:
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
-        self.settings = settings
         self.parameters = policy.lora_parameters()
         policy.config.calculate_per_token_loss = True  # Megatron's word for: sum over data-parallel ranks, no average
         self._gradients = DistributedDataParallel(
@@ -49,6 +49,12 @@ class AdapterOptimizer:
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
             module=policy,
         )
+        self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
+        self.begin(settings)
+
+    def begin(self, settings: OptimizerSettings) -> None:
+        """A new Adam that has taken no step; the gradient buffers stay."""
+        self.settings = settings
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
@@ -66,6 +72,23 @@ class AdapterOptimizer:
             for group in part.param_groups
             for parameter in group["params"]
         }
+
+    def offload(self) -> int:
+        """Give back the device memory of gradients and Adam's state; the bytes given back. Gradients go with the
+        optimizer, because publishing weights needs only the parameters (R23). They are dropped: `reload` zeroes them.
+        """
+        self._optimizer.zero_grad()  # `.grad` of a parameter is a view of the buffers
+        buffers = self._gradients.buffers + self._gradients.expert_parallel_buffers
+        state = self.state()
+        return self._gradient_memory.park(buffer.grad_data for buffer in buffers) + self._adam_memory.park(
+            [*state.exp_avg.values(), *state.exp_avg_sq.values()]
+        )
+
+    def reload(self) -> None:
+        """Undo `offload`: buffers of the exact sizes, zeroed, and Adam's state as it was."""
+        self._gradient_memory.restore()
+        self._adam_memory.restore()
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         self._gradients.zero_grad_buffer()

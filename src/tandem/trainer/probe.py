@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tandem.data.packed import PackedBatch, PackedRow
 from tandem.model.policy import Policy, row_tensors
@@ -40,29 +41,50 @@ def choose(batch: PackedBatch) -> list[list[int]]:
 def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> list[list[float]]:
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1.
 
-    Sequences are run one per row, padded to the job's row length so that kernels compiled for it are used again.
+    As many sequences as fit share a row, which is as long as the job's own, so that kernels compiled for those serve
+    here too.
     """
-    out = []
-    for tokens in sequences:
-        result = policy(row_tensors(_as_row(tokens, row_length), device), temperature=1.0)
-        out.append(result.logprobs.float().cpu().tolist())
+    out: list[list[float]] = []
+    for together in _rows(sequences, row_length):
+        result = policy(row_tensors(_as_row(together, row_length), device), temperature=1.0)
+        values = result.logprobs.float().cpu()
+        out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
 
 
-def _as_row(tokens: list[int], length: int) -> PackedRow:
-    n = len(tokens)
-    padding = np.arange(1, length + 1, dtype=np.int32)
-    targets = np.arange(1, n, dtype=np.int32)
+def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
+    """The sequences in order, in rows of at most `length` tokens."""
+    rows: list[list[list[int]]] = []
+    for tokens in sequences:
+        if not rows or sum(map(len, rows[-1])) + len(tokens) > length:
+            rows.append([])
+        rows[-1].append(tokens)
+    return rows
+
+
+def _as_row(sequences: list[list[int]], length: int) -> PackedRow:
+    """One row of sequences that don't see one another; every token but each sequence's first is an item."""
+    sizes = np.array([len(tokens) for tokens in sequences])
+    used, ends = int(sizes.sum()), np.cumsum(sizes)
+    first = np.repeat(ends - sizes, sizes)  # of each slot's sequence
+    slots = np.arange(used)
+    targets = slots[slots > first].astype(np.int32)
+    nothing = np.zeros(len(targets), np.int32)
+
+    def padded(values: NDArray[np.int64], padding: NDArray[np.int64]) -> NDArray[np.int32]:
+        return np.concatenate([values, padding]).astype(np.int32)
+
+    rest = np.arange(used, length)
     return PackedRow(
         index=0,
-        num_tokens=n,
-        tokens=np.pad(np.array(tokens, np.int32), (0, length - n)),
-        positions=np.pad(np.arange(n, dtype=np.int32), (0, length - n)),
-        subtree_end=np.where(np.arange(length) < n, n, padding).astype(np.int32),
+        num_tokens=used,
+        tokens=padded(np.concatenate([np.array(tokens) for tokens in sequences]), 0 * rest),
+        positions=padded(slots - first, 0 * rest),
+        subtree_end=padded(np.repeat(ends, sizes), rest + 1),
         item_target=targets,
         item_source=targets - 1,
-        item_sequence=np.zeros(n - 1, np.int32),
-        item_trajectory=np.zeros(n - 1, np.int32),
-        item_logprob=np.zeros(n - 1, np.float32),
-        item_advantage=np.zeros(n - 1, np.float32),
+        item_sequence=nothing,
+        item_trajectory=nothing,
+        item_logprob=nothing.astype(np.float32),
+        item_advantage=nothing.astype(np.float32),
     )

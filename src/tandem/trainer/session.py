@@ -6,13 +6,10 @@ Rank 0 reads the job and hands it to the others; it alone writes events and the 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -20,38 +17,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from tandem import __version__
-from tandem.config import Settings, resolve_model
+from tandem.config import Settings
 from tandem.data.packed import PackedBatch
-from tandem.errors import Conflict
 from tandem.model import device, parallel
 from tandem.model.adapter import WEIGHTS_FILE
 from tandem.model.arch import read_arch
-from tandem.model.build import build_policy
 from tandem.spool import Spool
-from tandem.spool.schema import Beat, Job, Probe, RLJob, RLLoss, RunSpec, SFTJob
+from tandem.spool.schema import Beat, Probe, RLJob, RLLoss
 from tandem.trainer import probe, state
+from tandem.trainer.join import meet
+from tandem.trainer.kept import Kept, Need
 from tandem.trainer.memory import MemoryWatch
 from tandem.trainer.metrics import Phases
-from tandem.trainer.optimizer import AdapterOptimizer
 from tandem.trainer.steps import Setup, make_plan, train
 
-# How long ranks wait for one another before they know the job's own bound.
-RENDEZVOUS_SECONDS = 300.0
 # Within a phase, not more often than this.
 BEAT_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What rank 0 found out and every rank goes by."""
-
-    run: RunSpec
-    job: RLJob | SFTJob
-    done: bool  # the checkpoint is there already, made by this job
 
 
 class Heartbeat:
@@ -79,11 +62,12 @@ class Heartbeat:
             temporary.replace(self._path)
 
 
-def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> None:
-    """The whole life of this rank. Returns when checkpoint base_step + 1 exists and all ranks have left together.
+def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, kept: Kept | None = None) -> None:
+    """This rank's part of one attempt. Returns when checkpoint base_step + 1 exists and all ranks have left together;
+    or, with `kept`, when device memory is given back and `kept` has what the next job may use.
 
     Raises Conflict when that checkpoint is another job's, CheckpointDamaged when the one to start from isn't whole,
-    NonFinite, InvalidInput, SpoolUnusable, or whatever torch raises.
+    NonFinite, InvalidInput, SpoolUnusable, or whatever torch raises. `kept` is then of no use any more.
     """
     rank = int(os.environ.get("RANK", "0"))
     watch = MemoryWatch()
@@ -91,27 +75,39 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int) -> Non
     phases = Phases(beat, watch)
     where = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        _run(spool, settings, job_id, attempt, rank, beat, phases, where)
+        _run(spool, settings, job_id, attempt, beat, phases, where, kept or Kept())
+        if kept is not None:
+            with phases.phase("offload"):
+                kept.offload()
     except torch.OutOfMemoryError:
         beat.now("out of memory")  # so that what was in use, and that it ran out, is known
         raise
-
-
-def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int, beat: Heartbeat, phases: Phases,
-         where: torch.device) -> None:  # fmt: skip
-    with phases.phase("rendezvous"):
-        assignment = _join(spool, job_id, attempt, rank)
-        run, job = assignment.run, assignment.job
-        topology = parallel.init_parallel(settings.tensor_parallel, timeout_seconds=job.stall_seconds)
-    if assignment.done:
+    beat.now("leave")
+    if kept is None:
         parallel.destroy()
+
+
+def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Heartbeat, phases: Phases,
+         where: torch.device, kept: Kept) -> None:  # fmt: skip
+    beat("rendezvous")
+    meeting = meet(spool, job_id, attempt)
+    run, job = meeting.assignment.run, meeting.assignment.job
+    if meeting.assignment.done:
         return
+    need = Need.of(spool, meeting.assignment)
+    arch = read_arch(need.model)
+    # The checkpoint is read and its hashes are compared while ranks connect and the model is made.
+    beside = ThreadPoolExecutor(1)
+    reading = beside.submit(kept.read_state, spool, run, job.base_step, arch)
+    beside.shutdown(wait=False)
+    with phases.phase("rendezvous"):
+        topology = kept.join(need, settings, meeting.connect)
     torch.manual_seed(run.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def event(kind: Any, **data: Any) -> None:
-        if rank == 0:
+        if topology.rank == 0:
             spool.events.append(job_id, kind, attempt=attempt, **data)
 
     versions = {"tandem": __version__, "python": python_version()}
@@ -120,23 +116,11 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
     dist.all_gather_object(pids, os.getpid())
     event("started", pids=pids, topology=topology.sizes(), versions=versions, device=str(where))
 
-    model = resolve_model(spool.root, run.base_model)
     with phases.phase("data"):
         batch = PackedBatch.open(spool.absolute(job.data.path))
     with batch:
-        # The checkpoint is read and its hashes are compared while the model is made.
-        with ThreadPoolExecutor(1) as beside:
-            with phases.phase("build"):
-                arch = read_arch(model)
-                before = beside.submit(state.read, spool, run.name, job.base_step, arch, run.lora)
-                dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                policy = build_policy(arch, run.lora, dtype=dtype, recompute=settings.recompute)
-                optimizer = AdapterOptimizer(policy, job.optimizer)
-            with phases.phase("base_weights"):
-                policy.load_base(model)
-            with phases.phase("state"):
-                state.apply(before.result(), policy, optimizer)
-        del before  # its tensors are on the device now
+        policy, optimizer = kept.load(settings, arch, job, reading, phases)
+        del reading  # what it read is on the device now
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,
@@ -160,7 +144,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
             start = time.perf_counter()
             now = probe.logprobs(policy, sequences, batch.sequence_length, where)
             saved = state.snapshot(policy, optimizer)
-            if rank == 0:
+            if topology.rank == 0:
                 staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
                 state.stage(saved, spool.checkpoints.path(run.name, job.base_step), staged)
                 manifest = spool.checkpoints.commit(
@@ -175,62 +159,4 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, rank: int,
                     bytes=sum(entry.size for entry in manifest.files.values()),
                     seconds=time.perf_counter() - start,
                 )
-    beat("leave")
-    parallel.destroy()
-
-
-def _join(spool: Spool, job_id: str, attempt: int, rank: int) -> Assignment:
-    """Meet the other ranks and learn the job.
-
-    Rank 0 passes it on through the store that torchrun's ranks share, so that the process groups can be made with the
-    job's own bound; what it fails at, it tells, and nobody waits in vain.
-    """
-    if "RANK" not in os.environ:
-        return _read(spool, job_id, attempt)
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS)))
-    store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
-    key = f"tandem/{job_id}/{attempt}"
-    if rank == 0:
-        try:
-            assignment = _read(spool, job_id, attempt)
-        except BaseException as error:
-            store.set(key, json.dumps({"error": str(error)}))
-            raise
-        message = {"run": assignment.run.model_dump_json(), "job": assignment.job.model_dump_json()}
-        store.set(key, json.dumps(message | {"done": assignment.done}))
-    else:
-        message = json.loads(store.get(key))
-        if "error" in message:
-            raise RuntimeError(f"rank 0 could not read the job: {message['error']}")
-        run = RunSpec.model_validate_json(message["run"])
-        assignment = Assignment(run, _spec(message["job"]), message["done"])
-    dist.init_process_group(
-        device.backend(),
-        store=PrefixStore(key, store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=assignment.job.stall_seconds),
-    )
-    return assignment
-
-
-def _spec(text: str) -> RLJob | SFTJob:
-    return Job.model_validate({"spec": json.loads(text)}).spec
-
-
-def _read(spool: Spool, job_id: str, attempt: int) -> Assignment:
-    where, job = spool.jobs.get(job_id)
-    if where != "running" or job.attempt != attempt:
-        raise Conflict(f"job {job_id} is {where}, attempt {job.attempt}; this rank was started for attempt {attempt}")
-    spec = job.spec
-    run = spool.runs.get(spec.run)
-    newest = spool.checkpoints.newest(spec.run)
-    done = newest > spec.base_step
-    if done:
-        made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job
-        if made_by != job_id:
-            raise Conflict(
-                f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by {made_by or 'no job'}, so job "
-                f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
-            )
-    return Assignment(run, spec, done)
+        kept.holds = (run.name, job.base_step + 1, job_id)

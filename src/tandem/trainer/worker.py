@@ -17,13 +17,19 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.processes import die_with_parent
 from tandem.spool import Spool, fs
 from tandem.spool.schema import JobError
+
+if TYPE_CHECKING:
+    from tandem.trainer.kept import Kept
 
 # A rank that merely lost its peer waits this long before it fails too, so that the peer's own error is the first.
 PEER_GRACE_SECONDS = 3.0
@@ -49,7 +55,15 @@ def preload() -> None:
             importlib.import_module("triton.runtime.cache").triton_key()
 
 
-def main(root: Path | str, job_id: str, attempt: int) -> int:
+def resident() -> Callable[[Path, str, int], int]:
+    """`main` for a process that stays: each call may use what the one before it kept. After any status but 0 the
+    process should end."""
+    from tandem.trainer.kept import Kept
+
+    return partial(main, kept=Kept())
+
+
+def main(root: Path | str, job_id: str, attempt: int, kept: Kept | None = None) -> int:
     """Run this process's rank; its exit status. Never raises: errors go to stderr and to `error.<rank>.json`."""
     faulthandler.enable()
     _quiet()
@@ -63,7 +77,7 @@ def main(root: Path | str, job_id: str, attempt: int) -> int:
         # Late: importing torch takes seconds, and a spool that is unusable should say so at once.
         from tandem.trainer.session import run_rank
 
-        run_rank(spool, Settings(root=spool.root), job_id, attempt)
+        run_rank(spool, Settings(root=spool.root), job_id, attempt, kept)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,0 +1,130 @@
+"""What a rank needs for a job, and what it keeps for the next one where it stays (`launch=resident`).
+
+A rank that exits after its job makes everything once. One that stays keeps its process groups and the model, whose
+device memory it gives back between jobs (`offload`): a job that needs something else than is kept begins anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from tandem.config import Settings, resolve_model
+from tandem.model import device, parallel
+from tandem.model.arch import Arch
+from tandem.model.build import build_policy
+from tandem.model.parallel import Topology
+from tandem.model.policy import Policy
+from tandem.model.weights import model_directory
+from tandem.spool import Spool
+from tandem.spool.schema import LoraShape, RLJob, RunSpec, SFTJob
+from tandem.trainer import state
+from tandem.trainer.join import Assignment, Files
+from tandem.trainer.metrics import Phases
+from tandem.trainer.optimizer import AdapterOptimizer
+
+
+@dataclass(frozen=True)
+class Need:
+    """All that decides whether what is kept serves a job: nothing of it may differ. It is the same on every rank."""
+
+    model: str  # directory of the base model
+    files: Files
+    lora: LoraShape
+    stall_seconds: float  # the bound that process groups are made with
+
+    @classmethod
+    def of(cls, spool: Spool, assignment: Assignment) -> Need:
+        run = assignment.run
+        model = str(model_directory(resolve_model(spool.root, run.base_model)))
+        return cls(model, assignment.files, run.lora, assignment.job.stall_seconds)
+
+
+class Kept:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self._need: Need | None = None
+        self._topology: Topology | None = None
+        self._model: tuple[Policy, AdapterOptimizer] | None = None
+        self._offloaded = False
+        self.holds: tuple[str, int, str] | None = None
+        """Run, step and job of the checkpoint whose state policy and optimizer are in."""
+
+    def join(self, need: Need, settings: Settings, connect: Callable[[], None]) -> Topology:
+        """The process groups: those there are, or new ones, in which case nothing else is kept either."""
+        if need != self._need or self._topology is None:
+            self.leave()
+            connect()
+            self._topology = parallel.init_parallel(settings.tensor_parallel, timeout_seconds=need.stall_seconds)
+            self._need = need
+        return self._topology
+
+    def read_state(self, spool: Spool, run: RunSpec, step: int, arch: Arch) -> state.Saved | None:
+        """Checkpoint `step` of `run`, read and checked by `state.read`; checked, but None, where it is in memory.
+
+        It needs no model and no device, so it may go on beside their making.
+        """
+        holds, self.holds = self.holds, None
+        if holds == (run.name, step, spool.checkpoints.manifest(run.name, step).job):
+            spool.checkpoints.verify(run.name, step)
+            return None
+        return state.read(spool, run.name, step, arch, run.lora)
+
+    def load(
+        self,
+        settings: Settings,
+        arch: Arch,
+        job: RLJob | SFTJob,
+        reading: Future[state.Saved | None],
+        phases: Phases,
+    ) -> tuple[Policy, AdapterOptimizer]:
+        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from: `reading` is of
+        `read_state`."""
+        assert self._need is not None
+        held, was = self._model, None
+        with phases.phase("build"):
+            if held is None:
+                dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
+                optimizer = AdapterOptimizer(policy, job.optimizer)
+            else:
+                policy, optimizer = held
+                optimizer.reload()
+                was = optimizer.state()
+                optimizer.begin(job.optimizer)
+        with phases.phase("base_weights"):
+            if held is None:
+                policy.load_base(self._need.model)
+            else:
+                policy.reload(self._need.model)
+        with phases.phase("state"):
+            if (saved := reading.result()) is not None:
+                state.apply(saved, policy, optimizer)
+            elif was is not None:
+                optimizer.load_state(was)
+        self._model, self._offloaded = (policy, optimizer), False
+        return policy, optimizer
+
+    def offload(self) -> None:
+        """Give back the device's memory, all but what a process can't give back while it lives."""
+        if self._model is not None and not self._offloaded:
+            policy, optimizer = self._model
+            policy.offload()
+            optimizer.offload()
+            self._offloaded = True
+        gc.collect()  # graphs and buffers in cycles
+        device.release_cached()
+
+    def leave(self) -> None:
+        """Keep nothing: no model, and no process groups, which all ranks leave together (R3)."""
+        if self._model is not None:
+            self._model = self.holds = None
+            gc.collect()
+            device.release_cached()
+        self._need = self._topology = None
+        parallel.destroy()
