@@ -51,8 +51,12 @@ class Settings(BaseSettings):
     max_request_bytes: int = Field(default=256 * 2**20, ge=2**20)
 
     # ---- trainer
-    launch: Literal["torchrun", "fork"] = "torchrun"
-    exit_after_job: bool = Field(default=True, validation_alias=_alias("EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"))
+    launch: Literal["torchrun", "fork", "resident"] = "torchrun"
+    """How ranks are started; see `tandem.trainer.launch`."""
+    exit_after_job: bool | None = Field(
+        default=None, validation_alias=_alias("EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB")
+    )
+    """The ancestor's name (R3) for the choice that `launch` is: false is `launch=resident`."""
     docker: bool = Field(default=False, validation_alias=_alias("DOCKER", "RL_DOCKER"))
     """Understood for the ancestor's sake (R2); it changes nothing, since ranks always start by bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
@@ -103,6 +107,17 @@ class Settings(BaseSettings):
         return values
 
     @model_validator(mode="after")
+    def _exit_after_job_is_a_launch(self) -> Settings:
+        if self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
+            if "launch" in self.model_fields_set:
+                raise ValueError(
+                    f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)} contradicts TANDEM_LAUNCH={self.launch}; "
+                    "unset one of them"
+                )
+            object.__setattr__(self, "launch", "resident")
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if self.trainer_ranks % self.tensor_parallel:
             raise ValueError(
@@ -116,8 +131,6 @@ class Settings(BaseSettings):
                 f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "
                 "each needs devices of its own"
             )
-        if not self.exit_after_job:
-            raise ValueError("TANDEM_EXIT_AFTER_JOB=0 (a resident trainer) is not built yet; leave it unset")
         return self
 
     @property

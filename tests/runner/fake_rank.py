@@ -41,8 +41,12 @@ def main(root: Path, job_id: str, attempt: int) -> int:
         DEEDS[labels["do"]](work, rank, beat)
     if os.environ["WORLD_SIZE"] != "1":
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
-        dist.init_process_group("gloo")
+        # A resident rank meets the others anew for each job, in the store that stays.
+        store, rank, size = next(rendezvous("env://"))
+        store = dist.PrefixStore(f"{job_id}/{attempt}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         dist.barrier()
         dist.destroy_process_group()
     if rank == 0 and not (labels.get("do") == "no_checkpoint" and act):

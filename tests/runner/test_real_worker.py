@@ -1,4 +1,4 @@
-"""The real worker under the real runner: both ways to start ranks make the same checkpoints, bit for bit."""
+"""The real worker under the real runner: all ways to start ranks make the same checkpoints, bit for bit."""
 
 import pytest
 
@@ -36,8 +36,8 @@ def checkpoints(tmp_path, launch: str, ranks: int) -> list[dict[str, str]]:
                 assert list(told.phases) == [phase for phase in PHASES if phase not in ("old_logprobs", "reference")]
                 assert min(told.phases["checkpoint"].values()) == 0 == told.phases["checkpoint"]["host_pinned"]
                 assert told.phases["checkpoint"]["allocated"] > 100 * 2**20
-        # Only what the launcher keeps between jobs is left: nothing, or the fork server.
-        assert len(stack.children()) == (1 if launch == "fork" else 0)
+        # Only what the launcher keeps between jobs is left: nothing, the fork server, or torchrun and its ranks.
+        assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + ranks}[launch]
         assert stack.stop() == 0
         assert stack.marked() == []
         print(stack.log.read_text())
@@ -51,9 +51,10 @@ def checkpoints(tmp_path, launch: str, ranks: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fork_and_torchrun_make_the_same_checkpoints(tmp_path, ranks):
+def test_all_ways_to_start_ranks_make_the_same_checkpoints(tmp_path, ranks):
     forked = checkpoints(tmp_path, "fork", ranks)
     assert "adapter_model.safetensors" in forked[0]
     assert any(name.startswith("optimizer/") for name in forked[0])
     assert forked[0] != forked[1]
     assert checkpoints(tmp_path, "torchrun", ranks) == forked
+    assert checkpoints(tmp_path, "resident", ranks) == forked

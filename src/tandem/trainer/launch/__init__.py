@@ -1,7 +1,10 @@
-"""Ways to start the ranks of one job. Both leave nothing behind: when a job ends, all of its processes have exited.
+"""Ways to start the ranks of one job. The ranks' code is the same, and so are its results, bit for bit.
 
 `torchrun`  bare `python -m torch.distributed.run`, fresh processes per job;
-`fork`      processes forked from one that has torch and Megatron imported and has never touched CUDA.
+`fork`      processes forked from one that has torch and Megatron imported and has never touched CUDA;
+`resident`  torchrun's processes, which stay, offloaded, and take the next job.
+
+After the first two every process of a job has exited, and the device has nothing of it left.
 
 What an attempt leaves in its work directory, whichever way it was started:
 
@@ -24,7 +27,7 @@ from tandem.processes import Process
 DEFAULT_ENTRY = "tandem.trainer.worker"
 """Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; `preload()` imports what a rank needs."""
 
-SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
+SHUTDOWN_SECONDS = {"torchrun": 30, "resident": 30, "fork": 10}
 """How long ranks that are left after one of them failed may take to stop before they are killed. torchrun's is its
 agent's own and can't be set (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not used on this path)."""
 
@@ -70,6 +73,9 @@ class Launcher(Protocol):
     def launch(self, launch: Launch) -> Handle:
         """Start the ranks. Doesn't wait for them; raises OSError when a process can't be started."""
 
+    def kept(self) -> list[Process]:
+        """The ranks that stay between jobs; none where they exit."""
+
     def close(self) -> None:
         """End whatever the launcher itself keeps."""
 
@@ -103,6 +109,10 @@ def make_launcher(settings: Settings, *, entry: str = DEFAULT_ENTRY, marker: tup
         from tandem.trainer.launch.fork import ForkLauncher
 
         return ForkLauncher(environment, entry=entry)
+    if settings.launch == "resident":
+        from tandem.trainer.launch.resident import ResidentLauncher
+
+        return ResidentLauncher(environment, entry=entry, ranks=settings.trainer_ranks)
     from tandem.trainer.launch.torchrun import TorchrunLauncher
 
     return TorchrunLauncher(environment)

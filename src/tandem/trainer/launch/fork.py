@@ -7,7 +7,6 @@ its environment changed. A launch never waits for it: the request lies in the so
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import select
@@ -16,15 +15,14 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tandem
 from tandem import processes
 from tandem.logs import Log
 from tandem.processes import Process
 from tandem.trainer.launch import Launch
+from tandem.trainer.launch.fingerprint import fingerprint
 
 log = Log("runner")
 
@@ -42,19 +40,22 @@ class ForkLauncher:
 
     def prepare(self) -> None:
         """Start the fork server, or replace it where it died or is out of date."""
-        fingerprint = _fingerprint(self._entry, self._environment)
+        current = fingerprint(self._entry, self._environment)
         if self._server is not None:
-            if self._server.alive and self._server.fingerprint == fingerprint:
+            if self._server.alive and self._server.fingerprint == current:
                 return
             reason = "the code changed" if self._server.alive else "it died"
             log.warning("replacing the fork server", reason=reason, pid=self._server.pid)
             self._server.close()
-        self._server = _Server(self._entry, self._environment, fingerprint)
+        self._server = _Server(self._entry, self._environment, current)
 
     def launch(self, launch: Launch) -> ForkHandle:
         self.prepare()
         assert self._server is not None
         return ForkHandle(self._server, launch)
+
+    def kept(self) -> list[Process]:
+        return []
 
     def close(self) -> None:
         if self._server is not None:
@@ -182,16 +183,3 @@ class ForkHandle:
             return {int(rank): code for rank, code in json.loads(self._exits.read_text()).items()}
         except (OSError, ValueError):
             return {}
-
-
-def _fingerprint(entry: str, environment: dict[str, str]) -> str:
-    """Of everything the fork server holds in memory and that may change under it: our own code and the environment."""
-    digest = hashlib.sha256(json.dumps(sorted(environment.items())).encode())
-    files = sorted(Path(tandem.__file__).parent.rglob("*.py"))
-    spec = find_spec(entry)
-    if spec is not None and spec.origin is not None:
-        files.append(Path(spec.origin))
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file}:{status.st_mtime_ns}:{status.st_size}\n".encode())
-    return digest.hexdigest()

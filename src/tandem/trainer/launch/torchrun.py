@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tandem import processes
@@ -30,21 +31,26 @@ class TorchrunLauncher:
         pass
 
     def launch(self, launch: Launch) -> TorchrunHandle:
-        return TorchrunHandle(launch, self._environment)
+        return TorchrunHandle(launch.work, command(launch), self._environment)
+
+    def kept(self) -> list[Process]:
+        return []
 
     def close(self) -> None:
         pass
 
 
 class TorchrunHandle:
-    def __init__(self, launch: Launch, environment: dict[str, str]) -> None:
-        self._log = launch.work / "launcher.log"
+    """torchrun's agent and its ranks; the agent prints to `work`/launcher.log."""
+
+    def __init__(self, work: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.log = work / "launcher.log"
         # Unique over runners and attempts: the ranks sit in sessions of their own, but all inherit this.
-        self._mark = f"{launch.work}:{os.getpid()}:{launch.job}:{launch.attempt}"
+        self._mark = f"{work}:{os.getpid()}:{time.monotonic_ns()}"
         parent = os.getpid()
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command(launch),
+                command,
                 env=environment | {_MARKER: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -52,6 +58,10 @@ class TorchrunHandle:
                 start_new_session=True,
                 preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 (the runner has one thread)
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -73,19 +83,25 @@ class TorchrunHandle:
         return left
 
     def rank_exits(self) -> dict[int, int]:
-        return rank_exits(self._log)
+        return rank_exits(self.log)
 
 
 def command(launch: Launch) -> list[str]:
-    """The whole command line. The agent doesn't restart ranks: attempts are counted in the spool, in one place."""
+    """The whole command line of one attempt."""
     return [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes=1", f"--nproc-per-node={launch.ranks}", "--max-restarts=0", "--monitor-interval=0.1",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={launch.job}-{launch.attempt}",
-        "--local-addr=localhost",
-        "-m", "tandem.trainer.launch.rank",
+        *torchrun(launch.ranks, f"{launch.job}-{launch.attempt}"), "-m", "tandem.trainer.launch.rank",
         "--entry", launch.entry, "--root", str(launch.root), "--job", launch.job, "--attempt", str(launch.attempt),
         "--work", str(launch.work),
+    ]  # fmt: skip
+
+
+def torchrun(ranks: int, name: str) -> list[str]:
+    """torchrun for `ranks` ranks, up to what it should run. The agent doesn't restart ranks: attempts are counted in
+    one place, the spool."""
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", "--monitor-interval=0.1",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={name}", "--local-addr=localhost",
     ]  # fmt: skip
 
 
