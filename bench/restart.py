@@ -1,10 +1,12 @@
 """What exit-after-job costs: the same jobs through the runner under each way to start ranks, on GPUs.
 
-    python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ranks 1] [--tensor-parallel 1] [--out DIR]
+    python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ways torchrun fork resident]
+                            [--ranks 1] [--tensor-parallel 1] [--out DIR]
 
 The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16; each job is two
-optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs.
-Needs as many GPUs as ranks; with --device cpu and the shape `tiny` it shows that it runs.
+optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs. After
+each job the memory of everything that stays is read too, so that growth shows: `--jobs 20`. Needs as many GPUs as
+ranks; with --device cpu and the shape `tiny` it shows that it runs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import report
+from tandem import processes
 from tandem.data.prepare import prepare_sft
 from tandem.data.trajectories import PackingSettings, SFTExample
 from tandem.model.arch import read_arch
@@ -35,7 +38,7 @@ from tandem.model.identity import write_identity_adapter
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
 
-WAYS = ("torchrun", "fork")
+WAYS = ("torchrun", "fork", "resident")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
@@ -139,16 +142,16 @@ def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> d
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
     }  # fmt: skip
     log = options.out / f"runner.{way}.log"
-    idle: list[int] = []
+    stays: list[dict[str, float]] = []
     with log.open("wb") as errors:
         command = [sys.executable, "-m", "tandem.trainer.runner"]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            time.sleep(15 if way == "fork" else 3)  # the fork server has its imports ahead of the first job
+            time.sleep(3 if way == "torchrun" else 18)  # the others have their imports ahead of the first job
             for number in range(options.jobs):
                 submit(spool, f"job-{number}", arch.vocab_size)
                 wait(spool, f"job-{number}", log)
-                idle.append(max(used(options)))
+                stays.append({"device MiB": max(used(options))} | host_memory(runner.pid))
         finally:
             runner.send_signal(signal.SIGTERM)
             runner.wait(timeout=60)
@@ -160,7 +163,7 @@ def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> d
         (options.out / f"events.{way}.{number}.jsonl").write_text("\n".join(e.model_dump_json() for e in events))
     adapter = spool.checkpoints.path("bench", options.jobs) / "adapter_model.safetensors"
     digest = hashlib.sha256(adapter.read_bytes()).hexdigest()
-    return {"rows": rows, "left_mib": idle, "losses": losses, "digest": digest}
+    return {"rows": rows, "stays": stays, "losses": losses, "digest": digest}
 
 
 def wait(spool: Spool, job: str, log: Path) -> None:
@@ -179,6 +182,28 @@ def used(options: argparse.Namespace) -> list[int]:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return [int(line) for line in lines[: options.ranks]]
+
+
+def host_memory(runner: int) -> dict[str, float]:
+    """MiB of host memory (PSS) of the runner and all that descends from it, of /dev/shm, and their open files."""
+    members = [runner, *(process.pid for process in processes.descendants(runner))]
+    pss, files = 0, 0
+    for pid in members:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            pss += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    shm = sum(path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file())
+    return {"processes": len(members), "host MiB": pss / 1024, "shm MiB": shm / 2**20, "open files": files}
+
+
+def growth(stays: list[dict[str, float]]) -> dict[str, float]:
+    """What stays after the last job, and how much more that is than after the second: the first may fill caches."""
+    first, last = stays[min(1, len(stays) - 1)], stays[-1]
+    found = {"left MiB": max(each["device MiB"] for each in stays)}
+    for name in ("device MiB", "host MiB", "shm MiB", "open files"):
+        found |= {f"{name} after": last[name], f"{name} grown": last[name] - first[name]}
+    return found
 
 
 def parts(events: list[Any]) -> dict[str, float]:
@@ -222,7 +247,7 @@ def main() -> None:
         after = jobs[1:] or jobs
         medians = {key: statistics.median(job[key] for job in after) for key in jobs[0]}
         first = {"first job": jobs[0]["to first step"]}
-        rows.append({"way": way} | medians | first | {"left MiB": max(found[way]["left_mib"])})
+        rows.append({"way": way} | medians | first | growth(found[way]["stays"]))
         print(json.dumps({"way": way, **found[way]}), flush=True)
     name = f"restart-{options.shape}-{options.ranks}x{options.tensor_parallel}"
     title = f"{options.shape}, {options.ranks} ranks, TP {options.tensor_parallel}: seconds (medians after the 1st job)"

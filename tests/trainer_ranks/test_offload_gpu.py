@@ -1,0 +1,111 @@
+"""Offloading in bytes, on a GPU: what is given back, what comes again, and that nothing else stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.model import device, parallel
+from tandem.trainer import state
+from trainer_ranks.offloading import Training, adapter_for, same
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {
+    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048,
+}  # fmt: skip
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import write_random_qwen3
+
+    return write_random_qwen3(tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+@pytest.fixture
+def training(model: Path, tmp_path: Path):
+    device.activate("cuda")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    parallel.init_parallel()
+    yield Training(model, adapter_for(model, tmp_path / "adapter"))
+    parallel.destroy()
+
+
+def rounded(tensors: list[torch.Tensor]) -> int:
+    """Bytes in the allocator's blocks of 512."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(-(-size // 512) * 512 for size in storages.values())
+
+
+def allocated() -> int:
+    device.release_cached()
+    return torch.cuda.memory_allocated()
+
+
+def parameters(training: Training) -> list[torch.Tensor]:
+    return [*training.policy.gpt.parameters(), training.policy._inv_freq]
+
+
+def optimizer_tensors(training: Training) -> list[torch.Tensor]:
+    state = training.optimizer.state()
+    buffers = [buffer.grad_data for buffer in training.optimizer._gradients.buffers]
+    return [*state.exp_avg.values(), *state.exp_avg_sq.values(), *buffers]
+
+
+@pytest.mark.parametrize("what", ["parameters", "optimizer", "both"])
+def test_bytes_of_each_part_and_training_that_goes_on_bit_for_bit(training, model, tmp_path, what) -> None:
+    straight = Training(model, adapter_for(model, tmp_path / "again"))
+    for number in range(2):
+        assert straight.step(number, LENGTH) == training.step(number, LENGTH)
+    sizes = {
+        "parameters": rounded(parameters(training)),
+        "optimizer": rounded(optimizer_tensors(training)),
+    }
+    sizes["both"] = sum(sizes.values())
+    training.optimizer.zero_grad()
+    before = allocated()
+    training.offload(what)
+    assert before - allocated() == sizes[what]
+    training.reload(what)
+    assert allocated() == before
+    for number in range(2, 4):
+        assert straight.step(number, LENGTH) == training.step(number, LENGTH)
+    assert same(straight.tensors(), training.tensors())
+
+
+def test_nothing_stays_and_the_host_buffers_are_used_again(training) -> None:
+    floor = None
+    for number in range(3):
+        training.step(number, LENGTH)
+        training.offload("both")
+        assert allocated() == 0
+        assert torch.cuda.memory_reserved() == 0
+        host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        needed = training.policy._own_memory.host_bytes + training.optimizer._adam_memory.host_bytes
+        assert needed > 0
+        # Their sizes are rounded up to a power of two.
+        assert needed <= host <= 2 * needed + 2**20
+        floor = floor or host
+        assert host == floor
+        training.reload("both")
+
+
+def test_offloading_after_a_save_gives_back_what_it_gave_before(training, tmp_path) -> None:
+    """R25: nothing of a checkpoint stays on the device."""
+    training.step(0, LENGTH)
+    training.optimizer.zero_grad()
+    before = allocated()
+    saved = state.snapshot(training.policy, training.optimizer)
+    previous = tmp_path / "previous"
+    previous.mkdir()
+    (previous / "adapter_config.json").write_text("{}")
+    state.stage(saved, previous, tmp_path / "staged")
+    assert allocated() == before
+    del saved
+    training.offload("both")
+    assert allocated() == 0
