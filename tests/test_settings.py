@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.config import Settings
+from tandem.environment import of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
@@ -32,11 +33,20 @@ def test_the_ancestors_names_are_understood(monkeypatch, variable, field):
 
 
 @pytest.mark.parametrize("variable", ["TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"])
-def test_a_resident_trainer_is_refused_until_it_exists(monkeypatch, variable):
+def test_not_to_exit_after_a_job_is_a_way_to_start_ranks(monkeypatch, variable):
+    assert Settings().launch == "torchrun"
     monkeypatch.setenv(variable, "1")
-    assert Settings().exit_after_job
+    assert Settings().launch == "torchrun"
     monkeypatch.setenv(variable, "0")
-    with pytest.raises(ValidationError, match="TANDEM_EXIT_AFTER_JOB"):
+    assert Settings().launch == "resident"
+    monkeypatch.setenv("TANDEM_LAUNCH", "resident")
+    assert Settings().launch == "resident"
+    # As a child of a program with these settings reads them.
+    for name, value in of(Settings()).items():
+        monkeypatch.setenv(name, value)
+    assert Settings().launch == "resident"
+    monkeypatch.setenv("TANDEM_LAUNCH", "fork")
+    with pytest.raises(ValidationError, match="TANDEM_EXIT_AFTER_JOB=0 contradicts TANDEM_LAUNCH=fork"):
         Settings()
 
 

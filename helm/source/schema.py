@@ -57,7 +57,7 @@ SPECIAL: dict[str, Schema] = {
     "settings.metricsBackend": optional(enum("auto", "demo")),
     "settings.maxLoraRank": optional(COUNT),
     "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),
-    "trainer.settings.launch": optional(enum("torchrun", "fork")),
+    "trainer.settings.launch": optional(enum("torchrun", "fork", "resident")),
     "trainer.settings.tensorParallel": optional(COUNT),
     "trainer.settings.recompute": optional(enum("none", "full")),
     "trainer.settings.exitAfterJob": optional({"type": "boolean"}),

@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import Literal, Self
 
 from tandem.config import Settings
@@ -20,6 +22,8 @@ MIB = 2**20
 FREE_BYTES = 256 * MIB
 """A device with less than this in use is free: a CUDA context alone takes more, a driver's own bookkeeping less."""
 
+NOTHING: Mapping[str, int] = MappingProxyType({})
+"""The floor of devices on which nothing may stay."""
 _TIMEOUT_SECONDS = 20.0
 Side = Literal["trainer", "inference"]
 
@@ -54,20 +58,23 @@ class Devices:
         found = {uuid: used for _, uuid, used in _query()}
         return {uuid: found.get(uuid) for uuid in self.uuids}
 
-    def busy(self) -> dict[str, int | None]:
+    def busy(self, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
         """The devices that are not free, or can't be asked, as in `used`."""
-        return {uuid: used for uuid, used in self.used().items() if used is None or used >= FREE_BYTES}
+        return over(self.used(), floor)
 
-    def wait_free(self, timeout: float) -> dict[str, int | None]:
+    def wait_free(self, timeout: float, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
         """`used` once every device is free, or after `timeout` seconds: the driver frees a dead process's memory a
         little after it is gone."""
         end = time.monotonic() + timeout
-        while True:
-            used = self.used()
-            free = all(value is not None and value < FREE_BYTES for value in used.values())
-            if free or time.monotonic() > end:
-                return used
+        while over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
+        return used
+
+
+def over(used: Mapping[str, int | None], floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
+    """Of `used`, the devices that are not free: FREE_BYTES or more beyond their floor, the bytes that may stay in use
+    (of a vLLM that sleeps, of ranks that stay); or nobody tells."""
+    return {uuid: size for uuid, size in used.items() if size is None or size >= floor.get(uuid, 0) + FREE_BYTES}
 
 
 def _selected(settings: Settings, side: Side, by_index: dict[str, str]) -> tuple[str, ...]:

@@ -20,9 +20,10 @@ Source = CollectorName | Literal["collectors", "process", "http"]
 
 PHASES = (
     "rendezvous", "data", "build", "base_weights", "state", "probe",
-    "old_logprobs", "reference", "forward_backward", "optimizer", "checkpoint",
+    "old_logprobs", "reference", "forward_backward", "optimizer", "checkpoint", "offload",
 )  # fmt: skip
-"""What a rank does, in this order; all but the first six and the last once per optimizer step, if at all."""
+"""What a rank does, in this order; from "old_logprobs" to "optimizer" once per optimizer step, if at all. Only ranks
+that stay between jobs offload."""
 KINDS = ("rl", "sft")
 OUTCOMES = ("succeeded", "failed", "cancelled")
 ERRORS = (

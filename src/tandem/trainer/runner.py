@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from tandem import alive, logs, processes
 from tandem.config import Settings, load_settings
-from tandem.devices import FREE_BYTES, Devices
+from tandem.devices import Devices, over
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
@@ -54,6 +54,7 @@ class Runner:
         self._stop = False
         self._status = 0
         self._survivors: list[Process] = []
+        self._floor: dict[str, int] = {}  # bytes per device UUID that may be in use beside a job's ranks
 
     def request_stop(self, *_: object) -> None:
         self._stop = True
@@ -127,9 +128,11 @@ class Runner:
     def _wait_for_devices(self) -> None:
         """Return when the devices are free; a job whose attempt could only fail on full devices is not claimed."""
         said = False
+        if not self._launcher.kept():
+            self._floor = {}
         while not self._stop:
             self._survivors = [left for left in self._survivors if _lives(left)]
-            busy = self._devices.busy()
+            busy = self._devices.busy(self._floor)
             if not busy and not self._survivors:
                 break
             if not said:
@@ -216,8 +219,14 @@ class Runner:
         """Measure what is left on the devices and tell; the terminal state comes after this (R15)."""
         self._survivors = survivors
         begin = time.monotonic()
-        used = self._devices.wait_free(RELEASE_SECONDS)
-        left = {uuid: size for uuid, size in used.items() if size is None or size >= FREE_BYTES}
+        if self._launcher.kept():
+            # They have given back what they can; what a process can't is measured, told, and not in the next job's way.
+            used = self._devices.used()
+            self._floor = {uuid: size for uuid, size in used.items() if size is not None}
+        else:
+            self._floor = {}
+            used = self._devices.wait_free(RELEASE_SECONDS)
+        left = over(used, self._floor)
         if survivors or left:
             log.error("the ranks are gone but memory is not free" if left else "processes survive SIGKILL",
                       job=job.spec.id, bytes_in_use=left or None,
