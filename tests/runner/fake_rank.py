@@ -28,7 +28,7 @@ def main(root: Path, job_id: str, attempt: int) -> int:
 
     def beat(phase: str, step: int = 0) -> None:
         staged = work / f".beat.{rank}"
-        told = {"time": time.time(), "phase": phase, "step": step}
+        told = {"time": time.time(), "phase": phase, "step": step, "phases": {"build": {"allocated": 1000 + rank}}}
         if "used" in job.spec.labels:
             told |= {"uuid": "GPU-bbbb2222", "device_used_peak": int(job.spec.labels["used"])}
         staged.write_text(json.dumps(told))

@@ -33,6 +33,12 @@ def idle(stack: Stack) -> bool:
     return [child.pid for child in stack.children()] == kept(stack) and len(stack.marked()) == len(kept(stack))
 
 
+def held(stack: Stack, job_id: str) -> dict[str, int]:
+    """Rank -> what the end tells of its memory."""
+    (released,) = (event.data for event in stack.spool.events.read(job_id) if event.type == "released")
+    return {rank: told["phases"]["build"]["allocated"] for rank, told in released["memory"].items()}
+
+
 def test_two_ranks_train_together_and_nothing_is_left(stack):
     stack.run("good")
     job_id = stack.submit("good")
@@ -41,6 +47,7 @@ def test_two_ranks_train_together_and_nothing_is_left(stack):
     log = stack.job_log(job_id)
     assert "[rank 0] rank 0 of 2 says hello" in log
     assert "[rank 1] rank 1 of 2 says hello" in log
+    assert held(stack, job_id) == {"0": 1000, "1": 1001}
     assert idle(stack)
 
 
@@ -51,6 +58,7 @@ def test_a_killed_rank_is_named_with_its_signal(stack, do):
     state, job = stack.wait(job_id, 120)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert f"rank 1 ended with signal {'SIGKILL' if do == 'die' else 'SIGSEGV'}" in job.result.error.message
+    assert held(stack, job_id)["1"] == 1001
     assert idle(stack)
 
 

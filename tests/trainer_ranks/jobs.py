@@ -83,7 +83,7 @@ def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
 
 def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path], PackedData], build: Any) -> str:
     def make(name: str, base: int, staged: Path) -> Any:
-        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name, stall_seconds=60,
+        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name, stall_seconds=180,
                      data=pack(staged))  # fmt: skip
 
     spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
