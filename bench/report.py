@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(key, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    # A table that is too wide for where it is printed loses its columns there, not here.
+    Console(width=None if sys.stdout.isatty() else 40 + 14 * len(rows[0])).print(table)
     RESULTS.mkdir(exist_ok=True)
     machine = {
         "machine": platform.machine(),

@@ -21,6 +21,7 @@ class Training:
 
     def __init__(self, model: Path, adapter: Path, **options: object) -> None:
         self.model = model
+        self.before = 0  # bytes on the device before all of this
         self.policy: Policy = make_policy(model, adapter=adapter, **options)
         self.optimizer = AdapterOptimizer(self.policy, SETTINGS)
         self.vocabulary = self.policy.arch.vocab_size
