@@ -6,7 +6,7 @@
 The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16; each job is two
 optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs. After
 each job the memory of everything that stays is read too, so that growth shows: `--jobs 20`. Needs as many GPUs as
-ranks; with --device cpu and the shape `tiny` it shows that it runs.
+ranks; with --device cpu and the shape `tiny` or `tiny-moe` it shows that it runs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from bench.report import report
 from tandem import processes
 from tandem.data.prepare import prepare_sft
 from tandem.data.trajectories import PackingSettings, SFTExample
-from tandem.model.arch import read_arch
+from tandem.model.arch import EXPERT_TARGETS, read_arch
 from tandem.model.identity import write_identity_adapter
 from tandem.spool import Spool
-from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
+from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
 
 WAYS = ("torchrun", "fork", "resident")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,6 +44,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
         "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_theta": 1e6,
+    },
+    "qwen3-30b-a3b-8l": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 32,
+        "head_dim": 128, "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "tiny-moe": {
+        "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
     },
     "tiny": {
         "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32,
@@ -130,9 +141,11 @@ def sampled_memory(out: Path, device: str) -> Iterator[None]:
 
 def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of the last adapter."""
-    spool, lora = Spool.create(root), LoraShape(rank=16, alpha=32)
+    spool, arch = Spool.create(root), read_arch(str(model))
+    # Of a mixture of experts, attention alone, as the controller would have it.
+    targets = [t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS]
+    lora = LoraShape(rank=16, alpha=32, targets=tuple(targets))
     spec = RunSpec(name="bench", base_model=str(model), lora=lora, created=time.time())
-    arch = read_arch(str(model))
     spool.runs.create(spec, lambda out: write_identity_adapter(out, arch, lora, base_model=spec.base_model, seed=0))
     environment = os.environ | {
         "TANDEM_ROOT": str(root), "TANDEM_DEVICE": options.device, "TANDEM_LAUNCH": way,
@@ -230,6 +243,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--expert-lora", action="store_true", help="adapters on experts too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()

@@ -16,9 +16,19 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+PREFIXES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+"""Of the classes in transformers, by model_type."""
+
 
 def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
-    """A random fp32 model of `family` (qwen3, qwen2, llama, mistral) in `directory`: config.json and safetensors.
+    """A random fp32 model of `family` (a model_type, see `PREFIXES`) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
     biases are random too, and weights are larger than at initialisation, so that a wrong one shows in the logits.
@@ -26,8 +36,10 @@ def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0,
     import torch
     import transformers
 
-    prefix = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[family]
+    prefix = PREFIXES[family]
     values = {"tie_word_embeddings": False, **SHAPE, **config}
+    if family == "qwen3_moe":
+        values = {**MOE, **values}
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():

@@ -27,9 +27,9 @@ def outputs_and_gradients(policy) -> dict[str, object]:
     weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
     (outputs.logprobs * weights + 0.1 * outputs.entropy).sum().backward()
     result: dict[str, object] = {"logprobs": outputs.logprobs.detach(), "entropy": outputs.entropy.detach()}
-    result["gradients"] = {
-        name: policy.gather(name, parameter.grad) for name, parameter in policy.lora_parameters().items()
-    }
+    result["gradients"] = gathered = {}
+    for name, parameter in policy.lora_parameters().items():
+        gathered |= policy.gather(name, parameter.grad)
     with torch.no_grad():
         row = linear_row(tokens)
         result["logits"] = policy.logits(row.tokens, row.positions, row.subtree_end)
@@ -52,7 +52,7 @@ def main(directory: Path) -> None:
     }
     whole = policy.adapter_tensors()
     for name, parameter in policy.lora_parameters().items():
-        assert torch.equal(policy.shard(name, whole[name]), parameter.data), name
+        assert torch.equal(policy.shard(name, whole.__getitem__), parameter.data), name
     if topology.rank == 0:
         saved = directory / "saved"
         saved.mkdir()

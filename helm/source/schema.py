@@ -56,6 +56,7 @@ SPECIAL: dict[str, Schema] = {
     "settings.logFormat": optional(enum("text", "json")),
     "settings.metricsBackend": optional(enum("auto", "demo")),
     "settings.maxLoraRank": optional(COUNT),
+    "settings.expertLora": optional({"type": "boolean"}),
     "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),
     "trainer.settings.launch": optional(enum("torchrun", "fork", "resident")),
     "trainer.settings.tensorParallel": optional(COUNT),

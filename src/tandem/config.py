@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     max_model_len: int | None = Field(default=None, ge=16)
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
+    expert_lora: bool = False
+    """vLLM makes room for adapters on a mixture's experts, and runs may have them. CUDA only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
     enforce_eager: bool = False
     vllm_args: str = ""

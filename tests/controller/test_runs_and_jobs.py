@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
 import pytest
+from safetensors.numpy import load_file
 
 from api_server import (
     KEY,
@@ -24,7 +26,7 @@ from api_server import (
 from tandem.client import Tandem
 from tandem.data.packed import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed
-from tandem.spool.schema import JobError, Served
+from tandem.spool.schema import JobError, LoraShape, Served
 
 pytestmark = pytest.mark.usefixtures("no_jobs_left")
 
@@ -236,3 +238,39 @@ def test_a_step_that_ranks_cant_share_is_refused(tmp_path):
             client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 3}))
         assert refused.value.field == "optimizer.grad_accumulation_sequences"
         client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
+
+
+def make_experts_root(root):
+    """As `make_root`, and the model's configuration says it is a mixture of experts."""
+    path = make_root(root) / "models/tiny/config.json"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_moe"} | experts))
+    return root
+
+
+def test_a_mixture_of_experts_has_adapters_on_attention_unless_asked(tmp_path):
+    root = make_experts_root(tmp_path / "spool")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    with Server(root) as server, Tandem(server.url, KEY) as client:
+        assert client.create_run("default").spec.lora.targets == attention
+        assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(rank=2, targets=attention)
+        assert client.create_run("some", lora={"targets": ["v_proj"]}).spec.lora.targets == ("v_proj",)
+        with pytest.raises(InvalidInput, match="TANDEM_EXPERT_LORA=1") as refused:
+            client.create_run("experts", lora={"targets": ["q_proj", "up_proj"]})
+        assert refused.value.field == "lora.targets"
+    with Server(root, expert_lora=True) as server, Tandem(server.url, KEY) as client:
+        assert client.create_run("again").spec.lora.targets == attention
+        client.create_run("experts", lora={"rank": 2, "targets": ["q_proj", "up_proj"]})
+        keys = load_file(server.spool.checkpoints.path("experts", 0) / "adapter_model.safetensors")
+        assert keys["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"].shape == (8, 2)
+        assert len(keys) == 2 * (1 + 4)
+
+
+def test_a_mixture_of_experts_is_not_cut_over_tensor_parallel_ranks(tmp_path):
+    root = make_experts_root(tmp_path / "spool")
+    with (
+        Server(root, trainer_ranks=2, tensor_parallel=2) as server,
+        Tandem(server.url, KEY) as client,
+        pytest.raises(InvalidInput, match="TANDEM_TENSOR_PARALLEL=1"),
+    ):
+        client.create_run("a")

@@ -345,6 +345,7 @@ BELONGS = {
     "log_format": EVERYWHERE,
     "metrics_backend": EVERYWHERE,
     "max_lora_rank": EVERYWHERE,
+    "expert_lora": EVERYWHERE,
     "api_key_file": EVERYWHERE,
     "admin_token_file": {"preflight", "inference"},
     "max_request_bytes": {"controller"},

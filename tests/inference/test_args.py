@@ -71,6 +71,13 @@ def test_the_operator_has_the_last_word() -> None:
     assert command.env.items() >= environ.items()
 
 
+def test_experts_have_room_for_adapters_where_that_is_asked_for() -> None:
+    plain = server_command(settings(device="cuda"), environ={}).argv
+    experts = server_command(settings(device="cuda", expert_lora=True), environ={}).argv
+    at = plain.index("--logprobs-mode")  # what follows the targets
+    assert experts == [*plain[:at], "experts", *plain[at:]]
+
+
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
 def test_lora_rank_is_one_that_vllm_knows(rank: int, allowed: int) -> None:
     command = server_command(settings(max_lora_rank=rank), environ={})
@@ -83,6 +90,7 @@ def test_lora_rank_is_one_that_vllm_knows(rank: int, allowed: int) -> None:
         ({"max_lora_rank": 513}, "max_lora_rank"),
         ({"vllm_args": "--x 'open"}, "vllm_args"),
         ({"base_model": None}, "base_model"),
+        ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
     ],
 )
 def test_settings_that_cannot_work_are_named(values: dict[str, object], field: str) -> None:

@@ -9,8 +9,9 @@ import pytest
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.model.adapter import adapter_shapes
 from tandem.model.arch import FAMILIES, RopeScaling, arch_from_config, lora_modules, read_arch
+from tandem.model.arch import MoE as MoeShape
 from tandem.spool.schema import LoraShape
-from tiny import SHAPE, write_random_model
+from tiny import MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 
@@ -56,6 +57,44 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
 def test_variants_that_would_give_other_logits_are_refused(change, says):
     with pytest.raises(UnknownArchitecture, match=says):
         arch_from_config({**QWEN3, **change})
+
+
+MOE_CONFIG = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
+
+
+def test_a_mixture_of_experts():
+    arch = arch_from_config(MOE_CONFIG)
+    assert arch.moe == MoeShape(num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=True)
+    renamed = {key: value for key, value in MOE_CONFIG.items() if key not in ("num_experts", "norm_topk_prob")}
+    other = arch_from_config({**renamed, "num_local_experts": 8})  # as transformers 5 writes it
+    assert other.moe == MoeShape(num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=False)
+    assert arch_from_config(QWEN3).moe is None
+    modules = list(lora_modules(arch, LoraShape(targets=("down_proj", "q_proj", "gate_proj"))))
+    assert modules[:4] == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.experts.0.gate_proj",
+        "model.layers.0.mlp.experts.0.down_proj",
+        "model.layers.0.mlp.experts.1.gate_proj",
+    ]
+    assert lora_modules(arch, LoraShape())["model.layers.1.mlp.experts.7.down_proj"] == (24, 32)
+    assert len(modules) == 2 * (1 + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"decoder_sparse_step": 2}, "layers without experts"),
+        ({"mlp_only_layers": [0]}, "layers without experts"),
+        ({"shared_expert_intermediate_size": 64}, "shared experts"),
+        ({"num_experts_per_tok": 1}, "one normalised expert"),
+        ({"num_experts_per_tok": 9}, "9 experts per token, but there are 8"),
+        ({"num_experts": None}, "num_local_experts is None"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+    ],
+)
+def test_mixtures_that_are_not_built_are_refused(change, says):
+    with pytest.raises(InvalidInput, match=says):
+        arch_from_config({**MOE_CONFIG, **change})
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ VOCABULARY = 260
 IDS = st.integers(min_value=250, max_value=252)
 
 
-@pytest.fixture(scope="module")
-def policy(alone, tmp_path_factory):
-    model = write_random_model(tmp_path_factory.mktemp("model"), seed=11)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def policy(request, alone, tmp_path_factory):
+    model = write_random_model(tmp_path_factory.mktemp("model"), family=request.param, seed=11)
     return make_policy(model, adapter=write_random_adapter(tmp_path_factory.mktemp("adapter"), model))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from policies import assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tiny import write_random_model
 
 
-def test_recompute_gives_the_same_gradients(alone, tmp_path):
-    model = write_random_model(tmp_path / "model", num_hidden_layers=3)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_recompute_gives_the_same_gradients(alone, tmp_path, family):
+    model = write_random_model(tmp_path / "model", family=family, num_hidden_layers=3)
     adapter = write_random_adapter(tmp_path / "adapter", model)
     found = {}
     for recompute in ("none", "full"):
@@ -20,7 +22,7 @@ def test_recompute_gives_the_same_gradients(alone, tmp_path):
         (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
         assert torch.equal(torch.get_rng_state(), before)
         found[recompute] = gradients(policy)  # which fails where there are none
-    assert_close(found["full"], found["none"], 1e-5)
+    assert_close(found["full"], found["none"], 5e-5)
 
 
 def test_only_the_adapter_is_trainable(alone, tmp_path):

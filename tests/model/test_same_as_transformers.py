@@ -36,6 +36,9 @@ LLAMA3_ROPE = {
         {"family": "llama", "num_key_value_heads": 1},
         {"family": "llama", "rope_parameters": LLAMA3_ROPE},
         {"family": "mistral", "tie_word_embeddings": True},
+        {"family": "qwen3_moe"},
+        {"family": "qwen3_moe", "norm_topk_prob": False, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+        {"family": "qwen3_moe", "norm_topk_prob": False, "num_experts": 40, "num_experts_per_tok": 8},
     ],
     ids=lambda config: ",".join(f"{k}={v if not isinstance(v, dict) else v['rope_type']}" for k, v in config.items()),
 )

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.errors import InvalidInput
-from tandem.model import device
+from tandem.model import device, stream
 from tandem.model.stream import Piece, fill, headers
 
 
@@ -72,6 +72,18 @@ def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes):
     expected = torch.zeros(6, 12, 10)
     expected[:, 2:10] = tensors["f32"].view(6, 8, 10)
     assert torch.equal(blocks, expected)
+
+
+def test_small_neighbours_are_read_together(file, tensors, monkeypatch):
+    reads = []
+    preadv = stream.os.preadv
+    monkeypatch.setattr(stream.os, "preadv", lambda *arguments: reads.append(arguments[-1]) or preadv(*arguments))
+    save_file({f"{i:03}": torch.full((10,), float(i)) for i in range(100)}, file)
+    found = headers([file])
+    stack = torch.zeros(100, 10)
+    fill([whole(found[f"{i:03}"], stack[i]) for i in range(100)], chunk_bytes=1000)
+    assert torch.equal(stack, torch.arange(100.0)[:, None].expand(-1, 10))
+    assert len(reads) == 4  # 25 tensors of 40 bytes each
 
 
 def test_nothing_to_do():

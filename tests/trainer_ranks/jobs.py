@@ -34,15 +34,15 @@ from tandem.spool.schema import (
     SFTLoss,
 )
 from tandem.trainer import worker
-from tiny import SHAPE, write_random_qwen3
+from tiny import SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
 
 
-def make_model(directory: Path) -> Path:
-    return write_random_qwen3(directory, seed=1)
+def make_model(directory: Path, family: str = "qwen3") -> Path:
+    return write_random_model(directory, family=family, seed=1)
 
 
 def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> RunSpec:

@@ -29,11 +29,13 @@ LOSSES: dict[str, RLLoss | SFTLoss] = {
         kl_estimator="k1",
     ),
 }
+# Kinds of the dense model, and the mixture of experts, which is not cut over tensor-parallel ranks.
+PAIRS = [*((kind, topology) for topology in ("dp", "tp") for kind in LOSSES), ("experts", "dp")]
 
 
 def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> str:
     jobs.make_run(spool, model, run, seed=3)
-    loss = LOSSES[kind]
+    loss = LOSSES["sft" if kind == "experts" else kind]
     # Two epochs of an odd number of rows, two rows per step: the last step of each has one row for two ranks.
     if isinstance(loss, SFTLoss):
         examples = jobs.random_examples(5, 20)
@@ -64,20 +66,21 @@ def results(
     spool: Spool, beats: dict[str, dict[int, Beat]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
     """(kind, topology) -> (metrics per step, checkpoint)."""
-    model = jobs.make_model(tmp_path_factory.mktemp("model"))
+    dense = jobs.make_model(tmp_path_factory.mktemp("model"))
+    experts = jobs.make_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    models = dict.fromkeys(LOSSES, dense) | {"experts": experts}
     made = {}
-    for kind in LOSSES:
+    for kind, model in models.items():
         made[kind, "one"] = jobs.run_here(
             spool, submit(spool, f"one-{kind}", kind, model, grad_accumulation_sequences=2)
         )
-    pairs = [(kind, topology) for topology in ("dp", "tp") for kind in LOSSES]
-    for kind, topology in pairs:
+    for kind, topology in PAIRS:
         # The default for two data-parallel ranks is two rows per step (R19).
         rows = {"grad_accumulation_sequences": 2} if topology == "tp" else {}
-        submit(spool, f"{topology}-{kind}", kind, model, **rows)
-    tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in pairs}
+        submit(spool, f"{topology}-{kind}", kind, models[kind], **rows)
+    tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in PAIRS}
     ran = jobs.run_torchrun(spool, tensor_parallel, ranks=2)
-    for kind, topology in pairs:
+    for kind, topology in PAIRS:
         name = f"{topology}-{kind}"
         made[kind, topology], beats[name] = ran[name]
         tp = tensor_parallel[name]
@@ -85,8 +88,7 @@ def results(
     return {key: (jobs.steps_of(spool, f"{key[1]}-{key[0]}"), path) for key, path in made.items()}
 
 
-@pytest.mark.parametrize("topology", ["dp", "tp"])
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("kind", "topology"), PAIRS)
 def test_two_ranks_equal_one(kind: str, topology: str, results: dict) -> None:
     (one, alone), (two, together) = results[kind, "one"], results[kind, topology]
     assert len(one) == len(two) > 2

@@ -50,6 +50,24 @@ def test_sft_reduces_the_loss_and_leaves_a_whole_checkpoint(spool: Spool) -> Non
     assert {"data", "build", "base_weights", "state", "probe"} <= set(loaded.data["seconds"])
 
 
+def test_sft_on_a_mixture_of_experts_learns_and_goes_on_where_it_was(spool: Spool, tmp_path: Path) -> None:
+    """Adapters on every expert; the second job continues from the first one's files, the optimizer's state included."""
+    experts = jobs.make_model(tmp_path / "experts", "qwen3_moe")
+    for run in ("two", "one"):
+        jobs.make_run(spool, experts, run)
+    first = jobs.run_here(spool, jobs.submit_sft(spool, "two", "first", epochs=8, learning_rate=2e-2))
+    steps = jobs.steps_of(spool, "first")
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    before, after = (jobs.tensors(path) for path in (first.parent / "00000000", first))
+    name = "base_model.model.model.layers.1.mlp.experts.{}.down_proj.lora_B.weight"
+    moved = [expert for expert in range(8) if np.abs(after[name.format(expert)] - before[name.format(expert)]).max()]
+    assert len(moved) > 4
+    second = jobs.run_here(spool, jobs.submit_sft(spool, "two", "second", epochs=1, learning_rate=2e-2))
+    adam = load_file(second / "optimizer/adam.safetensors")
+    assert int(adam["step"]) == len(steps) + len(jobs.steps_of(spool, "second"))
+    assert adam[f"{name.format(moved[0])}.exp_avg"].shape == after[name.format(moved[0])].shape
+
+
 def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
     answers = {10: 0.0, 20: 0.5, 30: 1.0}
     prompt = [1, 2, 3]

@@ -108,6 +108,8 @@ def create_run(
     weights: str | None,
     seed: int | None,
 ) -> Call[RunStatus]:
+    if isinstance(lora, LoraShape):
+        lora = lora.model_dump(exclude_unset=True)  # which targets are the default is the controller's to say
     body = _body({"name": name, "base_model": base_model, "lora": lora, "weights": weights, "seed": seed})
     return Call("POST", "/v1/runs", _reads(RunStatus), body=body)
 

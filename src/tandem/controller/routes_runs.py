@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from tandem.controller.deployment import Deployment, Here
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
-from tandem.controller.submit import check_run, submit
+from tandem.controller.submit import check_run, lora_of, submit
 from tandem.errors import Conflict
 from tandem.model.identity import write_identity_adapter
 from tandem.spool.schema import Origin, RunName, RunSpec
@@ -42,7 +42,7 @@ def create_run(request: CreateRun, response: Response, here: Here) -> RunStatus:
     spec = RunSpec(
         name=request.name,
         base_model=here.base_model if here.is_base_model(base) else base,
-        lora=request.lora,
+        lora=lora_of(here, request.lora),
         weights=request.weights,
         seed=request.seed,
         created=time.time(),

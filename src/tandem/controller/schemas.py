@@ -67,7 +67,10 @@ class CreateRun(Record):
 
     name: RunName
     base_model: str | None = Field(default=None, description="the deployment's own where it is left out")
-    lora: LoraShape = LoraShape()
+    lora: LoraShape = Field(
+        default=LoraShape(),
+        description="without targets: all seven, or of a mixture of experts those of attention",
+    )
     weights: Literal["lora", "merged"] = "lora"
     seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
 

@@ -13,7 +13,8 @@ from tandem.controller.refusals import invalid_body
 from tandem.controller.schemas import RLRequest, SFTRequest, TrainRequest
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
-from tandem.spool.schema import Job, JobSpec, RLJob, RunSpec, SFTJob
+from tandem.model.arch import EXPERT_TARGETS
+from tandem.spool.schema import Job, JobSpec, LoraShape, RLJob, RunSpec, SFTJob
 
 _request: TypeAdapter[RLRequest | SFTRequest] = TypeAdapter(TrainRequest)
 
@@ -102,6 +103,15 @@ def _pack(
     return RLJob.model_validate(common | {"data": packed})
 
 
+def lora_of(here: Deployment, asked: LoraShape) -> LoraShape:
+    """`asked`, and where it names no targets of a mixture of experts, attention alone: adapters on experts are as many
+    as there are experts."""
+    if here.arch().moe is None or "targets" in asked.model_fields_set:
+        return asked
+    attention = tuple(target for target in asked.targets if target not in EXPERT_TARGETS)
+    return asked.model_copy(update={"targets": attention})
+
+
 def check_run(here: Deployment, spec: RunSpec) -> None:
     """What a new run needs of this deployment."""
     if not here.is_base_model(spec.base_model):
@@ -113,4 +123,19 @@ def check_run(here: Deployment, spec: RunSpec) -> None:
             f"vLLM serves ranks up to {here.settings.max_lora_rank} here, not {spec.lora.rank}; choose a lower rank or "
             "raise TANDEM_MAX_LORA_RANK",
             field="lora.rank",
+        )
+    if here.arch().moe is None:
+        return
+    on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
+    if on_experts and not here.settings.expert_lora:
+        raise InvalidInput(
+            f"{', '.join(on_experts)} are in the experts of this model, and vLLM serves no LoRA on experts here; leave "
+            "them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)",
+            field="lora.targets",
+        )
+    if here.settings.tensor_parallel > 1:
+        raise InvalidInput(
+            f"a mixture of experts is not cut over tensor-parallel ranks yet, and this deployment's trainer has "
+            f"{here.settings.tensor_parallel}; set TANDEM_TENSOR_PARALLEL=1",
+            field="base_model",
         )

@@ -21,6 +21,9 @@ BASE_MODEL_NAME = "base"
 PACKED_TARGETS = ("qkv_proj", "gate_up_proj")
 """What vLLM calls the layers into which it fuses some of ours."""
 
+EXPERTS_TARGET = "experts"
+"""What vLLM calls a layer's experts, all projections of all of them together."""
+
 
 @dataclass(frozen=True)
 class ServerCommand:
@@ -53,6 +56,12 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
         model = settings.model_path()
     except ValueError as error:
         raise InvalidInput(str(error), field="base_model") from error
+    if settings.expert_lora and device == "cpu":
+        raise InvalidInput(
+            "vLLM has no LoRA on experts on the CPU (its kernels for it are Triton's): set TANDEM_EXPERT_LORA=0",
+            field="expert_lora",
+        )
+    targets = (*LORA_TARGETS, *PACKED_TARGETS, *([EXPERTS_TARGET] if settings.expert_lora else []))
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", BASE_MODEL_NAME),
@@ -64,7 +73,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
         # Not "all that vLLM can", which takes in lm_head: its LoRA layer matches prompt log-probs to requests wrongly
         # as soon as two run together, and on the CPU (0.32) that kills the engine, whatever model was asked for.
-        *("--lora-target-modules", *LORA_TARGETS, *PACKED_TARGETS),
+        *("--lora-target-modules", *targets),
         # Log-probs of the distribution that was really sampled from, after temperature, top-k and top-p.
         *("--logprobs-mode", "processed_logprobs"),
         # Sampling defaults are vLLM's, not those of the model's generation_config.json: top-k there would make the

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from tandem.errors import CheckpointDamaged
 from tandem.model.arch import Arch, lora_modules
 from tandem.spool.schema import LoraShape
+
+_EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,6 +41,12 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
         shapes[key_a(module)] = (lora.rank, in_features)
         shapes[key_b(module)] = (out_features, lora.rank)
     return shapes
+
+
+def stacked_name(key: str) -> str:
+    """What holds the tensor of PEFT key `key` in the policy: the key itself, or with `*` for the expert's number the
+    stack of all experts of the layer, in their order."""
+    return _EXPERT.sub(r"\1*\2", key)
 
 
 def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:

@@ -22,10 +22,15 @@ class Family:
     qk_norm: bool  # RMSNorm over each query and key head before RoPE
     qkv_bias: bool  # biases on q, k, v (and on nothing else)
     default_head_dim: int | None = None  # where config.json has no head_dim; None: hidden_size / heads
+    experts: bool = False  # every layer's MLP is a mixture of experts
 
+
+EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+"""The LoRA targets in the MLP, of which each expert has its own."""
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(qk_norm=True, qkv_bias=False, default_head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, qkv_bias=False, default_head_dim=128, experts=True),
     "qwen2": Family(qk_norm=False, qkv_bias=True),
     "llama": Family(qk_norm=False, qkv_bias=False),
     "mistral": Family(qk_norm=False, qkv_bias=False),
@@ -43,6 +48,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoE:
+    """Every layer's MLP as a mixture of experts: softmax over all, then the best few for each token."""
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int  # of one expert
+    norm_topk_prob: bool  # the chosen experts' probabilities are divided by their sum
+
+
+@dataclass(frozen=True)
 class Arch:
     """The shape of a decoder-only model."""
 
@@ -52,7 +67,7 @@ class Arch:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # unused where there are experts
     vocab_size: int
     max_positions: int
     tie_embeddings: bool
@@ -61,6 +76,7 @@ class Arch:
     qk_norm: bool
     qkv_bias: bool
     rope_scaling: RopeScaling | None = None
+    moe: MoE | None = None
 
 
 def read_arch(model: str) -> Arch:
@@ -102,6 +118,21 @@ def arch_from_config(config: dict[str, Any], *, where: str = "config.json") -> A
     if heads % kv_heads:
         raise InvalidInput(f"{where}: {heads} attention heads don't divide into {kv_heads} groups", field="base_model")
     rope = _rope_parameters(config)
+    moe = None
+    if family.experts:
+        # transformers 5 writes num_local_experts.
+        total = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+        moe = MoE(
+            num_experts=number(total, int),
+            experts_per_token=number("num_experts_per_tok", int),
+            ffn_hidden_size=number("moe_intermediate_size", int),
+            norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        )
+        if moe.experts_per_token > moe.num_experts:
+            raise InvalidInput(
+                f"{where}: {moe.experts_per_token} experts per token, but there are {moe.num_experts}",
+                field="base_model",
+            )
     return Arch(
         model_type=model_type,
         num_layers=number("num_hidden_layers", int),
@@ -118,26 +149,31 @@ def arch_from_config(config: dict[str, Any], *, where: str = "config.json") -> A
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         rope_scaling=_rope_scaling(rope, where),
+        moe=moe,
     )
 
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
-    """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order."""
+    """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order; of experts, each
+    has its own."""
     attention, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    ffn = arch.moe.ffn_hidden_size if arch.moe else arch.ffn_hidden_size
     shapes = {
-        "q_proj": ("self_attn", arch.hidden_size, attention),
-        "k_proj": ("self_attn", arch.hidden_size, kv),
-        "v_proj": ("self_attn", arch.hidden_size, kv),
-        "o_proj": ("self_attn", attention, arch.hidden_size),
-        "gate_proj": ("mlp", arch.hidden_size, arch.ffn_hidden_size),
-        "up_proj": ("mlp", arch.hidden_size, arch.ffn_hidden_size),
-        "down_proj": ("mlp", arch.ffn_hidden_size, arch.hidden_size),
+        "q_proj": (arch.hidden_size, attention),
+        "k_proj": (arch.hidden_size, kv),
+        "v_proj": (arch.hidden_size, kv),
+        "o_proj": (attention, arch.hidden_size),
+        "gate_proj": (arch.hidden_size, ffn),
+        "up_proj": (arch.hidden_size, ffn),
+        "down_proj": (ffn, arch.hidden_size),
     }
+    mlps = [f"mlp.experts.{expert}" for expert in range(arch.moe.num_experts)] if arch.moe else ["mlp"]
     return {
-        f"model.layers.{layer}.{shapes[target][0]}.{target}": shapes[target][1:]
+        f"model.layers.{layer}.{block}.{target}": shapes[target]
         for layer in range(arch.num_layers)
+        for block in ("self_attn", *mlps)
         for target in LORA_TARGETS
-        if target in lora.targets
+        if target in lora.targets and (target in EXPERT_TARGETS) == (block != "self_attn")
     }
 
 
@@ -168,10 +204,18 @@ def _refuse_variants(config: dict[str, Any], model_type: str, where: str) -> Non
         "sliding-window attention": sliding,
         f"the activation {activation!r}": activation != "silu",
         "quantised weights": config.get("quantization_config"),
+        "layers without experts among those with them": config.get("mlp_only_layers")
+        or config.get("decoder_sparse_step", 1) != 1,
+        "shared experts": any(config.get(key) for key in _SHARED_EXPERTS),
+        # Megatron refuses it: such a router's probabilities are all 1.
+        "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
     }
     for what, present in unsupported.items():
         if present:
             raise UnknownArchitecture(f"{where} asks for {what}, which Tandem doesn't build", field="base_model")
+
+
+_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from tandem.errors import InvalidInput
 from tandem.model import device
 from tandem.model.arch import Arch
 from tandem.model.attention import TreeAttention
+from tandem.model.experts import Experts, ExpertsLayer
 from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
 from tandem.model.mcore import (
     MLP,
@@ -22,6 +24,8 @@ from tandem.model.mcore import (
     IdentityOp,
     MLPSubmodules,
     ModuleSpec,
+    MoELayer,
+    MoESubmodules,
     RowParallelLinear,
     SelfAttention,
     SelfAttentionSubmodules,
@@ -42,14 +46,19 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_policy(
-    arch: Arch, lora: LoraShape, *, dtype: torch.dtype | None = None, recompute: Recompute = "none"
+    arch: Arch,
+    lora: LoraShape,
+    *,
+    dtype: torch.dtype | None = None,
+    recompute: Recompute = "none",
+    recompute_layers: int = 1,
 ) -> Policy:
     """The policy on this process's device, cut for its tensor-parallel rank. Its base weights are uninitialised memory
     until `Policy.load_base`, its adapter is zero until `Policy.load_adapter`.
 
     `device.activate` and `parallel.init_parallel` came before. `dtype` is of base weights and activations (LoRA is
-    fp32), by default the device's own. `recompute="full"` keeps only each layer's input and computes the layer again
-    in the backward pass.
+    fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers` layers and
+    computes them again in the backward pass.
 
     Raises:
         InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
@@ -62,11 +71,17 @@ def build_policy(
     ):
         if size % tp:
             raise InvalidInput(f"{size} {what} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
+    if arch.moe and tp > 1:
+        raise InvalidInput(
+            f"{arch.model_type} is not cut over tensor-parallel ranks yet, and there are {tp}: set "
+            "TANDEM_TENSOR_PARALLEL=1 and use the GPUs for data parallelism",
+            field="tensor_parallel",
+        )
     dtype = dtype or device.default_dtype()
     where = device.device()
     with where:  # for the norms, which ask nobody where to be
         gpt = GPTModel(
-            transformer_config(arch, dtype=dtype, recompute=recompute),
+            transformer_config(arch, dtype=dtype, recompute=recompute, recompute_layers=recompute_layers),
             _layer_spec(arch),
             vocab_size=arch.vocab_size,
             max_sequence_length=arch.max_positions,
@@ -84,12 +99,17 @@ def build_policy(
         attention, mlp = layer.self_attention, layer.mlp
         attention.linear_qkv = adapt(attention.linear_qkv, qkv_parts, join_qkv(arch.num_kv_heads // tp))
         attention.linear_proj = adapt(attention.linear_proj, [Part("o_proj", arch.hidden_size)], join_stacked)
+        if isinstance(mlp, MoELayer):
+            mlp.experts.adapt(lora, switch)
+            continue
         mlp.linear_fc1 = adapt(mlp.linear_fc1, [Part("gate_proj", ffn), Part("up_proj", ffn)], join_stacked)
         mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
     return Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch).to(where))
 
 
-def transformer_config(arch: Arch, *, dtype: torch.dtype, recompute: Recompute) -> TransformerConfig:
+def transformer_config(
+    arch: Arch, *, dtype: torch.dtype, recompute: Recompute, recompute_layers: int = 1
+) -> TransformerConfig:
     """Megatron's own configuration of `arch` at this process's place in the process groups."""
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -116,8 +136,27 @@ def transformer_config(arch: Arch, *, dtype: torch.dtype, recompute: Recompute) 
         perform_initialization=False,
         recompute_granularity="full" if recompute == "full" else None,
         recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_num_layers=recompute_layers if recompute == "full" else None,
+        **_moe_options(arch),
     )
+
+
+def _moe_options(arch: Arch) -> dict[str, Any]:
+    moe = arch.moe
+    if moe is None:
+        return {}
+    # Megatron advises a router in fp32; transformers and vLLM compute its logits in the activations' dtype, as here.
+    warnings.filterwarnings("ignore", "Using a large number of experts")
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        # A softmax over the chosen logits is one over all of them, divided by the sum of the chosen.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+    }
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
@@ -139,6 +178,12 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
 
 def _layer_spec(arch: Arch) -> ModuleSpec:
     qk_norm = WrappedTorchNorm if arch.qk_norm else IdentityOp
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = (
+        partial(ExpertsLayer, submodules=MoESubmodules(experts=Experts))
+        if arch.moe
+        else partial(MLP.as_mlp_submodule, submodules=linears)
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -156,10 +201,7 @@ def _layer_spec(arch: Arch) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LoraTensor:
-    """A trainable tensor of this rank."""
+    """A trainable tensor of this rank: PEFT's, or a stack of PEFT's for all experts of a layer."""
 
     parameter: nn.Parameter
     cut: Literal["whole", "rows", "columns"]

@@ -32,6 +32,8 @@ try:
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,6 +49,9 @@ __all__ = [
     "IdentityOp",
     "MLPSubmodules",
     "MegatronModule",
+    "MoEAllGatherTokenDispatcher",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "PackedSeqParams",
     "RowParallelLinear",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tandem.model import device
-from tandem.model.adapter import adapter_shapes, key_a, key_b, read_adapter
+from tandem.model.adapter import adapter_shapes, key_a, key_b, read_adapter, stacked_name
 from tandem.model.arch import Arch
 from tandem.model.attention import Kernel, tree_params
+from tandem.model.experts import Experts
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
@@ -79,6 +80,9 @@ class Policy(nn.Module):
         self._tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
         self._inv_freq = inv_freq
+        self._keys: dict[str, list[str]] = {}  # of each LoRA parameter, the PEFT keys of what it holds
+        for key in adapter_shapes(arch, lora):
+            self._keys.setdefault(stacked_name(key), []).append(key)
         self._lora = self._find_lora()
         self._base_memory, self._own_memory = Offload(contents=False), Offload(contents=True)
 
@@ -122,33 +126,47 @@ class Policy(nn.Module):
         """Fill the adapter from whole tensors, as `adapter.read_adapter` gives them."""
         with torch.no_grad():
             for name, parameter in self.lora_parameters().items():
-                parameter.copy_(self.shard(name, torch.from_numpy(tensors[name])))
+                parameter.copy_(self.shard(name, lambda key: torch.from_numpy(tensors[key])))
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """PEFT key -> whole fp32 tensor on the CPU. A collective of the tensor-parallel ranks; all get all of it."""
-        return {name: self.gather(name, parameter.data) for name, parameter in self.lora_parameters().items()}
+        whole: dict[str, torch.Tensor] = {}
+        for name, parameter in self.lora_parameters().items():
+            whole |= self.gather(name, parameter.data)
+        return {key: whole[key] for key in adapter_shapes(self.arch, self.lora)}
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """PEFT key -> this rank's part, fp32, trainable; in `adapter.adapter_shapes`' order on all ranks."""
+        """Name -> this rank's part, fp32, trainable; in the same order on all ranks.
+
+        The name is the PEFT key, or for a layer's experts, whose tensors are one parameter [experts, ...], the PEFT key
+        with `*` for the expert's number.
+        """
         return {name: tensor.parameter for name, tensor in self._lora.items()}
 
-    def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The whole, on the CPU, of a tensor shaped like LoRA parameter `name` (Adam's state, say), from every rank's
-        part. A collective of the tensor-parallel ranks, in the same order on each."""
+    def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
+        """PEFT key -> the whole, on the CPU, of a tensor shaped like LoRA parameter `name` (Adam's state, say), from
+        every rank's part. A collective of the tensor-parallel ranks, in the same order on each."""
         cut = self._lora[name].cut
         local = local.detach().contiguous()
         if cut == "whole" or self._tp == 1:
-            return local.to("cpu", copy=True)
-        parts = [torch.empty_like(local) for _ in range(self._tp)]
-        dist.all_gather(parts, local, group=self._tp_group)
-        return torch.cat(parts, dim=0 if cut == "rows" else 1).cpu()
+            whole = local.to("cpu", copy=True)
+        else:
+            parts = [torch.empty_like(local) for _ in range(self._tp)]
+            dist.all_gather(parts, local, group=self._tp_group)
+            whole = torch.cat(parts, dim=0 if cut == "rows" else 1).cpu()
+        keys = self._keys[name]
+        return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
-    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor for LoRA parameter `name`; undoes `gather`. A copy, where `full` is."""
+    def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """This rank's part for LoRA parameter `name` of whole tensors, `full(PEFT key)`; undoes `gather`. A copy, where
+        they are."""
+        keys = self._keys[name]
+        if keys != [name]:
+            return torch.stack([full(key) for key in keys])
         cut = self._lora[name].cut
         if cut == "whole" or self._tp == 1:
-            return full.clone()
-        return full.chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank].clone()
+            return full(name).clone()
+        return full(name).chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank].clone()
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -206,13 +224,15 @@ class Policy(nn.Module):
     def _find_lora(self) -> dict[str, LoraTensor]:
         found: dict[str, LoraTensor] = {}
         for index, layer in enumerate(self.gpt.decoder.layers):
-            for block, linears in (
-                ("self_attn", (layer.self_attention.linear_qkv, layer.self_attention.linear_proj)),
-                ("mlp", (layer.mlp.linear_fc1, layer.mlp.linear_fc2)),
-            ):
-                for linear in linears:
-                    assert isinstance(linear, LoraLinear)
-                    for (target, which), tensor in linear.tensors().items():
-                        module = f"model.layers.{index}.{block}.{target}"
-                        found[key_a(module) if which == "A" else key_b(module)] = tensor
-        return {name: found[name] for name in adapter_shapes(self.arch, self.lora)}
+            mlp = (
+                [("mlp.experts.*", layer.mlp.experts)]
+                if self.arch.moe
+                else [("mlp", layer.mlp.linear_fc1), ("mlp", layer.mlp.linear_fc2)]
+            )
+            attention = layer.self_attention
+            for block, module in (("self_attn", attention.linear_qkv), ("self_attn", attention.linear_proj), *mlp):
+                assert isinstance(module, (LoraLinear, Experts))
+                for (target, which), tensor in module.tensors().items():
+                    path = f"model.layers.{index}.{block}.{target}"
+                    found[key_a(path) if which == "A" else key_b(path)] = tensor
+        return {name: found[name] for name in self._keys}

@@ -14,7 +14,7 @@ import math
 import os
 import queue
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +102,13 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
     tasks = sorted((task for piece in pieces for task in _split(piece, chunk_bytes)), key=_place)
     if not tasks:
         return
-    pending: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    for task in tasks:
-        pending.put(task)
-    largest = max(_bytes(task) for task in tasks)
+    pending: queue.SimpleQueue[list[Piece]] = queue.SimpleQueue()
+    reads = list(_together(tasks, chunk_bytes))
+    for read in reads:
+        pending.put(read)
+    largest = max(sum(map(_bytes, read)) for read in reads)
     where = tasks[0].target.device
-    threads = min(threads or THREADS[where.type], len(tasks))
+    threads = min(threads or THREADS[where.type], len(reads))
     with contextlib.ExitStack() as held, ThreadPoolExecutor(threads) as pool:
         files: dict[Path, int] = {}
         for path in {task.stored.path for task in tasks}:
@@ -131,6 +132,25 @@ def _split(piece: Piece, chunk_bytes: int) -> Iterable[Piece]:
         yield Piece(piece.stored, piece.first + begin * piece.unit, piece.unit, target, piece.columns)
 
 
+def _together(tasks: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+    """`tasks`, which are in the order of the files, in runs that are one read of at most `chunk_bytes` (or one piece):
+    a mixture of experts has thousands of small tensors, one after the other."""
+    run: list[Piece] = []
+    end, size = ("", 0), 0
+    for task in tasks:
+        path, begin = _place(task)
+        # A run has one dtype, so every piece begins at a multiple of it in the buffer.
+        fits = run and (path, begin) == end and size + _bytes(task) <= chunk_bytes
+        if not fits or task.stored.dtype != run[0].stored.dtype:
+            if run:
+                yield run
+            run, size = [], 0
+        run.append(task)
+        size += _bytes(task)
+        end = path, begin + _bytes(task)
+    yield run
+
+
 def _place(piece: Piece) -> tuple[str, int]:
     """(file, first byte): in the order of the files, for whoever must read them from a disk."""
     return str(piece.stored.path), piece.stored.offset + piece.first * piece.stored.dtype.itemsize
@@ -140,7 +160,7 @@ def _bytes(piece: Piece) -> int:
     return int(piece.target.shape[0]) * piece.unit * piece.stored.dtype.itemsize
 
 
-def _work(pending: queue.SimpleQueue[Piece], files: dict[Path, int], largest: int, where: torch.device) -> None:
+def _work(pending: queue.SimpleQueue[list[Piece]], files: dict[Path, int], largest: int, where: torch.device) -> None:
     """One thread: take pieces until there are none."""
     cuda = where.type == "cuda"
     buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=cuda)
@@ -153,19 +173,17 @@ def _work(pending: queue.SimpleQueue[Piece], files: dict[Path, int], largest: in
             held.enter_context(torch.cuda.stream(stream))
         while True:
             try:
-                piece = pending.get_nowait()
+                pieces = pending.get_nowait()
             except queue.Empty:
                 return
             try:
-                stored, count = piece.stored, _bytes(piece)
-                _read(files[stored.path], view[:count], _place(piece)[1], stored.path)
-                source = buffer[:count].view(stored.dtype)
-                as_it_is = piece.columns is None and piece.target.is_contiguous() and piece.target.dtype == stored.dtype
-                if not as_it_is:
-                    source = source.to(where, non_blocking=True)  # laid out and converted there
-                if piece.columns is not None:
-                    source = source.view(-1, piece.unit)[:, piece.columns]
-                piece.target.copy_(source.view(piece.target.shape), non_blocking=True)
+                count = sum(map(_bytes, pieces))
+                path = pieces[0].stored.path
+                _read(files[path], view[:count], _place(pieces[0])[1], path)
+                at = 0
+                for piece in pieces:
+                    _lay_out(piece, buffer[at : at + _bytes(piece)], where)
+                    at += _bytes(piece)
                 if stream is not None:
                     stream.synchronize()  # before the buffer is used again
             except BaseException:
@@ -173,6 +191,17 @@ def _work(pending: queue.SimpleQueue[Piece], files: dict[Path, int], largest: in
                     while True:
                         pending.get_nowait()
                 raise
+
+
+def _lay_out(piece: Piece, raw: torch.Tensor, where: torch.device) -> None:
+    """Queue the copy of the bytes `raw` to their target."""
+    source = raw.view(piece.stored.dtype)
+    as_it_is = piece.columns is None and piece.target.is_contiguous() and piece.target.dtype == piece.stored.dtype
+    if not as_it_is:
+        source = source.to(where, non_blocking=True)  # laid out and converted there
+    if piece.columns is not None:
+        source = source.view(-1, piece.unit)[:, piece.columns]
+    piece.target.copy_(source.view(piece.target.shape), non_blocking=True)
 
 
 def _read(file: int, view: memoryview, offset: int, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Megatron fuses q, k and v into `linear_qkv`, whose rows are one block for each group of query heads that share a key
 head: that group's query heads, then its key head, then its value head. gate and up are fused into `linear_fc1`, gate
-first.
+first. Experts are stacked, each with gate before up.
 A rank holds whole groups, and for gate and up the same part of each.
 """
 
@@ -41,7 +41,7 @@ class WeightRule:
 
 def weight_rules(arch: Arch) -> list[WeightRule]:
     """The rules for every parameter of the model, embedding first."""
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    hidden = arch.hidden_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     embedding = (arch.vocab_size, hidden)
     rules = [
@@ -69,13 +69,7 @@ def weight_rules(arch: Arch) -> list[WeightRule]:
             WeightRule(
                 to + "pre_mlp_layernorm.weight", (of + "post_attention_layernorm.weight",), ((hidden,),), "whole"
             ),
-            WeightRule(
-                to + "mlp.linear_fc1.weight",
-                (of + "mlp.gate_proj.weight", of + "mlp.up_proj.weight"),
-                ((ffn, hidden), (ffn, hidden)),
-                "rows",
-            ),
-            WeightRule(to + "mlp.linear_fc2.weight", (of + "mlp.down_proj.weight",), ((hidden, ffn),), "columns"),
+            *_mlp_rules(arch, to + "mlp.", of + "mlp."),
         ]
         if arch.qkv_bias:
             sources = tuple(name + ".bias" for name in qkv_proj)
@@ -88,6 +82,26 @@ def weight_rules(arch: Arch) -> list[WeightRule]:
                 target = f"{to}self_attention.{letter}_layernorm.weight"
                 rules.append(WeightRule(target, source, ((arch.head_dim,),), "whole"))
     return rules
+
+
+def _mlp_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
+    hidden = arch.hidden_size
+    if arch.moe is None:
+        ffn = arch.ffn_hidden_size
+        halves = (of + "gate_proj.weight", of + "up_proj.weight")
+        return [
+            WeightRule(to + "linear_fc1.weight", halves, ((ffn, hidden),) * 2, "rows"),
+            WeightRule(to + "linear_fc2.weight", (of + "down_proj.weight",), ((hidden, ffn),), "columns"),
+        ]
+    experts, ffn = arch.moe.num_experts, arch.moe.ffn_hidden_size
+    each = [f"{of}experts.{expert}." for expert in range(experts)]
+    gates_and_ups = tuple(f"{expert}{half}_proj.weight" for expert in each for half in ("gate", "up"))
+    downs = tuple(f"{expert}down_proj.weight" for expert in each)
+    return [
+        WeightRule(to + "router.weight", (of + "gate.weight",), ((experts, hidden),), "whole"),
+        WeightRule(to + "experts.fc1", gates_and_ups, ((ffn, hidden),) * 2 * experts, "whole"),
+        WeightRule(to + "experts.fc2", downs, ((hidden, ffn),) * experts, "whole"),
+    ]
 
 
 def model_directory(model: str) -> Path:
@@ -144,6 +158,8 @@ def _pieces(
         assert target.shape == (rows, mine), f"{rule.parameter}: {source.shape} cut for {tp} is not {target.shape}"
         yield stream.Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
         return
+    if target.dim() > len(sources[0].shape):
+        target = target.view(-1, *target.shape[2:])  # the experts one after the other
     parts = tp if rule.cut == "rows" else 1
     heights = [source.shape[0] // parts for source in sources]
     assert target.shape == (sum(heights), *sources[0].shape[1:]), (

@@ -61,12 +61,13 @@ def read(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Save
 def apply(saved: Saved, policy: Policy, optimizer: AdapterOptimizer) -> None:
     """Put a checkpoint into policy and optimizer, which are of its run."""
     policy.set_adapter(saved.adapter)
-    if saved.optimizer is not None:
-        shards = [
-            {name: policy.shard(name, saved.optimizer[f"{name}.{moment}"]) for name in policy.lora_parameters()}
-            for moment in _MOMENTS
-        ]
-        optimizer.load_state(AdamState(int(saved.optimizer["step"]), *shards))
+    adam = saved.optimizer
+    if adam is not None:
+
+        def shards(moment: str) -> dict[str, Tensor]:
+            return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
+
+        optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
 
 
 def read_optimizer(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -106,7 +107,8 @@ def snapshot(policy: Policy, optimizer: AdapterOptimizer) -> Snapshot:
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
     for moment, shards in zip(_MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
-        tensors |= {f"{name}.{moment}": policy.gather(name, shard).cpu() for name, shard in shards.items()}
+        for name, shard in shards.items():
+            tensors |= {f"{key}.{moment}": whole for key, whole in policy.gather(name, shard).items()}
     return Snapshot(policy.adapter_tensors(), tensors)
 
 

@@ -1,0 +1,174 @@
+"""A mixture of experts with LoRA, for Megatron's MoE layer: its router, our order of tokens, our experts' arithmetic.
+
+Megatron's own experts need TransformerEngine or run one by one, and its dispatcher adds up each token's experts with
+atomics, whose order, and so whose last bits, differ from run to run on CUDA. Here weights of all experts are stacked
+[experts, out, in] and multiplied by torch's grouped matrix product, and sums have a fixed order.
+
+LoRA is PEFT's, an A and a B for each projection of each expert, stacked likewise: [experts, rank, in] and
+[experts, out, rank].
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad, silu
+
+from tandem.model.lora import LoraTensor, Switch
+from tandem.model.mcore import MegatronModule, MoEAllGatherTokenDispatcher, MoELayer, TransformerConfig
+from tandem.spool.schema import LoraShape
+
+_ALIGNED = 8  # elements: torch's grouped product wants rows of whole 16 bytes in bf16
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Each group of rows of `x` times its own matrix: [N, in] -> [N, out].
+
+    Args:
+        x: [N, in], rows of group 0 first, then those of group 1, ...
+        weight: [groups, out, in], of x's dtype.
+        ends: int32 [groups], one past each group's last row; the last is N. Groups may be empty.
+    """
+    aligned = not any(size % _ALIGNED for size in weight.shape[1:])
+    if x.is_cuda and x.dtype is torch.bfloat16 and aligned:
+        return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    # unbind, not an index for each: its gradient is one stack, not as many whole tensors of zeros.
+    parts = zip(x.split(sizes), weight.unbind(), strict=True)
+    return torch.cat([linear(rows, matrix) for rows, matrix in parts])
+
+
+class Experts(MegatronModule):
+    """All experts of a layer: `down(silu(gate(x)) * up(x))`, times the router's probability for token and expert."""
+
+    def __init__(self, num_experts: int, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        ffn, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        self.fc1 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, dtype=dtype))  # gate, then up
+        self.fc2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, dtype=dtype))
+        self.features = {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
+        self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
+        self.switch, self.rank, self.scale = Switch(), 0, 0.0
+
+    def adapt(self, lora: LoraShape, switch: Switch) -> None:
+        """Add the adapters that `lora` asks for, all zero: the base model's own function."""
+        self.switch, self.rank, self.scale = switch, lora.rank, lora.alpha / lora.rank
+        experts, device = len(self.fc1), self.fc1.device
+        for target, (in_features, out_features) in self.features.items():
+            if target in lora.targets:
+                self.lora_a[target] = nn.Parameter(torch.zeros(experts, lora.rank, in_features, device=device))
+                self.lora_b[target] = nn.Parameter(torch.zeros(experts, out_features, lora.rank, device=device))
+
+    def tensors(self) -> dict[tuple[str, Literal["A", "B"]], LoraTensor]:
+        """(target, "A" or "B") -> tensor of all experts."""
+        found: dict[tuple[str, Literal["A", "B"]], LoraTensor] = {}
+        for target in self.lora_a:
+            found[target, "A"] = LoraTensor(self.lora_a[target], "whole")
+            found[target, "B"] = LoraTensor(self.lora_b[target], "whole")
+        return found
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """x: [N, hidden], probs: [N], both in the order of `TokenOrder`, whose groups end at `ends`. [N, hidden] and,
+        for Megatron, no bias."""
+        gate, up = self._project(x, self.fc1, ("gate_proj", "up_proj"), ends).chunk(2, dim=-1)
+        # Before the last product and not after it, where the rows are longer: it is linear.
+        inner = silu(gate) * up * probs[:, None]
+        return self._project(inner, self.fc2, ("down_proj",), ends), None
+
+    def _project(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: tuple[str, ...], ends: torch.Tensor
+    ) -> torch.Tensor:
+        """The projections of `targets`, one after the other, of which `weight` is the stack, with their adapters."""
+        output = grouped_linear(x, weight, ends)
+        adapted = [target for target in targets if target in self.lora_a]
+        if not adapted or not self.switch.on:
+            return output
+        spare = -self.rank % _ALIGNED
+        a = torch.cat([pad(self.lora_a[target], (0, 0, 0, spare)) for target in adapted], dim=1).to(x.dtype)
+        hidden = (grouped_linear(x, a, ends) * self.scale).chunk(len(adapted), dim=-1)
+        of = dict(zip(adapted, hidden, strict=True))
+        deltas = [
+            grouped_linear(of[target], pad(self.lora_b[target], (0, spare)).to(x.dtype), ends)
+            if target in of
+            else x.new_zeros(()).expand(len(x), self.features[target][1])
+            for target in targets
+        ]
+        return output + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
+
+
+class TokenOrder(MoEAllGatherTokenDispatcher):
+    """Megatron's dispatcher for one rank, with sums in a fixed order and no wait for the device.
+
+    Rows are ordered by expert, then by token: every token takes as many as the router gives it experts. Nothing that
+    has a gradient is kept in attributes after the layer's forward.
+    """
+
+    routing_map: torch.Tensor | None  # bool [tokens, experts]
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens, hidden] and probs [tokens, experts] -> rows [N, hidden], where each expert's end, probs [N]."""
+        assert self.ep_size == self.tp_size == 1, "over several ranks a token's number of rows here is not known"
+        chosen = self.routing_map
+        assert chosen is not None
+        self.routing_map = None
+        tokens = len(chosen)
+        by_expert = chosen.T.reshape(-1).argsort(descending=True, stable=True)[: tokens * self.router_topk]
+        token_of_row = by_expert % tokens
+        rows_of_token = token_of_row.argsort(stable=True).view(tokens, self.router_topk)
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = (token_of_row, rows_of_token)
+        ends = chosen.sum(0).cumsum(0).to(torch.int32)
+        # No two indices are the same, so its gradient has a fixed order too.
+        return (
+            _Spread.apply(hidden_states, token_of_row, rows_of_token),
+            ends,
+            probs.T.reshape(-1).index_select(0, by_expert),
+        )
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows [N, hidden] -> each token's sum [tokens, hidden]."""
+        assert self._rows is not None
+        token_of_row, rows_of_token = self._rows
+        self._rows = None
+        return _Collect.apply(hidden_states, token_of_row, rows_of_token)
+
+
+class ExpertsLayer(MoELayer):
+    """Megatron's MoE layer with our order of tokens."""
+
+    def __init__(self, config: TransformerConfig, *, pg_collection: Any, **options: Any) -> None:
+        super().__init__(config, pg_collection=pg_collection, **options)
+        self.token_dispatcher = TokenOrder(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens to rows. `token_of_row`: int64 [N]; `rows_of_token`: int64 [tokens, experts per token]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows_of_token)
+        return x[token_of_row]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows_of_token,) = ctx.saved_tensors
+        return gradient[rows_of_token].sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Rows to their tokens' sums: the transpose of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token_of_row)
+        return x[rows_of_token].sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (token_of_row,) = ctx.saved_tensors
+        return gradient[token_of_row], None, None
