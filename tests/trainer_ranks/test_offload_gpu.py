@@ -22,11 +22,15 @@ LENGTH = 512
 SMALL = 1024  # bytes: scalars of the optimizer's
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import write_random_qwen3
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 
-    return write_random_qwen3(tmp_path_factory.mktemp("model"), **SHAPE)
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import write_random_model
+
+    shape = SHAPE if request.param == "qwen3" else SHAPE | EXPERTS
+    return write_random_model(tmp_path_factory.mktemp("model"), family=request.param, **shape)
 
 
 @pytest.fixture
