@@ -178,7 +178,7 @@ def test_what_is_in_memory_is_used_only_for_the_checkpoint_it_is(tmp_path: Path,
     def main(root: Path, job_id: str, attempt: int) -> int:
         return worker.main(root, job_id, attempt, kept)
 
-    original = Kept.read_state
+    original = Kept.check_state
 
     def listening(self, *arguments):
         found = original(self, *arguments)
@@ -186,7 +186,7 @@ def test_what_is_in_memory_is_used_only_for_the_checkpoint_it_is(tmp_path: Path,
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "read_state", listening)
+        patch.setattr(Kept, "check_state", listening)
         for number, job_id in enumerate(("first", "second", "third")):
             if number == 2:  # damaged: in memory or not, the job must say so
                 path = spool.checkpoints.path("r", 2) / "adapter_model.safetensors"

@@ -78,7 +78,7 @@ def read_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, NDAr
         CheckpointDamaged: a file is missing or unreadable, the config says another rank, alpha or targets than `lora`,
             or a tensor is missing, unexpected, misshapen or not finite. The message names the file and the tensor.
     """
-    _check_config(directory / CONFIG_FILE, lora)
+    check_config(directory, lora)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         raise CheckpointDamaged(f"{path} is missing")
@@ -103,7 +103,9 @@ def read_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, NDAr
     return tensors
 
 
-def _check_config(path: Path, lora: LoraShape) -> None:
+def check_config(directory: Path, lora: LoraShape) -> None:
+    """Raises CheckpointDamaged where the adapter's config is missing, unreadable or of another shape than `lora`."""
+    path = directory / CONFIG_FILE
     try:
         config: Any = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 
 from tandem.model import device
@@ -120,13 +118,14 @@ class Policy(nn.Module):
         Raises:
             CheckpointDamaged: see `adapter.read_adapter`. The adapter in memory is then as it was before.
         """
-        self.set_adapter(read_adapter(directory, self.arch, self.lora))
+        tensors = read_adapter(directory, self.arch, self.lora)
+        self.set_adapter({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
 
-    def set_adapter(self, tensors: Mapping[str, NDArray[np.float32]]) -> None:
-        """Fill the adapter from whole tensors, as `adapter.read_adapter` gives them."""
+    def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill the adapter from whole tensors by PEFT key, of any floating dtype and on any device."""
         with torch.no_grad():
             for name, parameter in self.lora_parameters().items():
-                parameter.copy_(self.shard(name, lambda key: torch.from_numpy(tensors[key])))
+                parameter.copy_(self.shard(name, lambda key: tensors[key]))
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """PEFT key -> whole fp32 tensor on the CPU. A collective of the tensor-parallel ranks; all get all of it."""

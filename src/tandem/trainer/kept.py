@@ -64,8 +64,8 @@ class Kept:
             self._need = need
         return self._topology
 
-    def read_state(self, spool: Spool, run: RunSpec, step: int, arch: Arch) -> state.Saved | None:
-        """Checkpoint `step` of `run`, read and checked by `state.read`; checked, but None, where it is in memory.
+    def check_state(self, spool: Spool, run: RunSpec, step: int, arch: Arch) -> state.Checked | None:
+        """Checkpoint `step` of `run`, checked by `state.check`; None where it is sound and its state in memory.
 
         It needs no model and no device, so it may go on beside their making.
         """
@@ -73,18 +73,18 @@ class Kept:
         if holds == (run.name, step, spool.checkpoints.manifest(run.name, step).job):
             spool.checkpoints.verify(run.name, step)
             return None
-        return state.read(spool, run.name, step, arch, run.lora)
+        return state.check(spool, run.name, step, arch, run.lora)
 
     def load(
         self,
         settings: Settings,
         arch: Arch,
         job: RLJob | SFTJob,
-        reading: Future[state.Saved | None],
+        checking: Future[state.Checked | None],
         phases: Phases,
     ) -> tuple[Policy, AdapterOptimizer]:
-        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from: `reading` is of
-        `read_state`."""
+        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from: `checking` is of
+        `check_state`."""
         assert self._need is not None
         held, was = self._model, None
         with phases.phase("build"):
@@ -103,8 +103,8 @@ class Kept:
             else:
                 policy.reload(self._need.model)
         with phases.phase("state"):
-            if (saved := reading.result()) is not None:
-                state.apply(saved, policy, optimizer)
+            if (checked := checking.result()) is not None:
+                state.load(checked, policy, optimizer)
             elif was is not None:
                 optimizer.load_state(was)
         self._model, self._offloaded = (policy, optimizer), False

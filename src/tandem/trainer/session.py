@@ -96,9 +96,9 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         return
     need = Need.of(spool, meeting.assignment)
     arch = read_arch(need.model)
-    # The checkpoint is read and its hashes are compared while ranks connect and the model is made.
+    # The checkpoint's files are hashed while ranks connect and the model is made.
     beside = ThreadPoolExecutor(1)
-    reading = beside.submit(kept.read_state, spool, run, job.base_step, arch)
+    checking = beside.submit(kept.check_state, spool, run, job.base_step, arch)
     beside.shutdown(wait=False)
     with phases.phase("rendezvous"):
         topology = kept.join(need, settings, meeting.connect)
@@ -119,8 +119,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
     with phases.phase("data"):
         batch = PackedBatch.open(spool.absolute(job.data.path))
     with batch:
-        policy, optimizer = kept.load(settings, arch, job, reading, phases)
-        del reading  # what it read is on the device now
+        policy, optimizer = kept.load(settings, arch, job, checking, phases)
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,

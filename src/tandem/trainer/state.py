@@ -14,17 +14,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes, read_adapter
+from tandem.model import device, stream
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes, check_config
 from tandem.model.arch import Arch
 from tandem.model.policy import Policy
+from tandem.model.stream import Stored
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape, RLLoss
 from tandem.trainer.optimizer import AdamState, AdapterOptimizer
@@ -32,16 +31,20 @@ from tandem.trainer.optimizer import AdamState, AdapterOptimizer
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint's tensors as they are in its files: whole, fp32, on the CPU. `optimizer`: None if never trained."""
+class Checked:
+    """A checkpoint whose files are whole and have the right tensors; `optimizer`: None if it was never trained."""
 
-    adapter: dict[str, NDArray[np.float32]]
-    optimizer: dict[str, Tensor] | None
+    adapter: dict[str, Stored]
+    optimizer: dict[str, Stored] | None
 
 
-def read(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Saved:
-    """Read and check checkpoint `step` of `run`. Needs no model and no device, so it may go on beside their making.
+def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Checked:
+    """Hash the files of checkpoint `step` of `run` and read what tensors they hold. Needs no model and no device, so it
+    may go on beside their making; what it does at length, hashing, leaves the interpreter to others.
 
     Raises CheckpointDamaged when a file is missing, truncated or altered (R16), when a tensor doesn't fit, or when a
     trained checkpoint lacks its optimizer state; NotFound when there is no such step.
@@ -52,45 +55,61 @@ def read(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Save
     if trained and OPTIMIZER_FILE not in manifest.files:
         raise CheckpointDamaged(f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and without it the adapter's "
                                 "training can't be continued; roll the run back to an older step")  # fmt: skip
-    adapter = read_adapter(directory, arch, lora)
+    check_config(directory, lora)
+    shapes = adapter_shapes(arch, lora)
+    adapter = _stored(directory / WEIGHTS_FILE, shapes)
     if OPTIMIZER_FILE not in manifest.files:
-        return Saved(adapter, None)
-    return Saved(adapter, read_optimizer(directory / OPTIMIZER_FILE, adapter_shapes(arch, lora)))
+        return Checked(adapter, None)
+    moments: Shapes = {f"{name}.{moment}": shape for name, shape in shapes.items() for moment in _MOMENTS}
+    optimizer = _stored(directory / OPTIMIZER_FILE, {**moments, "step": ()})
+    for name, tensor in optimizer.items():
+        if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
+            raise CheckpointDamaged(f"{tensor.path}: {name} is {tensor.dtype}, expected {expected}")
+    return Checked(adapter, optimizer)
 
 
-def apply(saved: Saved, policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Put a checkpoint into policy and optimizer, which are of its run."""
-    policy.set_adapter(saved.adapter)
-    adam = saved.optimizer
-    if adam is not None:
+def _stored(path: Path, shapes: Shapes) -> dict[str, Stored]:
+    """The tensors of `path`, which must be those of `shapes`."""
+    try:
+        found = stream.headers([path])
+    except InvalidInput as error:
+        raise CheckpointDamaged(error.message) from error
+    for name in sorted(shapes.keys() ^ found.keys()):
+        raise CheckpointDamaged(f"{path} {'has an unexpected tensor' if name in found else 'lacks the tensor'} {name}")
+    for name, shape in shapes.items():
+        if found[name].shape != shape:
+            raise CheckpointDamaged(f"{path}: {name} has the shape {list(found[name].shape)}, expected {list(shape)}")
+    return found
+
+
+@torch.no_grad()
+def load(checked: Checked, policy: Policy, optimizer: AdapterOptimizer) -> None:
+    """Put a checkpoint into policy and optimizer, which are of its run. CheckpointDamaged names a tensor that is not
+    finite."""
+    where = device.device()
+    policy.set_adapter(_tensors(checked.adapter, where))
+    if checked.optimizer is not None:
+        adam = _tensors(checked.optimizer, where)
+        if (step := int(adam["step"])) < 1:
+            raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
 
         def shards(moment: str) -> dict[str, Tensor]:
             return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
 
-        optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
+        optimizer.load_state(AdamState(step, *map(shards, _MOMENTS)))
 
 
-def read_optimizer(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Adam's state of `path` for an adapter of these `shapes`: `<PEFT key>.<moment>` and `step`. CheckpointDamaged
-    names the file and the tensor that is wrong."""
+def _tensors(stored: dict[str, Stored], where: torch.device) -> dict[str, Tensor]:
+    path = next(iter(stored.values())).path
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} can't be read: {error}") from error
-    expected = {f"{name}.{moment}": torch.Size(shape) for name, shape in shapes.items() for moment in _MOMENTS}
-    for name in sorted({"step", *expected} ^ set(tensors)):
-        what = "has an unexpected tensor" if name in tensors else "lacks the tensor"
-        raise CheckpointDamaged(f"{path} {what} {name}")
-    for name, shape in expected.items():
-        tensor = tensors[name]
-        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
-            raise CheckpointDamaged(
-                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected finite float32 {list(shape)}"
-            )
-    step = tensors["step"]
-    if step.dtype != torch.int64 or step.dim() != 0 or step < 1:
-        raise CheckpointDamaged(f"{path}: step must be an int64 scalar of at least 1")
-    return tensors
+        found = stream.load(path, stored, where)
+    except InvalidInput as error:
+        raise CheckpointDamaged(error.message) from error
+    finite = torch.stack([tensor.isfinite().all() for tensor in found.values()]).tolist()
+    for name, good in zip(found, finite, strict=True):
+        if not good:
+            raise CheckpointDamaged(f"{path}: {name} holds NaN or infinity")
+    return found
 
 
 @dataclass(frozen=True)
