@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model import device
+from tandem.model import device, recompute_fix
 from tandem.model.arch import Arch
 from tandem.model.attention import TreeAttention
 from tandem.model.experts import Experts, ExpertsLayer
@@ -104,6 +104,7 @@ def build_policy(
             continue
         mlp.linear_fc1 = adapt(mlp.linear_fc1, [Part("gate_proj", ffn), Part("up_proj", ffn)], join_stacked)
         mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
+    recompute_fix.install(gpt)
     return Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch).to(where))
 
 

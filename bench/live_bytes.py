@@ -1,0 +1,53 @@
+"""Bytes of tensors that are alive, on the CPU as `torch.cuda.memory_allocated` has them on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the storages that operations in its context make, whoever holds them: Python, autograd's graph, a cycle.
+
+    A storage that an operation was given (a view's, an in-place result's) is not counted by it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in given and key not in self._bytes:
+                self._bytes[key] = storage.nbytes()
+                weakref.finalize(storage, self._bytes.pop, key, None)
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def counted(device: torch.device) -> Iterator[Callable[[], int]]:
+    """A function that says how many bytes of tensors are alive: on the GPU all, on the CPU those made inside."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        yield torch.cuda.memory_allocated
+        return
+    with LiveStorages() as live:
+        yield lambda: live.bytes
