@@ -22,7 +22,7 @@ from tandem import ports
 from tandem.client import Tandem
 
 ROOT = Path(__file__).parent.parent
-MAIN, CPU, NVLINK = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink"))
+MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
 # What a process of each program has as a word of its command line.

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 API_KEY, ADMIN_TOKEN = "key", "token"
+SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 
 
 def effect(adapter: Path | None) -> float:
@@ -43,6 +44,11 @@ class FakeVllm:
         self.in_use: set[str] = set()
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
+        self.asleep = False
+        self.dead = False  # the engine; the server answers on
+        self.on_sleep: Callable[[], None] = lambda: None  # before it sleeps; what it raises is the answer 500
+        self.on_wake: Callable[[], None] = lambda: None
+        self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self._port = 0
 
@@ -50,9 +56,11 @@ class FakeVllm:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    def start(self) -> None:
+    def start(self, port: int = 0) -> None:
         """Empty, as a vLLM that has just started; on the same port every time."""
+        self._port = port or self._port
         self.adapters.clear()
+        self.asleep = self.dead = False
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,12 +108,14 @@ class FakeVllm:
     def _route(self, path: str, body: dict[str, Any], request: BaseHTTPRequestHandler) -> tuple[int, Any]:
         if path.startswith("/v1/") and request.headers.get("Authorization") != f"Bearer {API_KEY}":
             return 401, {"error": "Unauthorized"}
-        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache")
+        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", *SLEEP)
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
+        if path in SLEEP:
+            return self._sleep(path)
         match path:
             case "/health":
-                return 200, ""
+                return (503, "") if self.dead else (200, "")
             case "/version":
                 return 200, {"version": self.version}
             case "/v1/models":
@@ -115,6 +125,9 @@ class FakeVllm:
                 name = body["lora_name"]
                 if name in self.adapters:
                     return 400, {"error": {"message": "already loaded"}}
+                if self.asleep:
+                    self.dead = True  # CUDA error: an illegal memory access was encountered
+                    return 500, {"error": {"message": "EngineCore encountered an issue"}}
                 self.adapters[name] = (body["lora_path"], effect(Path(body["lora_path"])))
                 return 200, "Success"
             case "/v1/unload_lora_adapter":
@@ -127,6 +140,19 @@ class FakeVllm:
             case "/metrics":
                 return 200, self._metrics()
         return 404, {"error": {"message": "no such route"}}
+
+    def _sleep(self, path: str) -> tuple[int, Any]:
+        """One call after another, as the engine does them."""
+        with self._engine:
+            if self.dead:
+                return 500, {"error": {"message": "EngineCore encountered an issue"}}
+            if path == "/sleep" and not self.asleep:
+                self.on_sleep()
+                self.asleep = True
+            elif path == "/wake_up" and self.asleep:
+                self.on_wake()
+                self.asleep = False
+            return 200, {"is_sleeping": self.asleep} if path == "/is_sleeping" else ""
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] != "base" and body["model"] not in self.adapters:
@@ -142,6 +168,8 @@ class FakeVllm:
             [
                 f'vllm:num_requests_running{{engine="0",model_name="base"}} {float(len(self.in_use))}',
                 'vllm:num_requests_waiting{engine="0",model_name="base"} 0.0',
+                f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {float(not self.asleep)}',
+                f'vllm:engine_sleep_state{{engine="0",sleep_state="weights_offloaded"}} {float(self.asleep)}',
                 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",waiting_lora_adapters=""} 1.5e+09',
                 f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{",".join(sorted(self.in_use))}",'
                 f'waiting_lora_adapters=""}} {now!r}',

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "spool": set(),
     "data": {"spool"},
     "model": {"spool", "data"},
-    "trainer": {"spool", "data", "model", "publish"},
+    "trainer": {"spool", "data", "model", "publish", "inference.admin", "inference.waking"},
     "publish": {"spool", "model"},
     "inference": {"spool", "supervision"},
     "controller": {"spool", "data", "metrics", "model.arch", "model.identity"},

@@ -62,6 +62,28 @@ def test_a_device_of_both_is_refused(monkeypatch):
         Settings()
 
 
+@pytest.mark.parametrize(
+    ("trainer", "inference", "device", "refused"),
+    [
+        ("", "", "auto", None),
+        ("0,1", "1,0", "cuda", None),
+        ("0", "1", "auto", "must name the same GPUs"),
+        ("0", "", "auto", "must name the same GPUs"),
+        ("", "", "cpu", "no GPU to share"),
+    ],
+)
+def test_shared_gpus_are_the_same_for_both(monkeypatch, trainer, inference, device, refused):
+    monkeypatch.setenv("TANDEM_GPU_MODE", "shared")
+    monkeypatch.setenv("TANDEM_TRAINER_DEVICES", trainer)
+    monkeypatch.setenv("TANDEM_INFERENCE_DEVICES", inference)
+    monkeypatch.setenv("TANDEM_DEVICE", device)
+    if refused is None:
+        assert Settings().gpu_mode == "shared"
+    else:
+        with pytest.raises(ValidationError, match=refused):
+            Settings()
+
+
 def test_ranks_that_tensor_parallel_does_not_divide_are_refused(monkeypatch):
     monkeypatch.setenv("TANDEM_TRAINER_RANKS", "3")
     monkeypatch.setenv("TANDEM_TENSOR_PARALLEL", "2")

@@ -31,7 +31,8 @@ class Settings(BaseSettings):
     """Hugging Face directory or hub name. A relative path that exists under `root` is taken from there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpu_mode: Literal["dedicated", "shared"] = "dedicated"
-    """dedicated: trainer and vLLM each have devices of their own. shared is not built yet."""
+    """dedicated: trainer and vLLM each have devices of their own. shared: both have the same, and vLLM sleeps while a
+    job trains."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
 
@@ -127,13 +128,22 @@ class Settings(BaseSettings):
                 f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
             )
         if self.gpu_mode == "shared":
-            raise ValueError("TANDEM_GPU_MODE=shared is not built yet; give trainer and inference devices of their own")
-        if both := set(self.trainer_devices) & set(self.inference_devices):
+            self._can_share()
+        elif both := set(self.trainer_devices) & set(self.inference_devices):
             raise ValueError(
                 f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "
                 "each needs devices of its own"
             )
         return self
+
+    def _can_share(self) -> None:
+        if self.device == "cpu":
+            raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
+        if set(self.trainer_devices) != set(self.inference_devices):
+            raise ValueError(
+                f"TANDEM_GPU_MODE=shared: TANDEM_TRAINER_DEVICES={','.join(self.trainer_devices)} and "
+                f"TANDEM_INFERENCE_DEVICES={','.join(self.inference_devices)} must name the same GPUs, or both be empty"
+            )
 
     @property
     def resolved_inference_url(self) -> str:

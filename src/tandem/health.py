@@ -10,21 +10,19 @@ ranks, they end themselves.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import struct
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 from tandem import alive
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.ports import loopback
 from tandem.spool import Spool
+from tandem.spool.locks import is_locked
 from tandem.supervision import current_role, runtime_dir, statuses
 
 PROGRAMS = {
@@ -35,8 +33,6 @@ PROGRAMS = {
 """What must run, by role."""
 _TIMEOUT_SECONDS = 4.0
 _BASE_MODEL_NAME = "base"
-_FLOCK = "hhqqi4x"
-"""struct flock of Linux on 64 bits: type, whence, start, length, pid."""
 
 
 def troubles(settings: Settings, role: str) -> Iterator[str]:
@@ -87,18 +83,6 @@ def _vllm(settings: Settings) -> Iterator[str]:
             models = []
         if _BASE_MODEL_NAME not in models:
             yield f"vLLM does not list the model {_BASE_MODEL_NAME!r}"
-
-
-def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Asks the kernel only: nothing is locked for a moment, in
-    which who wants the lock would not get it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
-        return kind != fcntl.F_UNLCK
-    finally:
-        os.close(descriptor)
 
 
 def _get(url: str, key: str | None = None) -> tuple[list[str], bytes]:

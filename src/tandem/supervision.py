@@ -40,8 +40,9 @@ _EXPORTER = Program("exporter", "tandem.metrics.exporter", 50, 5, essential=Fals
 _CONTROLLER = Program("controller", "tandem.controller", 100, 8, port="controller")
 _VLLM = Program("vllm", "tandem.inference.serve", 200, 20, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 300, 8)
-# It stops its ranks and puts the job back; its own bound is tandem.trainer.runner.STOP_SECONDS.
-_RUNNER = Program("runner", "tandem.trainer.runner", 400, 36)
+# It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs; its own bound is
+# tandem.trainer.runner.STOP_SECONDS.
+_RUNNER = Program("runner", "tandem.trainer.runner", 400, 61)
 _PROGRAMS: dict[Role, tuple[Program, ...]] = {
     "all": (_EXPORTER, _CONTROLLER, _VLLM, _PUBLISHER, _RUNNER),
     "trainer": (_EXPORTER, _RUNNER),

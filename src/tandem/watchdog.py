@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import httpx
 
 from tandem.config import Settings
+from tandem.errors import TandemError
 from tandem.ports import loopback
 from tandem.processes import Process
+from tandem.spool import Spool
 
 _SERIES = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _REQUESTS = ("num_requests_running", "num_requests_waiting")
@@ -60,9 +62,13 @@ class Progress:
         self._tokens = -1.0
         self._since = self._last = 0.0
 
-    def observe(self, now: float, life: Life, sample: Sample | None, paused: Callable[[], bool]) -> str | None:
-        """Why vLLM should be ended, or None. `life`: its process; `sample`: None where it doesn't answer;
-        `paused`: asked only where nothing else explains it. A vLLM that has not answered yet is loading."""
+    def observe(
+        self, now: float, life: Life, sample: Sample | None, paused: Callable[[], bool],
+        may_sleep: Callable[[], bool] = lambda: True,
+    ) -> str | None:  # fmt: skip
+        """Why vLLM should be ended, or None. `life`: its process; `sample`: None where it doesn't answer; `may_sleep`
+        and `paused`: asked only where it sleeps, and where nothing else explains it. A vLLM that has not answered yet
+        is loading."""
         if life != self._life:
             self._life, self._answered, self._tokens = life, False, -1.0
             self._since = now
@@ -73,6 +79,8 @@ class Progress:
         if sample is None:
             return f"it has not answered for {waited:.0f} s" if self._answered and waited > self._stall else None
         self._answered = True
+        if sample.asleep and not may_sleep():
+            return f"it has slept for {waited:.0f} s, and can't be woken" if waited > self._stall else None
         if sample.asleep or not sample.requests or sample.tokens != self._tokens or paused():
             self._tokens, self._since = sample.tokens, now
             return None
@@ -99,6 +107,7 @@ class Watchdog:
         self._life: Life | None = None
         self._stall: Stall | None = None
         self._end = threading.Event()
+        self._settings = settings
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -121,7 +130,9 @@ class Watchdog:
                 if life is None:
                     continue
                 sample = self._sample(client)
-                why = self._progress.observe(time.monotonic(), life, sample, lambda: self._paused(client))
+                why = self._progress.observe(
+                    time.monotonic(), life, sample, lambda: self._paused(client), self._may_sleep
+                )
                 if why is not None:
                     self._stall = Stall(life, why)
 
@@ -132,6 +143,16 @@ class Watchdog:
             return parse(response.text) if response.status_code == 200 else None
         except httpx.HTTPError:
             return None
+
+    def _may_sleep(self) -> bool:
+        """Whether somebody will wake it: its own user, or on shared GPUs a trainer that holds them, or did."""
+        if self._settings.gpu_mode == "dedicated":
+            return True
+        try:
+            hold = Spool(self._settings.root, writable=False).hold.get()
+        except (TandemError, OSError):
+            return True  # nobody sees what a trainer does
+        return hold is not None and time.time() < hold.deadline
 
     def _paused(self, client: httpx.Client) -> bool:
         try:

@@ -42,6 +42,7 @@ def preflight(root: Path, model: Path, **variables: str) -> tuple[int, dict[str,
         {"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_TRAINER_RANKS": "2", "TANDEM_INFERENCE_DEVICES": "2"},
         {"TANDEM_TRAINER_DEVICES": "GPU-aa", "TANDEM_INFERENCE_DEVICES": "GPU-ab"},
         {"TANDEM_DEVICE": "cpu", "TANDEM_TRAINER_DEVICES": "", "TANDEM_INFERENCE_DEVICES": ""},
+        {"TANDEM_GPU_MODE": "shared", "TANDEM_TRAINER_DEVICES": "GPU-ab", "TANDEM_INFERENCE_DEVICES": "GPU-ab"},
         {"TANDEM_MAX_MODEL_LEN": ""},  # compose's way to say "not set"
     ],
 )
@@ -60,7 +61,8 @@ def test_what_can_start(tmp_path, model, variables):
         ({"TANDEM_TRAINER_DEVICES": "0,2"}, "GPUs", "TANDEM_TRAINER_RANKS=1"),
         ({"TANDEM_TRAINER_DEVICES": "0,0", "TANDEM_TRAINER_RANKS": "2"}, "GPUs", "names one twice"),
         ({"TANDEM_INFERENCE_DEVICES": "1,2"}, "GPUs", "TANDEM_INFERENCE_TENSOR_PARALLEL=1"),
-        ({"TANDEM_GPU_MODE": "shared", "TANDEM_INFERENCE_DEVICES": "0"}, "settings", "not built yet"),
+        ({"TANDEM_GPU_MODE": "shared"}, "settings", "must name the same GPUs"),
+        ({"TANDEM_GPU_MODE": "shared", "TANDEM_DEVICE": "cpu"}, "settings", "no GPU to share"),
         ({"TANDEM_INFERENCE_DEVICES": ""}, "GPUs", "inference []"),
         ({"TANDEM_API_KEY": ""}, "TANDEM_API_KEY", "empty"),
         ({"TANDEM_ADMIN_TOKEN": "k" * 32}, "TANDEM_ADMIN_TOKEN", "one of the API keys"),

@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 import yaml
 
-from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, Compose, docker
+from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, SHARED, Compose, docker
 from tandem import supervision
 from tandem.config import Settings
 
@@ -95,6 +95,20 @@ def test_the_same_gpu_for_both_is_refused_by_every_command(devices, files):
     assert Compose(*files).config(TANDEM_GPU_MODE="shared", **both), "in shared mode preflight decides"
 
 
+@pytest.mark.parametrize("given", [{}, {"TANDEM_TRAINER_DEVICES": "2"}, {"TANDEM_TRAINER_DEVICES": f"{A},{B}"}])
+def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(given):
+    config = Compose(MAIN, SHARED).config(**given)
+    devices = given.get("TANDEM_TRAINER_DEVICES", "0")
+    for role in ("trainer", "inference"):
+        assert environment(config, role)["NVIDIA_VISIBLE_DEVICES"] == devices
+        assert environment(config, role)["TANDEM_ADMIN_TOKEN_FILE"] == "/run/secrets/admin_token"
+        assert {secret["source"] for secret in config["services"][role]["secrets"]} == SECRETS["inference"]
+    assert {environment(config, name)["TANDEM_GPU_MODE"] for name in OURS} == {"shared"}
+    preflight = environment(config, "preflight")
+    assert preflight["TANDEM_TRAINER_DEVICES"] == preflight["TANDEM_INFERENCE_DEVICES"] == devices
+    assert Compose(MAIN, SHARED).config(TANDEM_TRAINER_DEVICES="3", TANDEM_INFERENCE_DEVICES="3"), "is not refused"
+
+
 def test_the_guard_is_never_a_container():
     assert GUARD not in Compose(MAIN).config()["services"]
     assert everything()["services"][GUARD]["profiles"] == ["never"]
@@ -109,10 +123,9 @@ def test_the_guard_is_never_a_container():
         (A, A[:12], {}, "may be one device"),
         ("0,1", "2", {}, "TANDEM_TRAINER_RANKS=1"),
         ("0", "1,2", {}, "TANDEM_INFERENCE_TENSOR_PARALLEL=1"),
-        ("0", "1", {"TANDEM_GPU_MODE": "shared"}, "shared is not built yet"),
+        ("0", "1", {"TANDEM_GPU_MODE": "shared"}, "must name the same GPUs"),
         # Said outright, the mode takes the guard away that compares within compose.
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
-        ("0", "0", {"TANDEM_GPU_MODE": "shared"}, "shared is not built yet"),
     ],
 )
 def test_preflight_refuses_what_compose_cannot_compare(images, tmp_path, trainer, inference, variables, words):
@@ -417,7 +430,7 @@ OF_COMPOSE = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 
 def test_the_example_explains_every_variable_and_no_other():
-    read = set().union(*map(variables_of, (MAIN, CPU, NVLINK)))
+    read = set().union(*map(variables_of, (MAIN, CPU, NVLINK, SHARED)))
     assert read == set(example()) - OF_COMPOSE
 
 

@@ -17,6 +17,7 @@ from helm.renders import (
     case,
     containers,
     environment,
+    is_shared,
     pod_of,
     preflight_of,
     with_values,
@@ -61,8 +62,10 @@ def files(pod: dict, container: dict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_secrets_are_files_and_only_inference_has_the_admin_token(name):
+def test_secrets_are_files_and_only_who_talks_to_vllm_as_its_admin_has_the_token(name):
+    """That is inference, and a trainer that shares its GPUs."""
     rendered = case(name)
+    admins = {"inference", "trainer"} if is_shared(name) else {"inference"}
     for _, pod in rendered.pods():
         for container in containers(pod):
             assert not container.get("envFrom")
@@ -70,16 +73,16 @@ def test_secrets_are_files_and_only_inference_has_the_admin_token(name):
             named = {v for n, v in environment(container).items() if n.endswith("_FILE") or n == "HF_TOKEN_PATH"}
             seen = files(pod, container)
             assert named <= set(seen), container["name"]
-            of_inference = any("inference" in argument for argument in [container["name"], *container.get("args", [])])
+            of_admin = any(role in word for word in [container["name"], *container.get("args", [])] for role in admins)
             if "admin_token" in seen.values():
-                assert of_inference or container["name"].startswith(("inference-", "tiny-model")), container["name"]
+                assert of_admin or container["name"].startswith(("inference-", "tiny-model")), container["name"]
                 assert pod is pod_of(rendered, "inference")
     for role in ROLES:
         pod = pod_of(rendered, role)
         main = next(c for c in pod["spec"]["containers"] if c["name"] == role)
-        expected = {f"{MOUNT}/{key}": key for key in SECRETS if key != "admin_token" or role == "inference"}
+        expected = {f"{MOUNT}/{key}": key for key in SECRETS if key != "admin_token" or role in admins}
         assert files(pod, main) == files(pod, preflight_of(rendered, role)) == expected
-        assert (environment(main).get("TANDEM_ADMIN_TOKEN_FILE") is not None) == (role == "inference")
+        assert (environment(main).get("TANDEM_ADMIN_TOKEN_FILE") is not None) == (role in admins)
 
 
 @pytest.mark.parametrize("name", CASES)

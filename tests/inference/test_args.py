@@ -36,6 +36,13 @@ def test_cpu() -> None:
     assert "HF_HUB_OFFLINE" not in command.env
 
 
+def test_only_who_shares_its_gpus_can_sleep() -> None:
+    shared = server_command(settings(device="cuda", gpu_mode="shared"), environ={}).argv
+    assert [word for word in shared if word not in server_command(settings(device="cuda"), environ={}).argv] == [
+        "--enable-sleep-mode"
+    ]
+
+
 def test_cuda() -> None:
     command = server_command(settings(device="cuda", inference_tensor_parallel=2, max_model_len=4096), environ={})
     assert option(command.argv, "--dtype") == "bfloat16"

@@ -200,6 +200,37 @@ def training() -> Stack:
     return stack
 
 
+def sharing() -> Stack:
+    """Trainer and vLLM on one GPU: a job trains for 60 of every 100 minutes, while vLLM sleeps on its requests."""
+    stack = idle()
+    _vllm(stack, busy=True)
+
+    def asleep(minute: int) -> bool:
+        return minute % 100 >= 40
+
+    def awake_so_far(minute: int) -> int:
+        return minute // 100 * 40 + min(minute % 100, 40)
+
+    engine = {"model_name": "tiny", "engine": "0"}
+    for name, pace in (("iteration_tokens_total_count", 1000), ("generation_tokens_total", 60000)):
+        stack[series("vllm", f"vllm:{name}", **engine)] = each(lambda minute, pace=pace: pace * awake_so_far(minute))
+    stack[series("vllm", "vllm:num_requests_waiting", **engine)] = each(lambda minute: 200 * asleep(minute))
+    for state, of in (("awake", lambda m: not asleep(m)), ("weights_offloaded", asleep)):
+        key = series("vllm", "vllm:engine_sleep_state", sleep_state=state, **engine)
+        stack[key] = each(lambda minute, of=of: float(of(minute)))
+    for uuid in TRAINER_GPUS:
+        for key in [key for key in stack if uuid in key]:
+            del stack[key]
+    used = each(lambda minute: (0.5 + 0.1 * (minute > 300) if asleep(minute) else 0.9) * TOTAL)
+    for target in ("trainer", "inference"):
+        stack[series(target, "tandem_gpu_memory_total_bytes", uuid=INFERENCE_GPU)] = each(TOTAL)
+        stack[series(target, "tandem_gpu_memory_used_bytes", uuid=INFERENCE_GPU)] = used
+    stack[series("trainer", "tandem_job_gpu_left_bytes", uuid=INFERENCE_GPU)] = each(0)
+    stack[series("trainer", "tandem_train_active")] = each(lambda minute: float(asleep(minute)))
+    stack[series("controller", "tandem_jobs", state="running")] = each(lambda minute: float(asleep(minute)))
+    return stack
+
+
 def on_cpu() -> Stack:
     """`idle` on a machine without GPUs, in the middle of one long job: the ranks' memory is the process's."""
     stack = idle(gpus=False)

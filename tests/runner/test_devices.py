@@ -6,7 +6,7 @@ import pytest
 
 from runner.runner_stack import Stack
 from tandem.config import Settings
-from tandem.devices import MIB, Devices
+from tandem.devices import FREE_BYTES, MIB, Devices
 from tandem.errors import InvalidInput
 
 ROWS = "0, GPU-aaaa1111, 3\n1, GPU-bbbb2222, 70000\n2, GPU-bbcc3333, 0\n"
@@ -47,6 +47,16 @@ def test_in_use_and_not_answering_are_both_not_free(smi):
     assert list(ours.busy()) == ["GPU-bbbb2222"]
     smi.write_text("Unable to determine the device handle for GPU0000:19:00.0: Unknown Error\n")
     assert ours.busy() == {"GPU-aaaa1111": None, "GPU-bbbb2222": None}
+
+
+def test_what_may_stay_in_use_is_no_trouble(smi):
+    ours = devices("0", "1")
+    assert ours.busy({"GPU-bbbb2222": 70000 * MIB - FREE_BYTES}) == {"GPU-bbbb2222": 70000 * MIB}
+    floor = {"GPU-bbbb2222": 70000 * MIB - FREE_BYTES + 1}
+    assert ours.busy(floor) == {}
+    assert ours.wait_free(0, floor)["GPU-bbbb2222"] == 70000 * MIB
+    smi.write_text("Unknown Error\n")
+    assert list(ours.busy(floor)) == ["GPU-aaaa1111", "GPU-bbbb2222"]
 
 
 def test_no_gpu_where_one_is_asked_for_is_refused(smi):

@@ -15,8 +15,9 @@ import pytest
 
 from tandem import ports
 from tandem.config import Settings
-from tandem.health import is_locked, troubles
+from tandem.health import troubles
 from tandem.spool import Spool
+from tandem.spool.locks import is_locked
 from tandem.supervision import Status
 
 HERE = Path(__file__).parent
@@ -148,7 +149,7 @@ def test_asking_for_a_lock_takes_nothing(tmp_path):
     spool = Spool.create(tmp_path)
     path = spool.jobs.runner_lock_path
     assert not is_locked(path)
-    code = f"from tandem.health import is_locked; from pathlib import Path; print(is_locked(Path({str(path)!r})))"
+    code = f"from tandem.spool.locks import is_locked; from pathlib import Path; print(is_locked(Path({str(path)!r})))"
     with spool.jobs.runner_lock("me"):
         for _ in range(2):
             assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"

@@ -45,11 +45,11 @@ class Watched:
         self.progress = Progress(300, 10)
         self.now = 1000.0
 
-    def see(self, seconds: float, *samples: Sample | None, life=LIFE, paused=False) -> str | None:
+    def see(self, seconds: float, *samples: Sample | None, life=LIFE, paused=False, may_sleep=True) -> str | None:
         """The first verdict within so many seconds of these samples, over and over."""
         for i in range(int(seconds / 10)):
             self.now += 10
-            why = self.progress.observe(self.now, life, samples[i % len(samples)], lambda: paused)
+            why = self.progress.observe(self.now, life, samples[i % len(samples)], lambda: paused, lambda: may_sleep)
             if why:
                 return why
         return None
@@ -72,6 +72,15 @@ def test_idle_asleep_or_paused_is_no_stall(sample, paused):
     # It counts from its end.
     assert watched.see(300, Sample(2, 5)) is None
     assert watched.see(40, Sample(2, 5)) is not None
+
+
+def test_a_sleep_that_nobody_will_end_is_a_stall():
+    watched = Watched()
+    asleep = Sample(0, 5, asleep=True)
+    assert watched.see(3000, asleep) is None  # a job trains
+    assert watched.see(300, asleep, may_sleep=False) is None  # the publisher is about to wake it
+    assert watched.see(20, asleep, may_sleep=False) == "it has slept for 310 s, and can't be woken"
+    assert watched.see(20, Sample(0, 5), may_sleep=False) is None
 
 
 def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():

@@ -38,6 +38,11 @@
 {{- /* Not by the Service that needs a ready vLLM: the trainer talks to it when it sleeps, too. */}}
 - name: TANDEM_INFERENCE_URL
   value: {{ if include "tandem.shared" .root }}http://127.0.0.1:8000{{ else }}http://{{ include "tandem.host" (dict "root" .root "host" "inference-pods") }}:8000{{ end }}
+{{- if include "tandem.shared" .root }}
+{{- /* It puts vLLM to sleep and wakes it. */}}
+- name: TANDEM_ADMIN_TOKEN_FILE
+  value: /etc/tandem/secrets/admin_token
+{{- end }}
 - name: TANDEM_TRAINER_RANKS
   value: {{ ternary $v.trainer.gpus $v.trainer.cpuRanks (eq $v.device "cuda") | int | quote }}
 {{- else }}

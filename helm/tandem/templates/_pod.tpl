@@ -111,7 +111,7 @@ pod of all can be placed. */}}
 
 {{/* Seconds a role's container may take to stop: supervision.stop_seconds of its programs, added up; tests compare. */}}
 {{- define "tandem.stopSeconds" -}}
-{{- get (dict "controller" 15 "trainer" 62 "inference" 54) . -}}
+{{- get (dict "controller" 15 "trainer" 87 "inference" 54) . -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer"): with what comes before SIGTERM, and a margin. */}}
@@ -136,7 +136,7 @@ pod of all can be placed. */}}
   emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
-  {{- include "tandem.secretVolume" (dict "root" .root "admin" (eq .role "inference")) | nindent 2 }}
+  {{- include "tandem.secretVolume" (dict "root" .root "admin" (or (eq .role "inference") (ne (include "tandem.shared" .root) ""))) | nindent 2 }}
 {{- with $role.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

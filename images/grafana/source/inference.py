@@ -136,9 +136,9 @@ def build() -> Json:
                  "the run was trained within 6 hours.", "none", query("tandem_policy_refused{@pod}", "{{run}}"),
                  width=6,
                  height=6, texts={"0": ("no", "green"), "1": ("yes", RED)}, none="no run"),
-        timeline("Sleep", "The engine's state: `vllm:engine_sleep_state`. Always awake while trainer and vLLM have "
-                 "GPUs of their own.", "none", query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{sleep_state}}"),
-                 width=6,
+        timeline("Sleep", "The engine's state: `vllm:engine_sleep_state`. It sleeps only while a job of a trainer that "
+                 "shares its GPUs runs.", "none",
+                 query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{sleep_state}}"), width=6,
                  height=6, texts={"0": ("no", GREY), "1": ("yes", "green")}, none="not told"),
         table("KV cache configuration", "`vllm:cache_config_info`.", query("vllm:cache_config_info{@pod}",
                                                                            kind="table"),

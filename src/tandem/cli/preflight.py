@@ -18,7 +18,7 @@ _SHORTEST_SECRET = 16
 
 def preflight(
     role: Annotated[
-        str, typer.Option(help="Whose start it is: controller, trainer, inference; only inference has the admin token.")
+        str, typer.Option(help="Whose start it is: controller, trainer, inference; inference has the admin token.")
     ] = "all",
     devices_granted: Annotated[
         bool, typer.Option("--devices-granted", help="A scheduler grants GPUs by their number; there are no names.")
@@ -43,15 +43,16 @@ def _checks(role: str, devices_granted: bool) -> Iterator[Check]:
         yield from guarded(gpu_checks, settings)
 
     def secrets(settings: Settings) -> Iterator[Check]:
-        return _secrets(settings, admin=role in ("all", "inference"))
+        return _secrets(settings, admin=role in ("all", "inference") or settings.gpu_mode == "shared")
 
     for part in (secrets, volume_checks, _spool, disk_checks, model_checks):
         yield from guarded(part, settings)
 
 
 def gpu_checks(settings: Settings) -> Iterator[Check]:
-    """Whether trainer and inference get devices of their own, one for each of their processes. Names are compared as
-    they are written; that they exist is seen by the containers that use them. (Settings refuse an equal name.)"""
+    """Whether trainer and inference get devices of their own, or share theirs, one for each of their processes. Names
+    are compared as they are written; that they exist is seen by the containers that use them. (Settings refuse an equal
+    name, or in shared mode an unequal one.)"""
     if settings.device == "cpu":
         yield Check("ok", "GPUs", "none: TANDEM_DEVICE=cpu")
         return
@@ -67,7 +68,7 @@ def gpu_checks(settings: Settings) -> Iterator[Check]:
         return
     # CUDA takes the unambiguous beginning of a UUID too.
     same = [(a, b) for a in trainer for b in inference if not a.isdigit() and (a.startswith(b) or b.startswith(a))]
-    if same:
+    if same and settings.gpu_mode == "dedicated":
         yield Check("fail", "GPUs", f"trainer's {same[0][0]} and inference's {same[0][1]} may be one device",
                     "write the UUIDs out")  # fmt: skip
         return
@@ -81,7 +82,10 @@ def gpu_checks(settings: Settings) -> Iterator[Check]:
         if processes != len(names):
             yield Check("fail", "GPUs", f"{variable}={processes}, but {of}={','.join(names)} are {len(names)}",
                         "each process has one device: make the numbers equal")  # fmt: skip
-    yield Check("ok", "GPUs", f"trainer {', '.join(trainer)}; inference {', '.join(inference)}")
+    if settings.gpu_mode == "shared":
+        yield Check("ok", "GPUs", f"{', '.join(trainer)}, shared by trainer and inference")
+    else:
+        yield Check("ok", "GPUs", f"trainer {', '.join(trainer)}; inference {', '.join(inference)}")
 
 
 def _secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:

@@ -59,11 +59,13 @@ class AdminClient:
         self._version: tuple[int, ...] | None = None
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> AdminClient:
+    def from_settings(cls, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> AdminClient:
         return cls(
             settings.resolved_inference_url,
             api_key=settings.inference_key,
             admin_token=settings.secret("admin_token"),
+            timeout=timeout,
+            work_timeout=work_timeout,
         )
 
     def __enter__(self) -> Self:
@@ -172,6 +174,30 @@ class AdminClient:
             # Versions that don't say fail silently while blocks are held.
             return not any(float(m["value"]) for m in _IN_FLIGHT.finditer(self._request("GET", "/metrics").text))
 
+    # ---- sleep
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, at any level, or is paused. One that is busy falling asleep answers when it has.
+
+        That it sleeps does not prove that its memory is free (vLLM #47654): measure that.
+        """
+        return bool(self._json("GET", "/is_sleeping")["is_sleeping"])
+
+    def sleep(self) -> None:
+        """Have the engine move its weights to host memory and forget its KV cache; returns when it has.
+
+        Level 1: level 2 would discard the base model's weights, and with LoRA vLLM can't load them again (#39934).
+        Mode `keep`: requests that run are put back to the queue and begin their next token again after waking, new ones
+        wait with them, and none ends early, as by vLLM's default. While it sleeps nothing may be loaded into it: an
+        adapter would be written to memory that isn't there, and the engine dies.
+        """
+        self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
+
+    def wake_up(self) -> None:
+        """The opposite; nothing happens to an engine that is awake. InferenceRefused where memory is missing: vLLM 0.26
+        keeps what it had got by then and never wakes any more, later versions can be asked again."""
+        self._request("POST", "/wake_up", timeout=self._work_timeout)
+
     # ---- transport
 
     def _json(
@@ -216,7 +242,7 @@ class AdminClient:
             return response
         message = f"{method} {path} of vLLM at {self.url} answered {response.status_code}: {_message(response)}"
         if response.status_code in (401, 403):
-            raise Unauthorized(f"{message}. Publisher and vLLM need the same TANDEM_ADMIN_TOKEN and TANDEM_API_KEY")
+            raise Unauthorized(f"{message}. It needs the TANDEM_ADMIN_TOKEN and TANDEM_API_KEY that vLLM has")
         if response.status_code in (502, 503, 504) or (response.status_code == 500 and not self.healthy()):
             raise InferenceUnavailable(message)
         raise InferenceRefused(message)

@@ -94,6 +94,8 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
         # A request with a seed whose prefill is cut in two ends vLLM's engine: it rewinds the generator, which torch's
         # CPU generator can't (vLLM 0.32: "CPU Generator does not use offset").
         argv.append("--no-enable-chunked-prefill")
+    if settings.gpu_mode == "shared":
+        argv.append("--enable-sleep-mode")
     if device == "cuda":
         argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     return ServerCommand(

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tandem.inference.args import verify_tolerance
 from tandem.inference.retention import Retention
 from tandem.inference.store import WEIGHTS_FILE, AdapterStore
 from tandem.inference.verify import verify
+from tandem.inference.waking import Turns, turns
 from tandem.logs import Log, configure
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
@@ -61,9 +63,11 @@ class Publisher:
         max_listed: int = 16,
         grace: float = 60.0,
         base_model: str | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`tolerance`: nats; `keep`: newest steps of a run that stay loaded; `max_listed`: adapters beyond which older
-        ones go without waiting `grace` seconds; `base_model`: what vLLM serves, to explain a refusal."""
+        ones go without waiting `grace` seconds; `base_model`: what vLLM serves, to explain a refusal; `turns`: when
+        vLLM may be used, by default always."""
         self._spool = spool
         self._admin = admin
         self._store = store
@@ -72,36 +76,22 @@ class Publisher:
         self._base_model = base_model
         self._retention = Retention(admin, grace=grace, max_listed=max_listed)
         self._adapters = Adapters(admin)
+        self._turns = turns or Turns()
         self._live: dict[str, Live] = {}
         self._refused: dict[str, tuple[Fingerprint, str]] = {}
         self._told: set[str] = set()
         self._said: dict[str, str] = {}
 
     def once(self) -> bool:
-        """Do what is missing, for every run; False when vLLM could not be reached."""
+        """Do what is missing, for every run; False when vLLM sleeps or could not be reached."""
         try:
-            self._adapters.refresh()
-            wanted: set[str] = set()
-            existing: set[str] = set()
-            runs = self._spool.runs.list()
-            for run in runs:
-                if run.weights != "lora":
-                    continue
-                alive.beat("publisher")
-                try:
-                    existing |= {f"{run.name}@{step}" for step in self._spool.checkpoints.steps(run.name)}
-                    wanted |= self._follow(run)
-                    self._say(run.name, "")
-                except InferenceUnavailable:
-                    raise
-                except (TandemError, ValidationError, OSError) as error:
-                    # One run's trouble is not the others'. What it has loaded stays.
-                    wanted |= {name for name in self._adapters.listed if name.startswith(f"{run.name}@")}
-                    self._say(run.name, f"run {run.name} can't be published: {error}")
-            listed, names = self._adapters.listed, {run.name for run in runs}
-            for name in self._retention.retire(listed, runs=names, wanted=wanted, existing=existing):
-                self._unload(name)
-            self._sweep()
+            with self._turns.turn() as why_not:
+                if why_not:
+                    # Nothing may be loaded into it. What it has it keeps.
+                    self._say("turn", f"vLLM sleeps: {why_not}", log.info)
+                    return False
+                self._say("turn", "", log.info)
+                self._publish_all()
         except InferenceUnavailable as error:
             self._say("vllm", f"waiting for vLLM: {error}")
             self._live.clear()
@@ -110,6 +100,30 @@ class Publisher:
             return False
         self._say("vllm", "")
         return True
+
+    def _publish_all(self) -> None:
+        self._adapters.refresh()
+        wanted: set[str] = set()
+        existing: set[str] = set()
+        runs = self._spool.runs.list()
+        for run in runs:
+            if run.weights != "lora":
+                continue
+            alive.beat("publisher")
+            try:
+                existing |= {f"{run.name}@{step}" for step in self._spool.checkpoints.steps(run.name)}
+                wanted |= self._follow(run)
+                self._say(run.name, "")
+            except InferenceUnavailable:
+                raise
+            except (TandemError, ValidationError, OSError) as error:
+                # One run's trouble is not the others'. What it has loaded stays.
+                wanted |= {name for name in self._adapters.listed if name.startswith(f"{run.name}@")}
+                self._say(run.name, f"run {run.name} can't be published: {error}")
+        listed, names = self._adapters.listed, {run.name for run in runs}
+        for name in self._retention.retire(listed, runs=names, wanted=wanted, existing=existing):
+            self._unload(name)
+        self._sweep()
 
     def _sweep(self) -> None:
         """Remove local copies of adapters long unloaded, unless a request still runs on one: vLLM may read it again."""
@@ -259,11 +273,11 @@ class Publisher:
         wanted = resolve_model(self._spool.root, run.base_model)
         return "" if wanted == self._base_model else f"; the run's base model is {wanted}, vLLM's is {self._base_model}"
 
-    def _say(self, about: str, message: str) -> None:
+    def _say(self, about: str, message: str, tell: Callable[[str], None] = log.warning) -> None:
         """Log a trouble once, and once more when it is over."""
         before = self._said.get(about, "")
         if message and message != before:
-            log.warning(message)
+            tell(message)
         elif before and not message:
             log.info(f"over: {before}")
         self._said[about] = message
@@ -288,14 +302,16 @@ def main() -> None:
         alive.beat("publisher")
         try:
             if publisher is None:
+                spool = Spool(settings.root)
                 publisher = Publisher(
-                    Spool(settings.root),
+                    spool,
                     admin,
                     AdapterStore.of(settings.root, settings.resolved_inference_url),
                     tolerance=verify_tolerance(settings),
                     keep=settings.keep_served,
                     max_listed=4 * settings.max_loras,
                     base_model=settings.model_path() if settings.base_model else None,
+                    turns=turns(settings, spool, admin),
                 )
             publisher.once()
             trouble = ""

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from tandem import processes, supervision
 from tandem.config import Settings
 from tandem.devices import FREE_BYTES, Devices
-from tandem.errors import TandemError
+from tandem.errors import SpoolUnusable, TandemError
 from tandem.inference.args import serving_device
 from tandem.logs import Log
+from tandem.spool import Spool
 
 log = Log("inference")
 
 FREE_SECONDS = 60.0
 """How long the devices may take to be free; after that supervisord tries again."""
+STAYING_BYTES = 8 * 2**30
+"""On shared GPUs, what a trainer's resident ranks may keep (CUDA contexts, NCCL's buffers). vLLM itself refuses to
+start where its share of the device is not free."""
 _KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
 
 
@@ -46,7 +52,9 @@ def make_room(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict
     left = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
     if left:
         raise NoRoom(f"processes of an earlier vLLM survive SIGKILL: {', '.join(str(process.pid) for process in left)}")
-    if settings.gpu_mode == "dedicated" and serving_device(settings) == "cuda":
+    if settings.gpu_mode == "shared":
+        _wait_for_trainer(settings)
+    if serving_device(settings) == "cuda":
         _wait_free(settings, free_seconds)
     return dict([marker])
 
@@ -61,16 +69,37 @@ def _lock(path: Path) -> None:
         raise NoRoom(f"vLLM of this spool and port runs already ({path} is locked); stop that one first") from error
 
 
+def _wait_for_trainer(settings: Settings) -> None:
+    """While a trainer that lives holds the GPUs: a vLLM that died during a job starts when the job has ended."""
+    said = False
+    while True:
+        try:
+            hold = Spool(settings.root, writable=False).hold.live()
+        except SpoolUnusable as error:
+            log.warning("can't see whether a trainer holds the GPUs", error=error)
+            return  # no runner works without the volume either; what is in use is measured next
+        if hold is None:
+            break
+        if not said:
+            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+            said = True
+        time.sleep(_POLL_SECONDS)
+    if said:
+        log.info("the trainer has given the GPUs back")
+
+
 def _wait_free(settings: Settings, free_seconds: float) -> None:
     # Where more devices are visible, vLLM takes the first.
     devices = Devices(settings, "inference").first(settings.inference_tensor_parallel)
-    if devices.busy():
-        log.warning("waiting until the devices are free", bytes_in_use=devices.busy())
-        devices.wait_free(free_seconds)
-    if busy := devices.busy():
+    floor = dict.fromkeys(devices.uuids, STAYING_BYTES if settings.gpu_mode == "shared" else 0)
+    if busy := devices.busy(floor):
+        log.warning("waiting until the devices are free", bytes_in_use=busy)
+        devices.wait_free(free_seconds, floor)
+    if busy := devices.busy(floor):
         raise NoRoom(
             f"not free after {free_seconds:.0f} s: "
             + ", ".join(f"{uuid} ({'nvidia-smi does not tell' if used is None else f'{used} bytes in use'})"
                         for uuid, used in busy.items())
-            + f"; vLLM starts when less than {FREE_BYTES} bytes are in use: end what else runs there"
+            + f"; vLLM starts when less than {FREE_BYTES + max(floor.values())} bytes are in use: "
+            "end what else runs there"
         )  # fmt: skip

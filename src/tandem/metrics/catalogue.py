@@ -29,7 +29,7 @@ OUTCOMES = ("succeeded", "failed", "cancelled")
 ERRORS = (
     "oom", "rank_crashed", "rank_hung", "rank_error", "launch_failed", "no_checkpoint", "deadline", "non_finite",
     "runner_lost", "runner_stopped", "invalid_input", "conflict", "checkpoint_damaged", "base_missing",
-    "spool_unusable", "other",
+    "spool_unusable", "inference_unavailable", "gpus_not_freed", "other",
 )  # fmt: skip
 """Why an attempt failed (docs/jobs.md); what is none of these counts as "other"."""
 VOLUMES = ("shared", "shm", "cache", "tmp")

@@ -122,7 +122,10 @@ class JobsCollector(Collector):
         elif event.type == "checkpoint" and (seconds := _number(data, "seconds")) is not None:
             self._last["tandem_checkpoint_duration_seconds"] = seconds
         elif event.type == "released":
-            before, left = data.get("before") or {}, data.get("devices") or {}
+            before, left, floor = (data.get(key) or {} for key in ("before", "devices", "floor"))
+            # What was in use beside the job, by a vLLM that sleeps, is not left by it.
+            left = {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in left.items()}
+            before = {uuid: max(size - floor.get(uuid, 0), 0) for uuid, size in before.items()}
             self._devices["tandem_job_gpu_left_bytes"] = {uuid: size for uuid, size in left.items() if size is not None}
             self._devices["tandem_job_gpu_released_bytes"] = {
                 uuid: max(size - left[uuid], 0) for uuid, size in before.items() if left.get(uuid) is not None

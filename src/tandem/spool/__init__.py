@@ -12,6 +12,7 @@ from tandem.errors import InvalidInput, SpoolUnusable
 from tandem.spool import fs, names
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
+from tandem.spool.hold import Holds
 from tandem.spool.jobs import Jobs
 from tandem.spool.locks import file_lock
 from tandem.spool.runs import Runs
@@ -32,11 +33,11 @@ _DIRECTORIES = (
     ),
 )
 # Jobs share sixteen lock files, which exist from the start: a full disk can't keep anybody from locking.
-_LOCKS = ("claim", *"0123456789abcdef")
+_LOCKS = ("claim", "gpus", *"0123456789abcdef")
 
 
 class Spool:
-    """One directory on one volume: `runs`, `checkpoints`, `jobs`, `events`, `served`. Safe for many processes."""
+    """One directory on one volume: `runs`, `checkpoints`, `jobs`, `events`, `served`, `hold`. For many processes."""
 
     def __init__(self, root: Path | str, *, writable: bool = True) -> None:
         """Opens an existing spool. SpoolUnusable if it is none, or is read-only or full; with `writable` False only if
@@ -47,6 +48,7 @@ class Spool:
         self.jobs = Jobs(self)
         self.events = Events(self)
         self.served = ServedRecords(self)
+        self.hold = Holds(self)
         self.check()
         if writable:
             self.check_writable()

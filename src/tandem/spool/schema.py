@@ -273,9 +273,28 @@ class Beat(RankMemory):
     device_used_peak: int | None = None  # the most this rank has seen
 
 
+HoldPhase = Literal["sleeping", "training", "releasing", "waking"]
+
+
+class Hold(Record):
+    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM."""
+
+    schema_version: Literal[1] = 1
+    runner: str
+    job: JobId
+    attempt: int
+    phase: HoldPhase
+    since: float  # Unix seconds, by the runner's clock, as the others
+    beat: float
+    lease: float  # seconds without a beat after which the runner counts as lost
+    deadline: float  # after which vLLM may be woken whatever is in use, where the runner is lost
+    # Bytes in use per device UUID while vLLM sleeps and no rank runs; empty until measured: nothing was started yet.
+    floor: dict[str, int] = Field(default_factory=dict)
+
+
 EventType = Literal[
-    "claimed", "started", "loaded", "step", "checkpoint", "published", "served", "released", "requeued",
-    "succeeded", "failed", "cancelled",
+    "claimed", "slept", "started", "loaded", "step", "checkpoint", "published", "served", "released", "woken",
+    "requeued", "succeeded", "failed", "cancelled",
 ]  # fmt: skip
 
 

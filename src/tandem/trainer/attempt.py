@@ -124,6 +124,9 @@ def run(job: Job, launcher: Launcher, launch: Launch, joblog: JobLog, watch: Wat
         end = time.monotonic() + GRACE_SECONDS
         while (code := handle.poll()) is None and time.monotonic() < end:
             joblog.pump()
+            if time.monotonic() >= next_beat:
+                watch.beat("stopping", handle.processes())
+                next_beat = time.monotonic() + heartbeat_seconds
             time.sleep(POLL_SECONDS)
         if code is None:
             joblog.say(f"the ranks did not stop within {GRACE_SECONDS:g} s of SIGTERM; killing them")

@@ -3,10 +3,10 @@
     python -m tandem.trainer.runner          (or `tandem runner`)
 
 Every claimed job ends in a state with a reason, within deadline_seconds (or stall_seconds without progress) per attempt
-plus the bounds of `attempt` and RELEASE_SECONDS. SIGTERM or SIGINT: the ranks are stopped, the job goes back to the
-queue without the attempt being counted, and the runner exits with 0 within STOP_SECONDS. `kill -9` of the runner takes
-ranks and launchers with it (PR_SET_PDEATHSIG); what could outlive it is found by its mark and ended by the next runner,
-before that one settles the jobs it left.
+plus the bounds of `attempt` and RELEASE_SECONDS, and where the GPUs are shared with vLLM, those of `sharing`. SIGTERM
+or SIGINT: the ranks are stopped, the job goes back to the queue without the attempt being counted, and the runner exits
+with 0 within STOP_SECONDS. `kill -9` of the runner takes ranks and launchers with it (PR_SET_PDEATHSIG); what could
+outlive it is found by its mark and ended by the next runner, before that one settles the jobs it left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tandem.logs import Log
 from tandem.processes import Process
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import made_by
-from tandem.spool.schema import Job, JobError, JobResult, JobState, RankMemory, RankProcess
-from tandem.trainer import attempt
+from tandem.spool.schema import EventType, Job, JobError, JobResult, JobState, RankMemory, RankProcess
+from tandem.trainer import attempt, sharing
 from tandem.trainer.attempt import JobLog, Watch
 from tandem.trainer.echo import Echo
 from tandem.trainer.launch import DEFAULT_ENTRY, Launch, make_launcher
@@ -37,7 +37,7 @@ log = Log("runner")
 
 RELEASE_SECONDS = 10.0
 """How long a device's memory may take to be free after its last process is gone."""
-STOP_SECONDS = attempt.GRACE_SECONDS + attempt.KILL_SECONDS + RELEASE_SECONDS + 5.0
+STOP_SECONDS = attempt.GRACE_SECONDS + attempt.KILL_SECONDS + RELEASE_SECONDS + sharing.STOP_SECONDS + 5.0
 """Bound between SIGTERM and the runner's exit."""
 _IDLE_SECONDS = 0.2
 _LONGEST_PAUSE = 30.0
@@ -54,7 +54,8 @@ class Runner:
         self._stop = False
         self._status = 0
         self._survivors: list[Process] = []
-        self._floor: dict[str, int] = {}  # bytes per device UUID that may be in use beside a job's ranks
+        self._floor: dict[str, int] = {}  # bytes per device UUID that may stay in use after a job
+        self._beside: dict[str, int] = {}  # those that a vLLM has in use beside it, while it sleeps
 
     def request_stop(self, *_: object) -> None:
         self._stop = True
@@ -70,6 +71,7 @@ class Runner:
             processes.adopt_orphans()
             self._sweep(marker)
             self._devices = Devices(self._settings, "trainer")
+            self._gpus = sharing.sharing(self._settings, self._spool, self._devices, self._name, lambda: self._stop)
             self._launcher = make_launcher(self._settings, entry=self._entry, marker=marker)
             log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=self._launcher.name,
                      ranks=self._settings.trainer_ranks, devices=",".join(self._devices.uuids) or "cpu")  # fmt: skip
@@ -118,6 +120,7 @@ class Runner:
                 )
                 return None
             raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
+        self._gpus.tidy()
         if not jobs.list(states=_QUEUED):
             return None
         self._wait_for_devices()
@@ -127,18 +130,22 @@ class Runner:
 
     def _wait_for_devices(self) -> None:
         """Return when the devices are free; a job whose attempt could only fail on full devices is not claimed."""
-        said = False
+        said = ""
         if not self._launcher.kept():
             self._floor = {}
         while not self._stop:
             self._survivors = [left for left in self._survivors if _lives(left)]
-            busy = self._devices.busy(self._floor)
-            if not busy and not self._survivors:
+            why, about = self._gpus.blocked(), dict[str, object]()
+            # What is in use on shared devices is vLLM's, until it sleeps.
+            busy = self._devices.busy(self._floor) if self._settings.gpu_mode == "dedicated" else {}
+            if why is None and (busy or self._survivors):
+                why = "the devices are not free"
+                about = {"bytes_in_use": busy or None, "processes": [left.pid for left in self._survivors] or None}
+            if why is None:
                 break
-            if not said:
-                log.warning("jobs wait: the devices are not free", bytes_in_use=busy or None,
-                            processes=[left.pid for left in self._survivors] or None)  # fmt: skip
-                said = True
+            if why != said:
+                log.warning(f"jobs wait: {why}", **about)
+                said = why
             self._pause(2.0)
         if said and not self._stop:
             log.info("the devices are free again")
@@ -203,29 +210,62 @@ class Runner:
             stopping=lambda: self._stop,
             beat=lambda phase, ranks: self._beat(job, phase, ranks),
         )
-        ended = attempt.run(job, self._launcher, launch, joblog, watch, self._settings.heartbeat_seconds)
-        self._release(job, ended.survivors)
+        error = self._take(job, joblog, watch)
+        if error is None:
+            ended = attempt.run(job, self._launcher, launch, joblog, watch, self._settings.heartbeat_seconds)
+            error = ended.error
+            self._release(job, ended.survivors)
+        self._give_back(job, joblog)
         if self._insist("look for the checkpoint", lambda: made_by(self._spool, job)):
             # Committed before whatever came after: the chain has it, so the job is done.
             joblog.say(f"checkpoint {spec.base_step + 1} is there: succeeded")
             return JobResult(state="succeeded", step=spec.base_step + 1, finished=time.time())
-        error = ended.error
         joblog.say(f"no checkpoint: {error.type}: {error.message}")
         if error.type == "cancelled":
             return JobResult(state="cancelled", error=error, finished=time.time())
         return error.model_copy(update={"log_tail": joblog.tail()})
 
+    def _take(self, job: Job, joblog: JobLog, watch: Watch) -> JobError | None:
+        """Get the devices from vLLM where they are shared with it; why not, else None."""
+
+        def leave() -> bool:
+            return watch.stopping() or watch.cancelled()
+
+        taken = self._insist("take the GPUs", lambda: self._gpus.take(job, leave))
+        if isinstance(taken, sharing.Taken):
+            self._beside = taken.floor
+            joblog.say(f"vLLM sleeps after {taken.seconds:.1f} s; in use beside it: {taken.floor}")
+            data = {"before": taken.before, "devices": taken.floor, "seconds": taken.seconds}
+            self._tell(job, "slept", data)
+        if watch.stopping():
+            return JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
+        if taken is not None and watch.cancelled():
+            return JobError(type="cancelled", message="cancelled before its ranks were started")
+        return taken if isinstance(taken, JobError) else None
+
+    def _give_back(self, job: Job, joblog: JobLog) -> None:
+        """The opposite of `_take`, whatever came of it: before the job's end is told (R15)."""
+        woken = self._insist("give the GPUs back", lambda: self._gpus.give_back(self._floor))
+        if woken is not None:
+            joblog.say(f"vLLM is awake after {woken.seconds:.1f} s")
+            self._tell(job, "woken", {"devices": woken.devices, "seconds": woken.seconds})
+
+    def _tell(self, job: Job, kind: EventType, data: dict[str, object]) -> None:
+        append = self._spool.events.append
+        self._insist(f"tell that the job has {kind}", lambda: append(job.spec.id, kind, attempt=job.attempt, **data))
+
     def _release(self, job: Job, survivors: list[Process]) -> None:
         """Measure what is left on the devices and tell; the terminal state comes after this (R15)."""
         self._survivors = survivors
         begin = time.monotonic()
+        self._gpus.beat("releasing")
         if self._launcher.kept():
             # They have given back what they can; what a process can't is measured, told, and not in the next job's way.
             used = self._devices.used()
             self._floor = {uuid: size for uuid, size in used.items() if size is not None}
         else:
-            self._floor = {}
-            used = self._devices.wait_free(RELEASE_SECONDS)
+            self._floor = self._beside
+            used = self._devices.wait_free(RELEASE_SECONDS, self._floor)
         left = over(used, self._floor)
         if survivors or left:
             log.error("the ranks are gone but memory is not free" if left else "processes survive SIGKILL",
@@ -242,12 +282,14 @@ class Runner:
             # From the ranks' last signs of life, so that of one that died, or ran out of memory, it is told as well.
             "memory": {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()},
             # null where nvidia-smi didn't answer: not measured is not zero.
-            "bytes": None if None in used.values() else sum(size or 0 for size in used.values()),
+            "bytes": None if None in used.values() else sum(
+                max((size or 0) - self._beside.get(uuid, 0), 0) for uuid, size in used.items()
+            ),
             "devices": used,
+            **({"floor": self._beside} if self._beside else {}),
             "seconds": time.monotonic() - begin,
-        }
-        append = self._spool.events.append
-        self._insist("tell that memory is free", lambda: append(job.spec.id, "released", attempt=job.attempt, **data))
+        }  # fmt: skip
+        self._tell(job, "released", data)
 
     def _record(self, job: Job, verdict: JobResult | JobError) -> str:
         if isinstance(verdict, JobResult):
@@ -259,6 +301,7 @@ class Runner:
 
     def _beat(self, job: Job, phase: str, ranks: list[Process]) -> None:
         alive.beat("runner")
+        self._gpus.beat()
         recorded = [RankProcess(pid=rank.pid, start_time=rank.started) for rank in ranks]
         _quietly(lambda: self._spool.jobs.beat(job.spec.id, self._name, phase, recorded))
 

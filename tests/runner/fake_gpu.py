@@ -1,0 +1,52 @@
+"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as long as it lives.
+
+With an nvidia-smi that adds them up, and an out-of-memory error for who asks for more than there is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TOTAL, AWAKE, ASLEEP, RANK = 80_000, 68_000, 900, 30_000
+"""MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake don't fit."""
+UUID = "GPU-aaaa1111"
+_SMI = """#!/bin/sh
+total=3
+for file in "{gpu}"/*.[0-9]*; do
+    [ -d "/proc/${{file##*.}}" ] && read mib 2>/dev/null <"$file" && total=$((total + mib))
+done
+echo "0, {uuid}, $total"
+"""
+
+
+def install(directory: Path) -> tuple[Path, Path]:
+    """The GPU's directory, and the one to put first on PATH."""
+    gpu, programs = directory / "gpu", directory / "bin"
+    gpu.mkdir()
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(_SMI.format(gpu=gpu, uuid=UUID))
+    (programs / "nvidia-smi").chmod(0o755)
+    return gpu, programs
+
+
+def others(gpu: Path) -> int:
+    """MiB in use by living processes other than this one."""
+    found = [path for path in gpu.glob("*.[0-9]*") if Path("/proc", path.suffix[1:]).exists()]
+    return sum(int(path.read_text() or 0) for path in found if path.suffix != f".{os.getpid()}")
+
+
+def use(gpu: Path, who: str, mib: int) -> None:
+    """Have this process use so much in all. MemoryError where it doesn't fit, which is told in the journal too."""
+    if (in_use := others(gpu)) + mib > TOTAL:
+        tell(gpu, f"{who}: out of memory")
+        raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")
+    staged = gpu / f".{who}"
+    staged.write_text(f"{mib}\n")
+    staged.replace(gpu / f"{who}.{os.getpid()}")
+
+
+def tell(gpu: Path, what: str) -> None:
+    """A line of the journal, in which the order of things can be read."""
+    with (gpu / "journal").open("a") as file:
+        file.write(f"{what}\n")
