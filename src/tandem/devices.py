@@ -77,6 +77,11 @@ def over(used: Mapping[str, int | None], floor: Mapping[str, int] = NOTHING) -> 
     return {uuid: size for uuid, size in used.items() if size is None or size >= floor.get(uuid, 0) + FREE_BYTES}
 
 
+def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
+    """Bytes in use on each device beyond its floor; None where nobody tells."""
+    return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
+
+
 def _selected(settings: Settings, side: Side, by_index: dict[str, str]) -> tuple[str, ...]:
     names = settings.trainer_devices if side == "trainer" else settings.inference_devices
     where = f"TANDEM_{side.upper()}_DEVICES"

@@ -20,7 +20,8 @@ from tandem import supervision
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 
-GPU, CPU = ("docker-compose.yml",), ("docker-compose.yml", "docker-compose.cpu.yml")
+GPU, CPU, SHARED = (("docker-compose.yml", *more) for more in
+                    ((), ("docker-compose.cpu.yml",), ("docker-compose.shared.yml",)))  # fmt: skip
 Variables = dict[str, set[str]]
 """By role: the variables that it may get."""
 
@@ -40,7 +41,11 @@ OTHERWISE: dict[str, Any] = {
 SETS = {
     "baseModel": {"TANDEM_BASE_MODEL": "models/other"},
     "device": {"TANDEM_DEVICE": "cpu", "NVIDIA_VISIBLE_DEVICES": "void"},
-    "gpuMode": {"TANDEM_GPU_MODE": "shared", "TANDEM_INFERENCE_URL": "http://127.0.0.1:8000"},
+    "gpuMode": {
+        "TANDEM_GPU_MODE": "shared",
+        "TANDEM_INFERENCE_URL": "http://127.0.0.1:8000",
+        "TANDEM_ADMIN_TOKEN_FILE": "/etc/tandem/secrets/admin_token",
+    },  # the trainer's
     "tinyModel": {"TANDEM_BASE_MODEL": "models/tiny"},
     "huggingface.endpoint": {"HF_ENDPOINT": "https://hub.example.org"},
     "huggingface.offline": {"HF_HUB_OFFLINE": "1"},
@@ -117,7 +122,7 @@ def reachable() -> Variables:
 def passed() -> Variables:
     """What compose may give to each role."""
     return {
-        role: {name for files in (GPU, CPU) for name in compose_file.services(*files)[role]["environment"]}
+        role: {name for files in (GPU, CPU, SHARED) for name in compose_file.services(*files)[role]["environment"]}
         for role in ROLES
     }
 

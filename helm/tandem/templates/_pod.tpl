@@ -136,7 +136,7 @@ pod of all can be placed. */}}
   emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
-  {{- include "tandem.secretVolume" (dict "root" .root "admin" (or (eq .role "inference") (ne (include "tandem.shared" .root) ""))) | nindent 2 }}
+  {{- include "tandem.secretVolume" (dict "root" .root "admin" (or (eq .role "inference") (and (eq .role "trainer") (eq (include "tandem.shared" .root) "true")))) | nindent 2 }}
 {{- with $role.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

@@ -21,6 +21,8 @@ _POLL_SECONDS = 0.5
 # What is worth a word of each event's data.
 _WORTH = {
     "claimed": ["runner"],
+    "slept": ["seconds"],
+    "woken": ["seconds"],
     "started": ["device"],
     "checkpoint": ["step", "seconds"],
     "served": ["step", "model", "mean_abs_logprob_error"],

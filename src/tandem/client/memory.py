@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from tandem.devices import beyond
 from tandem.spool.schema import Event, RankMemory
 
 KINDS = ("allocated", "reserved", "device_used", "host_pinned", "peak")
@@ -47,7 +48,7 @@ def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
             # A rank that left no sign of life after `loaded` is still known from there.
             now.ranks = dict(sorted((now.ranks | _ranks(data.get("memory") or {})).items()))
             now.released, now.processes = True, data.get("processes") or 0
-            now.most, now.left = data.get("before") or {}, data.get("devices") or {}
+            now.most, now.left = data.get("before") or {}, beyond(data.get("devices") or {}, data.get("floor") or {})
     for now in found.values():
         told = {phase for memory in now.ranks.values() for phase in memory.phases}
         now.last_step = {phase: kinds for phase, kinds in now.last_step.items() if phase not in told}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tandem.devices import beyond
 from tandem.metrics.catalogue import ERRORS, PHASES, CollectorName
 from tandem.metrics.collector import Collector, PartlyFailed, each
 from tandem.metrics.samples import Gauges
@@ -124,11 +125,12 @@ class JobsCollector(Collector):
         elif event.type == "released":
             before, left, floor = (data.get(key) or {} for key in ("before", "devices", "floor"))
             # What was in use beside the job, by a vLLM that sleeps, is not left by it.
-            left = {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in left.items()}
-            before = {uuid: max(size - floor.get(uuid, 0), 0) for uuid, size in before.items()}
+            before, left = beyond(before, floor), beyond(left, floor)
             self._devices["tandem_job_gpu_left_bytes"] = {uuid: size for uuid, size in left.items() if size is not None}
             self._devices["tandem_job_gpu_released_bytes"] = {
-                uuid: max(size - left[uuid], 0) for uuid, size in before.items() if left.get(uuid) is not None
+                uuid: max((size or 0) - (left[uuid] or 0), 0)
+                for uuid, size in before.items()
+                if left.get(uuid) is not None
             }
         if event.type in (*TERMINAL, "requeued", "claimed"):
             self._last.pop(_LAST_STEP_AT, None)

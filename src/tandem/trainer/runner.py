@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from tandem import alive, logs, processes
 from tandem.config import Settings, load_settings
-from tandem.devices import Devices, over
+from tandem.devices import Devices, beyond, over
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
@@ -282,9 +282,7 @@ class Runner:
             # From the ranks' last signs of life, so that of one that died, or ran out of memory, it is told as well.
             "memory": {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()},
             # null where nvidia-smi didn't answer: not measured is not zero.
-            "bytes": None if None in used.values() else sum(
-                max((size or 0) - self._beside.get(uuid, 0), 0) for uuid, size in used.items()
-            ),
+            "bytes": None if None in used.values() else sum(filter(None, beyond(used, self._beside).values())),
             "devices": used,
             **({"floor": self._beside} if self._beside else {}),
             "seconds": time.monotonic() - begin,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tandem import alive
 from tandem.config import Settings
 from tandem.devices import FREE_BYTES, Devices, over
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
@@ -152,6 +153,7 @@ class Shared(Alone):
         return Taken(used, before, time.monotonic() - begin)
 
     def beat(self, phase: HoldPhase | None = None) -> None:
+        alive.beat("runner")
         hold = self._hold
         if hold is None or (phase in (None, hold.phase) and abs(time.time() - hold.beat) < self._heartbeat):
             return

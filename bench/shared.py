@@ -1,0 +1,303 @@
+"""Trainer and vLLM on one GPU: cycles of rollout, sleep, train, release, wake, in seconds and bytes.
+
+    python -m bench.shared [--shape qwen3-8b] [--cycles 10] [--enforce-eager] [--launch fork] [--out DIR]
+
+vLLM, publisher and runner are processes of their own, as in their containers. The base model has random weights, the
+run a LoRA of rank 16, each job is two optimizer steps of SFT (both as in bench.restart). A rollout asks the newest
+served step for a fixed number of tokens. Times are those of the job's events and the client's clock, bytes are
+nvidia-smi's. Fails where vLLM's KV cache is not the size it had, or anything ran out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bench.report import report
+from bench.restart import SHAPES, make_model, sampled_memory, submit
+from tandem import ports, processes
+from tandem.model.arch import read_arch
+from tandem.model.identity import write_identity_adapter
+from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL, LoraShape, RunSpec
+
+RUN = "bench"
+GIB = 2**30
+READY_SECONDS, JOB_SECONDS, SERVED_SECONDS = 300.0, 240.0, 120.0
+_TROUBLE = re.compile(r"CUDA out of memory|CUDA error|OutOfMemoryError|EngineDeadError", re.IGNORECASE)
+_BLOCKS = re.compile(r'^vllm:cache_config_info\{.*?num_gpu_blocks="(\d+)"', re.MULTILINE)
+
+
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A token for each id of the model, so that whatever it samples can be written down."""
+    tokenizer = Tokenizer(models.WordLevel(vocab={f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t1", "pad_token": "t0", "unk_token": "t0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class Parts:
+    """vLLM, publisher and runner, their logs in one directory; none of them is left after `close`."""
+
+    def __init__(self, root: Path, model: Path, options: argparse.Namespace) -> None:
+        self.root, self.logs = root, options.out
+        self.keys = {"TANDEM_API_KEY": secrets.token_hex(16), "TANDEM_ADMIN_TOKEN": secrets.token_hex(16)}
+        with ports.reserve() as port:
+            self.url = f"http://127.0.0.1:{port.port}"
+            number = str(port.port)
+        source = str(Path(__file__).parent.parent / "src")
+        self.environment = os.environ | {
+            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": str(model), "TANDEM_DEVICE": "cuda",
+            "TANDEM_GPU_MODE": "shared", "TANDEM_TRAINER_DEVICES": "0", "TANDEM_INFERENCE_DEVICES": "0",
+            "TANDEM_LAUNCH": options.launch, "TANDEM_INFERENCE_PORT": number, "TANDEM_MAX_LORA_RANK": "16",
+            "TANDEM_MAX_MODEL_LEN": str(options.max_model_len), "TANDEM_MAX_LORAS": "2", "TANDEM_DTYPE": "bfloat16",
+            "TANDEM_GPU_MEMORY_UTILIZATION": str(options.gpu_memory_utilization),
+            # What is measured is not what two implementations' rounding makes of random weights.
+            "TANDEM_VERIFY_TOLERANCE": "1", "TANDEM_ENFORCE_EAGER": str(int(options.enforce_eager)),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
+            "TORCHINDUCTOR_CACHE_DIR": str(options.work / "inductor"), "TRITON_CACHE_DIR": str(options.work / "triton"),
+            **self.keys,
+        }  # fmt: skip
+        self.environment.pop("CUDA_VISIBLE_DEVICES", None)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.client = httpx.Client(
+            base_url=self.url, timeout=300.0, trust_env=False,
+            headers={"Authorization": f"Bearer {self.keys['TANDEM_API_KEY']}"},
+        )  # fmt: skip
+
+    def start(self, name: str, module: str) -> None:
+        with (self.logs / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", module]
+            self._running[name] = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def check(self) -> None:
+        """AssertionError with the end of its log for a program that ended."""
+        for name, program in self._running.items():
+            code = program.poll()
+            assert code is None, f"{name} ended with {code}\n{self.tail(name)}"
+
+    def tail(self, name: str, size: int = 4000) -> str:
+        return (self.logs / f"{name}.log").read_text(errors="replace")[-size:]
+
+    def until(self, what: str, seconds: float, check: Any) -> Any:
+        end = time.monotonic() + seconds
+        while not (answer := check()):
+            self.check()
+            ends = "\n".join(f"---- {name}\n{self.tail(name, 2500)}" for name in self._running)
+            assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}\n{ends}"
+            time.sleep(0.05)
+        return answer
+
+    def healthy(self) -> bool:
+        try:
+            return self.client.get("/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def close(self) -> None:
+        for name in ("runner", "publisher", "vllm"):
+            program = self._running.get(name)
+            if program is not None and program.poll() is None:
+                program.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(timeout=70 if name == "runner" else 20)
+        for program in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+        processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(self.root)), timeout=10)
+        self.client.close()
+
+
+@contextlib.contextmanager
+def parts(root: Path, model: Path, options: argparse.Namespace) -> Iterator[Parts]:
+    made = Parts(root, model, options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def rollout(made: Parts, model: str, options: argparse.Namespace, vocabulary: int, seed: int) -> float:
+    """Tokens per second of one request with all prompts, each continued by the same number of tokens."""
+    prompts = np.random.default_rng(seed).integers(2, vocabulary, (options.prompts, options.prompt_tokens)).tolist()
+    begin = time.monotonic()
+    answer = made.client.post("/v1/completions", json={
+        "model": model, "prompt": prompts, "max_tokens": options.output_tokens, "ignore_eos": True, "temperature": 1.0,
+    })  # fmt: skip
+    seconds = time.monotonic() - begin
+    assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:2000]}\n{made.tail('vllm')}"
+    made_tokens = answer.json()["usage"]["completion_tokens"]
+    assert made_tokens == options.prompts * options.output_tokens, f"{made_tokens} tokens, though eos is ignored"
+    return float(made_tokens / seconds)
+
+
+def used() -> int:
+    """Bytes in use on the GPU."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
+
+
+def available() -> int:
+    """Bytes of the host's memory that programs could still get."""
+    (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def cycle(made: Parts, spool: Spool, number: int, options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """One rollout on the newest step, one job on it, until its step is served."""
+    name = f"{RUN}@{number}"
+    made.until(
+        f"{name} is served", SERVED_SECONDS,
+        lambda: (found := spool.served.get(RUN)) is not None and found.step == number,
+    )  # fmt: skip
+    rollout(made, name, options, vocabulary, seed=10_000 + number)  # the adapter's first use, and whatever compiles
+    rates = [rollout(made, name, options, vocabulary, seed=1 + r) for r in range(options.rounds)]
+    made.client.post("/reset_prefix_cache", headers={"x-tandem-admin-token": made.keys["TANDEM_ADMIN_TOKEN"]})
+    blocks = _BLOCKS.search(made.client.get("/metrics").text)
+    awake = used()
+    job = f"job-{number}"
+    submit(spool, job, vocabulary)
+    made.until(f"{job} ends", JOB_SECONDS, lambda: spool.jobs.get(job)[0] in TERMINAL)
+    after = made.client.get("/is_sleeping", headers={"x-tandem-admin-token": made.keys["TANDEM_ADMIN_TOKEN"]}).json()
+    state, record = spool.jobs.get(job)
+    log = spool.jobs.log_path(job)
+    assert state == "succeeded", f"{job} {state}: {record.result}\n{log.read_text()[-3000:]}\n{made.tail('runner')}"
+    assert after == {"is_sleeping": False}, "the job had succeeded while vLLM slept (R15)"
+    events = spool.events.read(job)
+    (made.logs / f"events.{number}.jsonl").write_text("\n".join(event.model_dump_json() for event in events))
+    at = {event.type: event.time for event in events}
+    data = {event.type: event.data for event in events}
+    last_step = max(event.time for event in events if event.type == "step")
+    return {
+        "cycle": number + 1,
+        "tokens/s": max(rates),
+        "sleep": data["slept"]["seconds"],
+        "ranks to 1st step": at["loaded"] - at["slept"],
+        "steps": last_step - at["loaded"],
+        "checkpoint": at["checkpoint"] - last_step,
+        "release": at["released"] - at["checkpoint"],
+        "wake": data["woken"]["seconds"],
+        "vLLM away": at["woken"] - at["claimed"],
+        "job": at["succeeded"] - at["claimed"],
+        "GiB awake": awake / GIB,
+        "GiB asleep": _gib(data["slept"]["devices"]),
+        "GiB training": _gib(data["released"]["before"]),
+        "GiB released": _gib(data["released"]["devices"]),
+        "GiB woken": _gib(data["woken"]["devices"]),
+        "left MiB": data["released"]["bytes"] / 2**20,
+        "host GiB free": available() / GIB,
+        "KV blocks": int(blocks[1]) if blocks else 0,
+    }
+
+
+def _gib(devices: dict[str, int]) -> float:
+    return sum(devices.values()) / GIB
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table for docs/performance.md: a line for each number, a column each for the first cycles and the last."""
+    chosen = [rows[0], *rows[1:2], *rows[-1:]] if len(rows) > 2 else rows
+    lines = ["| | " + " | ".join(f"cycle {row['cycle']}" for row in chosen) + " |", "|---" * (len(chosen) + 1) + "|"]
+    for key in list(rows[0])[1:]:
+        values = (f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key]) for row in chosen)
+        lines.append(f"| {key} | " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def troubles(made: Parts, spool: Spool) -> list[str]:
+    """Lines of any log that tell of missing memory."""
+    logs = [*made.logs.glob("*.log"), *(spool.root / "jobs/logs").glob("*.log")]
+    return [
+        f"{path.name}: {line.strip()[:300]}"
+        for path in logs
+        for line in path.read_text(errors="replace").splitlines()
+        if _TROUBLE.search(line)
+    ]
+
+
+def main() -> None:
+    """All cycles; rows even of a run that fails half-way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--cycles", type=int, default=10)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--launch", choices=["torchrun", "fork", "resident"], default="fork")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2, help="rollouts measured in each cycle; the best one counts")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tandem-shared", help="model, spool")
+    parser.add_argument("--out", type=Path, default=None, help="logs; by default $OUT, else beside the spool")
+    options = parser.parse_args()
+    options.out = options.out or Path(os.environ.get("OUT") or options.work / "logs")
+    for directory in (options.out, options.work):
+        directory.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    print(f"before anything runs: {used() >> 20} MiB in use", flush=True)
+    model = make_model(options.work / options.shape, options.shape, "cuda")
+    arch = read_arch(str(model))
+    write_tokenizer(model, arch.vocab_size)
+    print(f"model after {time.monotonic() - begin:.0f} s", flush=True)
+    root = Path(tempfile.mkdtemp(prefix="spool-", dir=options.work))
+    spool, lora = Spool.create(root), LoraShape(rank=16, alpha=32)
+    spec = RunSpec(name=RUN, base_model=str(model), lora=lora, created=time.time())
+    spool.runs.create(spec, lambda out: write_identity_adapter(out, arch, lora, base_model=str(model), seed=0))
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as held:
+        held.enter_context(sampled_memory(options.out / "memory.csv", "cuda"))
+        made = held.enter_context(parts(root, model, options))
+        for name, module in (("vllm", "tandem.inference.serve"), ("publisher", "tandem.inference.publisher"),
+                             ("runner", "tandem.trainer.runner")):  # fmt: skip
+            made.start(name, module)
+        made.until("vLLM is ready", READY_SECONDS, made.healthy)
+        print(f"vLLM ready after {time.monotonic() - begin:.0f} s", flush=True)
+        try:
+            for number in range(options.cycles):
+                rows.append(cycle(made, spool, number, options, arch.vocab_size))
+                print(json.dumps(rows[-1]), flush=True)
+        finally:
+            if rows:
+                name = f"shared-{options.shape}" + ("-eager" if options.enforce_eager else "")
+                name += "" if options.launch == "fork" else f"-{options.launch}"
+                report(name, f"{options.shape}, ranks by {options.launch}, one GPU for both: seconds and GiB", rows)
+                print(markdown(rows), flush=True)
+            found = troubles(made, spool)
+            print(f"logs with trouble: {found}", flush=True)
+    first, last = rows[0], rows[-1]
+    ratio = last["tokens/s"] / first["tokens/s"]
+    kept = f"KV blocks {first['KV blocks']} and {last['KV blocks']}"
+    print(f"throughput of the last cycle: {100 * (ratio - 1):+.2f} % of the first; {kept}", flush=True)
+    print(f"{time.monotonic() - begin:.0f} s in all", flush=True)
+    print(f"after the end: {used() >> 20} MiB in use", flush=True)
+    assert first["KV blocks"] > 0, "vLLM's /metrics does not tell its KV cache's size"
+    assert abs(last["KV blocks"] - first["KV blocks"]) <= 0.01 * first["KV blocks"], "the KV cache has another size"
+    assert not found, "something ran out of memory"
+    if abs(ratio - 1) > 0.01:
+        print("NOT within 1 %: throughput", flush=True)
+
+
+if __name__ == "__main__":
+    main()
