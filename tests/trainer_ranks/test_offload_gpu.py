@@ -45,16 +45,16 @@ def training(model: Path, tmp_path: Path):
     parallel.destroy()
 
 
-def rounded(tensors: list[torch.Tensor]) -> int:
-    """Bytes in the allocator's blocks of 512."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(-(-size // 512) * 512 for size in storages.values())
+def total(tensors: list[torch.Tensor]) -> int:
+    """Bytes of their storages."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def allocated() -> int:
     gc.collect()  # graphs of earlier steps
     device.release_cached()
-    return torch.cuda.memory_allocated()
+    # What was asked for: of a large block the allocator may give up to 1 MiB more.
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def parameters(training: Training) -> list[torch.Tensor]:
@@ -73,8 +73,8 @@ def test_bytes_of_each_part_and_training_that_goes_on_bit_for_bit(training, mode
     for number in range(2):
         assert straight.step(number, LENGTH) == training.step(number, LENGTH)
     sizes = {
-        "parameters": rounded(parameters(training)),
-        "optimizer": rounded(optimizer_tensors(training)),
+        "parameters": total(parameters(training)),
+        "optimizer": total(optimizer_tensors(training)),
     }
     sizes["both"] = sum(sizes.values())
     training.optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_nothing_stays_and_the_host_buffers_are_used_again(training) -> None:
         training.step(number, LENGTH)
         training.offload("both")
         assert allocated() - training.before <= SMALL
-        assert torch.cuda.memory_reserved() <= 2 * 2**20  # of what the allocator can't return with a block in it
+        assert torch.cuda.memory_reserved() <= 8 * 2**20  # segments with a scalar in them
         host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
         needed = training.policy._own_memory.host_bytes + training.optimizer._adam_memory.host_bytes
         assert needed > 0

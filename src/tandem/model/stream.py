@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model import device
 
 CHUNK_BYTES = 32 * 2**20
 THREADS = {"cuda": 16, "cpu": 4}
@@ -95,7 +94,8 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Copy every piece to its target. On return all of it is there, and no buffer is left.
+    """Copy every piece to its target. On return all of it is there; the buffers are left to torch's cache of pinned
+    memory, for a call that follows, until `device.release_cached`.
 
     Raises InvalidInput where a file can't be read or has become shorter.
     """
@@ -120,7 +120,6 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
         workers = [pool.submit(_work, pending, files, largest, where) for _ in range(threads)]
         for worker in workers:
             worker.result()
-    device.release_cached()
 
 
 def load(path: Path, stored: Mapping[str, Stored], where: torch.device) -> dict[str, torch.Tensor]:

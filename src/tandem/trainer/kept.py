@@ -107,6 +107,8 @@ class Kept:
                 state.load(checked, policy, optimizer)
             elif was is not None:
                 optimizer.load_state(was)
+            del was
+            device.release_cached()  # the buffers that files were read into
         self._model, self._offloaded = (policy, optimizer), False
         return policy, optimizer
 
