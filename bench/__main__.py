@@ -1,6 +1,6 @@
 """Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
 
-from bench import launch, packing
+from bench import packing, restart
 
-for part in (packing, launch):
-    part.main()
+packing.main()
+restart.main(["--device", "cpu", "--shape", "tiny"])

@@ -61,7 +61,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
-SEQUENCE_LENGTH = 4096
+ROW_LENGTH = {"tiny": 256}  # slots of a packed row, by shape
+LONG_ROW = 4096  # of the others
 
 _MAKE_MODEL = """
 import json, sys
@@ -102,10 +103,10 @@ def make_model(directory: Path, shape: str, device: str) -> Path:
     return directory
 
 
-def submit(spool: Spool, job_id: str, vocabulary: int) -> None:
+def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
     """Queue one job of two optimizer steps, the same for every way."""
     rng = np.random.default_rng(0)
-    length = SEQUENCE_LENGTH // 4
+    length = row // 4
     half = length // 2
     examples = [
         SFTExample(token_ids=rng.integers(0, vocabulary, length).tolist(), trainable=[False] * half + [True] * half)
@@ -115,7 +116,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int) -> None:
     def make(name: str, base: int, staged: Path) -> SFTJob:
         data = prepare_sft(
             examples, tokenizer_path="", vocab_size=vocabulary,
-            packing=PackingSettings(sequence_length=SEQUENCE_LENGTH), out=staged,
+            packing=PackingSettings(sequence_length=row), out=staged,
         )  # fmt: skip
         return SFTJob(
             id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
@@ -162,7 +163,7 @@ def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> d
         try:
             time.sleep(3 if way == "torchrun" else 18)  # the others have their imports ahead of the first job
             for number in range(options.jobs):
-                submit(spool, f"job-{number}", arch.vocab_size)
+                submit(spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
                 wait(spool, f"job-{number}", log)
                 stays.append({"device MiB": max(used(options))} | host_memory(runner.pid))
         finally:
@@ -235,8 +236,8 @@ def parts(events: list[Any]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Every way, the same jobs; losses and adapters must be the same."""
+def main(arguments: list[str] | None = None) -> None:
+    """Every way, the same jobs; losses and adapters must be the same. `arguments`: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--expert-lora", action="store_true", help="adapters on experts too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     kept = options.out is not None
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-restart-"))
     options.out.mkdir(parents=True, exist_ok=True)
