@@ -108,6 +108,7 @@ def stubborn(work, rank, beat):
 def one_dies_one_stays(work, rank, beat):
     if rank == 1:
         time.sleep(1)
+        print(f"dies at {time.time()}", flush=True)
         die(work, rank, beat)
     stubborn(work, rank, beat)
 

@@ -1,8 +1,8 @@
 """Two ranks, under the real torchrun and forked: whoever is killed, everything ends and the reason is named."""
 
 import os
+import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,29 @@ from tandem.trainer.launch import SHUTDOWN_SECONDS
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["torchrun", "fork"])
-def stack(request, tmp_path_factory):
+LAUNCHES = ["torchrun", "fork"]
+WAITS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 8}}
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory):
+    """(launch, name) -> a stack and its job whose end takes long; it comes while other tests run."""
+    found = {}
+    try:
+        for launch in LAUNCHES:
+            for name, orders in WAITS.items():
+                stack = Stack(tmp_path_factory.mktemp(launch), launch, ranks=2)
+                found[launch, name] = stack, stack.submit(stack.run(name), attempts=1, **orders)
+                stack.start()
+        yield found
+    finally:
+        for stack, _ in found.values():
+            print(stack.log.read_text())
+            stack.close()
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def stack(request, waits, tmp_path_factory):
     stack = Stack(tmp_path_factory.mktemp(request.param), request.param, ranks=2)
     stack.start()
     yield stack
@@ -75,21 +96,20 @@ def test_a_killed_agent_takes_its_ranks_with_it(stack):
     assert all(processes.read(process.pid) is None for process in tree)
 
 
-def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stack):
-    stack.run("stays")
-    job_id = stack.submit("stays", do="one_dies_one_stays", stall=60, attempts=1)
-    stack.until_beating(job_id, ranks=2)
-    begin = time.monotonic()
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(waits, launch):
+    stack, job_id = waits[launch, "stays"]
     state, job = stack.wait(job_id, 120)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
-    assert time.monotonic() - begin < SHUTDOWN_SECONDS[stack.launch] + 15
+    (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
+    assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 15
     assert idle(stack)
 
 
-def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stack):
-    stack.run("stubborn")
-    job_id = stack.submit("stubborn", do="stubborn", stall=8, attempts=1)
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(waits, launch):
+    stack, job_id = waits[launch, "stubborn"]
     state, job = stack.wait(job_id, 120)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
     assert "silent for 8 s" in job.result.error.message
