@@ -1,19 +1,19 @@
 """What exit-after-job costs: the same jobs through the runner under each way to start ranks, on GPUs.
 
     python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ways torchrun fork resident]
-                            [--ranks 1] [--tensor-parallel 1] [--out DIR]
+                            [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out DIR]
 
 The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16; each job is two
 optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs. After
 each job the memory of everything that stays is read too, so that growth shows: `--jobs 20`. Needs as many GPUs as
-ranks; with --device cpu and the shape `tiny` or `tiny-moe` it shows that it runs.
+ranks, or as many for each way with --side-by-side, which runs them all at once; with --device cpu and the shape `tiny`
+or `tiny-moe` it shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,8 @@ def sampled_memory(out: Path, device: str) -> Iterator[None]:
             sampler.terminate()
 
 
-def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of the last adapter."""
+def measure(way: str, root: Path, model: Path, gpus: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of each job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
     # Of a mixture of experts, attention alone, as the controller would have it.
     targets = [t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS]
@@ -151,9 +152,10 @@ def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> d
     environment = os.environ | {
         "TANDEM_ROOT": str(root), "TANDEM_DEVICE": options.device, "TANDEM_LAUNCH": way,
         "TANDEM_TRAINER_RANKS": str(options.ranks), "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
-        "TANDEM_TRAINER_DEVICES": ",".join(map(str, range(options.ranks))) if options.device == "cuda" else "",
+        "TANDEM_TRAINER_DEVICES": ",".join(map(str, gpus)) if options.device == "cuda" else "",
         # As in the images: on the volume, so that a second job compiles nothing.
-        "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(options.out / f"inductor.{way}"),
+        "TRITON_CACHE_DIR": str(options.out / f"triton.{way}"),
     }  # fmt: skip
     log = options.out / f"runner.{way}.log"
     stays: list[dict[str, float]] = []
@@ -165,19 +167,20 @@ def measure(way: str, root: Path, model: Path, options: argparse.Namespace) -> d
             for number in range(options.jobs):
                 submit(spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
                 wait(spool, f"job-{number}", log)
-                stays.append({"device MiB": max(used(options))} | host_memory(runner.pid))
+                stays.append({"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid))
+                if time.monotonic() > options.end:
+                    break
         finally:
             runner.send_signal(signal.SIGTERM)
             runner.wait(timeout=60)
-    rows, losses = [], []
-    for number in range(options.jobs):
+    rows, losses, digests = [], [], []
+    for number in range(len(stays)):
         events = list(spool.events.read(f"job-{number}"))
         rows.append(parts(events))
         losses.append([event.data["metrics"]["loss"] for event in events if event.type == "step"])
         (options.out / f"events.{way}.{number}.jsonl").write_text("\n".join(e.model_dump_json() for e in events))
-    adapter = spool.checkpoints.path("bench", options.jobs) / "adapter_model.safetensors"
-    digest = hashlib.sha256(adapter.read_bytes()).hexdigest()
-    return {"rows": rows, "stays": stays, "losses": losses, "digest": digest}
+        digests.append(next(event.data["sha256"] for event in events if event.type == "checkpoint"))
+    return {"rows": rows, "stays": stays, "losses": losses, "digests": digests}
 
 
 def wait(spool: Spool, job: str, log: Path) -> None:
@@ -189,13 +192,13 @@ def wait(spool: Spool, job: str, log: Path) -> None:
     assert state == "succeeded", f"{job} {state}\n{log.read_text()[-3000:]}"
 
 
-def used(options: argparse.Namespace) -> list[int]:
-    """Used MiB of each GPU that the trainer has."""
-    if options.device != "cuda":
+def used(gpus: list[int], device: str) -> list[int]:
+    """Used MiB of each of the trainer's GPUs."""
+    if device != "cuda":
         return [0]
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return [int(line) for line in lines[: options.ranks]]
+    return [int(lines[gpu]) for gpu in gpus]
 
 
 def host_memory(runner: int) -> dict[str, float]:
@@ -246,29 +249,44 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-lora", action="store_true", help="adapters on experts too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--gpus", nargs="+", type=int, default=None, help="indices; by default the first ones")
+    parser.add_argument("--side-by-side", action="store_true", help="all ways at once, each on its own GPUs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no job of a way is begun after that")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     kept = options.out is not None
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-restart-"))
     options.out.mkdir(parents=True, exist_ok=True)
     model = make_model(options.out / options.shape, options.shape, options.device)
-    rows, found = [], {}
-    for way in options.ways:
+    options.end = time.monotonic() + options.seconds
+    share = options.ranks if options.side_by_side else 0
+    gpus = options.gpus or list(range(options.ranks + share * (len(options.ways) - 1)))
+
+    def run(way: str) -> dict[str, Any]:
         root = options.out / f"spool-{way}"
         shutil.rmtree(root, ignore_errors=True)
+        first = share * options.ways.index(way)
         with sampled_memory(options.out / f"memory.{way}.csv", options.device):
-            found[way] = measure(way, root, model, options)
+            return measure(way, root, model, gpus[first : first + options.ranks], options)
+
+    with ThreadPoolExecutor(len(options.ways) if options.side_by_side else 1) as pool:
+        found = dict(zip(options.ways, pool.map(run, options.ways), strict=True))
+    rows = []
+    for way in options.ways:
         jobs = found[way]["rows"]
         after = jobs[1:] or jobs
         medians = {key: statistics.median(job[key] for job in after) for key in jobs[0]}
         first = {"first job": jobs[0]["to first step"]}
-        rows.append({"way": way} | medians | first | growth(found[way]["stays"]))
+        rows.append({"way": way, "jobs": len(jobs)} | medians | first | growth(found[way]["stays"]))
         print(json.dumps({"way": way, **found[way]}), flush=True)
     name = f"restart-{options.shape}-{options.ranks}x{options.tensor_parallel}"
     title = f"{options.shape}, {options.ranks} ranks, TP {options.tensor_parallel}: seconds (medians after the 1st job)"
     report(name, title, rows)
-    assert len({json.dumps(way["losses"]) for way in found.values()}) == 1, "the ways to start have different losses"
-    assert len({way["digest"] for way in found.values()}) == 1, "the ways to start have different adapters"
+    common = min(len(way["rows"]) for way in found.values())
+    for what in ("losses", "digests"):
+        told = {json.dumps(way[what][:common]) for way in found.values()}
+        assert len(told) == 1, f"the ways to start ranks have different {what}"
+    print(f"losses and adapters of the {common} jobs that all ways did are the same", flush=True)
     if not kept:
         shutil.rmtree(options.out)
 
