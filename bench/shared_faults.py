@@ -100,7 +100,7 @@ class Watched:
             for pid in events[-1].data["pids"]:
                 os.kill(pid, signal.SIGKILL)
             return []
-        pid = self.stack.pids(victim)[0]
+        pid = self.until(f"a process of {victim}", 30, lambda: self.stack.pids(victim))[0]
         below = processes.descendants(pid)
         os.kill(pid, signal.SIGKILL)
         return below

@@ -1,7 +1,10 @@
-"""`python -m tandem.health [--live]`: the images' HEALTHCHECK. Prints one line; exits 0 if all is well, else 1.
+"""`python -m tandem.health [--started | --live]`: the images' HEALTHCHECK. One line; exits 0 if all is well, else 1.
 
 TANDEM_ROLE says what is looked at: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
 lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
+
+`--started` is for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is no trouble then,
+however long that job is. (One that sleeps answers, and is healthy.)
 
 `--live` is for a liveness probe: it asks only whether the programs' own loops still turn (`tandem.alive`), so nothing
 is killed while a model loads, a step is published or a volume is away; what hangs below them, vLLM's engine or a job's
@@ -35,8 +38,8 @@ _TIMEOUT_SECONDS = 4.0
 _BASE_MODEL_NAME = "base"
 
 
-def troubles(settings: Settings, role: str) -> Iterator[str]:
-    """What is wrong, in words; nothing if all is well."""
+def troubles(settings: Settings, role: str, *, started: bool = False) -> Iterator[str]:
+    """What is wrong, in words; nothing if all is well. `started`: as for `--started`."""
     if role not in ("trainer", "inference"):
         url = f"http://{loopback(settings.controller_host)}:{settings.controller_port}/readyz"
         yield from _get(url)[0]
@@ -53,7 +56,7 @@ def troubles(settings: Settings, role: str) -> Iterator[str]:
             yield f"{name} is {state}"
     if "runner" in programs and not is_locked(Spool(settings.root, writable=False).jobs.runner_lock_path):
         yield "the runner does not hold the spool's lock"
-    if "vllm" in programs:
+    if "vllm" in programs and not (started and _waits(settings)):
         yield from _vllm(settings)
 
 
@@ -66,6 +69,11 @@ def silences(settings: Settings, role: str) -> Iterator[str]:
     for program in ("up", *PROGRAMS.get(role, PROGRAMS["all"])):
         if program in alive.LONGEST_SECONDS and (words := alive.silent(program, directory)):
             yield words
+
+
+def _waits(settings: Settings) -> bool:
+    """Whether a trainer that shares the GPUs holds them, so that no vLLM may start."""
+    return settings.gpu_mode == "shared" and Spool(settings.root, writable=False).hold.live() is not None
 
 
 def _vllm(settings: Settings) -> Iterator[str]:
@@ -102,8 +110,10 @@ def _get(url: str, key: str | None = None) -> tuple[list[str], bytes]:
 def main() -> int:
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
-        look = silences if "--live" in sys.argv[1:] else troubles
-        found = list(look(load_settings(), role))
+        if "--live" in sys.argv[1:]:
+            found = list(silences(load_settings(), role))
+        else:
+            found = list(troubles(load_settings(), role, started="--started" in sys.argv[1:]))
     except (TandemError, OSError) as error:
         found = [str(error)]
     print("; ".join(found).replace("\n", " ") if found else f"{role} is healthy")

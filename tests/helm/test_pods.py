@@ -171,7 +171,7 @@ def test_probes(name):
             continue
         commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
         health = ["python", "-m", "tandem.health"]
-        assert commands == {"startup": health, "readiness": health, "liveness": [*health, "--live"]}
+        assert commands == {"startup": [*health, "--started"], "readiness": health, "liveness": [*health, "--live"]}
         # Patient enough that one slow answer of a busy machine kills nothing.
         assert probes["liveness"]["periodSeconds"] * probes["liveness"]["failureThreshold"] >= 60
 

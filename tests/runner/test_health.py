@@ -141,6 +141,31 @@ def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
     assert next(troubles(Settings(root=tmp_path), "trainer")) == "runner is absent"
 
 
+def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
+    spool, now = Spool.create(tmp_path), time.time()
+    running = {name: Status(name, "RUNNING", 1, 0) for name in ("vllm", "publisher")}
+    monkeypatch.setattr("tandem.health.statuses", lambda settings: running)
+    settings = Settings(root=tmp_path, gpu_mode="shared")
+    code = f"""if True:
+        import sys
+        from tandem.spool import Spool
+        from tandem.spool.schema import Hold
+        spool = Spool({str(tmp_path)!r})
+        with spool.jobs.runner_lock("me"):
+            spool.hold.put(Hold(runner="me", job="j", attempt=1, phase="training", since={now + 60}, beat={now},
+                                lease=600, deadline={now}))
+            print("held", flush=True)
+            sys.stdin.read()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert list(troubles(settings, "inference", started=True)) == []
+        assert "does not answer" in next(troubles(settings, "inference"))
+        holder.kill()
+    assert spool.hold.get() is not None
+    assert "does not answer" in next(troubles(settings, "inference", started=True))
+
+
 def test_wrong_settings_are_one_line():
     assert check(os.environ | {"TANDEM_TRAINER_RANKS": "none"}, "trainer")[0] == 1
 

@@ -112,7 +112,11 @@ def test_jobs_wait_for_vllm_and_it_is_said_once(make):
     awake_and_unheld(stack)
 
 
-@pytest.mark.parametrize("phase", ["sleeping", "training", "waking"])
+SLOW = pytest.mark.slow
+PHASES = [pytest.param("sleeping", marks=SLOW), "training", pytest.param("waking", marks=SLOW)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
 def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(make, phase):
     stack = make(FAKE_SLEEP_SECONDS="2", FAKE_WAKE_SECONDS="1")
     stack.vllm()
@@ -154,7 +158,7 @@ def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
     awake_and_unheld(stack)
 
 
-@pytest.mark.parametrize("phase", ["sleeping", "training", "waking"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(make, phase):
     stack = make(FAKE_SLEEP_SECONDS="1", FAKE_WAKE_SECONDS="1")
     vllm = stack.vllm()
@@ -190,6 +194,7 @@ def test_a_wake_that_is_refused_at_first_is_tried_again_before_the_end(make):
     assert stack.log.read_text().count("vLLM does not wake; trying again") == 1
 
 
+@pytest.mark.slow
 def test_a_vllm_that_says_it_sleeps_and_keeps_its_memory_fails_the_job(make):
     stack = make()
     stack.vllm(FAKE_KEEPS="1")

@@ -268,7 +268,7 @@ volumeMounts:
   {{- else }}
   # Until everything answers for the first time, nothing else is asked: a model may take long to arrive.
   startupProbe:
-    exec: {command: {{ toJson $health }}}
+    exec: {command: {{ toJson (append $health "--started") }}}
     periodSeconds: 10
     timeoutSeconds: 10
     failureThreshold: {{ ternary 60 (mul 6 (int (default 10 $role.startupMinutes))) (eq .role "trainer") }}

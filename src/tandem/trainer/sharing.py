@@ -172,9 +172,10 @@ class Shared(Alone):
         self.beat("waking")
         begin = time.monotonic()
         awake = self._wake(begin)
+        seconds = time.monotonic() - begin
         self._spool.hold.clear()
         self._hold = None
-        return Woken(self._devices.used(), time.monotonic() - begin) if awake else None
+        return Woken(self._devices.used(), seconds) if awake else None
 
     def _put(self, hold: Hold, end: float, leave: Callable[[], bool]) -> bool:
         """Write the hold while the publisher is not at work; False if it is all the time."""
@@ -196,7 +197,7 @@ class Shared(Alone):
             used = self._devices.used()
             kept = {uuid: int(KEPT_SHARE * (size or 0)) - FREE_BYTES for uuid, size in before.items()}
             left = over(used, {uuid: max(size, 0) for uuid, size in kept.items()})
-            if not left and used == last:
+            if not left and (used == last or time.monotonic() > end):
                 return {uuid: size or 0 for uuid, size in used.items()}
             if left and (time.monotonic() > end or leave()):
                 return f"its memory is not free: {left} bytes are in use, before it was {dict(before)}"
