@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from local_stack import ADMIN_TOKEN, API_KEY, LocalStack, until
+from tandem import processes
 from tandem.errors import SpoolUnusable
 from tandem.spool.schema import TERMINAL, Event
 
@@ -22,11 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
 # Longest a job of this size may take with one crash in it, and until its step is served, in seconds.
 JOB_BOUND, SERVED_BOUND = 180, 180
+STALL_SECONDS = 20
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    with LocalStack(tmp_path_factory.mktemp("spool")) as stack:
+    # Long enough for a vLLM that is merely slow here, short enough to wait for; its requests may run as long.
+    settings = {"TANDEM_VLLM_STALL_SECONDS": f"{STALL_SECONDS}", "TANDEM_MAX_MODEL_LEN": "4096"}
+    with LocalStack(tmp_path_factory.mktemp("spool"), **settings) as stack:
         stack.client.create_run(RUN, lora={"rank": 4, "alpha": 8})
         stack.client.wait_served(RUN, 0, timeout=SERVED_BOUND)
         yield stack
@@ -188,6 +192,48 @@ def test_kill_vllm_between_jobs_and_the_old_step_comes_back(stack):
     stack.kill("vllm")
     until("vLLM is gone", lambda: not stack.answers(f"{stack.inference_url}/health"), 30)
     sample(stack, model)
+
+
+def test_a_stopped_engine_is_noticed_although_health_answers(stack):
+    """In the middle of a request: vLLM is killed and started again, and the step comes back."""
+    model = served(stack).model
+    sample(stack, model)
+    (server,) = stack.pids("vllm")
+    engine = until("vLLM's engine", lambda: engines(server), 10)[0]
+    noticed = "has stalled: 1 requests wait, and no token came"
+    before = log(stack).count(noticed)
+    threading.Thread(target=ask, args=(stack,), daemon=True).start()
+    until("the request runs", lambda: 'running{engine="0",model_name="base"} 1.0' in metrics(stack), 30)
+    os.kill(engine, signal.SIGSTOP)
+    assert stack.answers(f"{stack.inference_url}/health")
+    until("the stall is noticed", lambda: log(stack).count(noticed) > before, STALL_SECONDS + 40)
+    until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
+    assert processes.read(engine) is None
+    stack.wait_ready()
+    assert ask(stack, tokens=2) == 200
+    sample(stack, served(stack).model)
+
+
+def engines(server: int) -> list[int]:
+    found = [process.pid for process in processes.descendants(server)]
+    return [pid for pid in found if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def metrics(stack: LocalStack) -> str:
+    return httpx.get(f"{stack.inference_url}/metrics", timeout=5).text
+
+
+def log(stack: LocalStack) -> str:
+    return (stack.root / "up.log").read_text(errors="replace")
+
+
+def ask(stack: LocalStack, tokens: int = 4000) -> int | None:
+    body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    try:
+        return httpx.post(f"{stack.inference_url}/v1/completions", json=body, headers=headers, timeout=300).status_code
+    except httpx.HTTPError:
+        return None
 
 
 def test_kill_the_controller_under_a_follower(stack):
