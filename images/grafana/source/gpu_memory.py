@@ -64,8 +64,8 @@ def build() -> Json:
                    *(query(f"max by (rank, phase) (tandem_torch_memory_phase_{kind}_bytes{{@pod}})",
                            f"rank {{{{rank}}}} {{{{phase}}}} {kind}")
                      for kind in ("allocated", "reserved", "device_used")), none="no job", defaults={"min": 0}),
-        timeseries("Pinned after each phase", "Page-locked host memory when each phase ends: the buffers files are read "
-                   "into until `state`, then only what was offloaded: "
+        timeseries("Pinned after each phase", "Page-locked host memory as each phase ends: buffers for reading files "
+                   "until `state`, then only what was offloaded: "
                    "`tandem_torch_memory_phase_host_pinned_bytes`.", "bytes",
                    query("max by (rank, phase) (tandem_torch_memory_phase_host_pinned_bytes{@pod})",
                          "rank {{rank}} {{phase}}"), none="no job", defaults={"min": 0}),
