@@ -133,6 +133,8 @@ def strike(watched: Watched, victim: str, phase: str, awake_mib: int) -> dict[st
     while any(_lives(process) for process in left) and time.monotonic() - begin < 20:
         time.sleep(0.05)
         lived = time.monotonic() - begin
+    for process in left:
+        processes.send(process, signal.SIGKILL)  # so that the rest can go on; 20 s in the row tell of it
     try:
         watched.until(f"{job} ends", bound + 60, lambda: ended(watched, job))
         model = watched.until("vLLM serves the newest step", bound, watched.served, poll=0.2)

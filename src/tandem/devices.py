@@ -22,6 +22,9 @@ MIB = 2**20
 FREE_BYTES = 256 * MIB
 """A device with less than this in use is free: a CUDA context alone takes more, a driver's own bookkeeping less."""
 
+STAYING_BYTES = 8 * 2**30
+"""Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
+
 NOTHING: Mapping[str, int] = MappingProxyType({})
 """The floor of devices on which nothing may stay."""
 _TIMEOUT_SECONDS = 20.0

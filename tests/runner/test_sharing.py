@@ -98,6 +98,19 @@ def test_a_job_that_fails_leaves_vllm_awake(stack, order, kinds):
     assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", *kinds]
 
 
+def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(make):
+    stack = make(FAKE_SLEEP_SECONDS="1")
+    stack.vllm()
+    stack.start()
+    stack.run()
+    job_id = stack.submit("run")
+    stack.until_told("vllm falls asleep")
+    stack.spool.jobs.request_cancel(job_id)
+    assert stack.wait(job_id)[0] == "cancelled"
+    awake_and_unheld(stack)
+    assert "rank runs" not in stack.journal()
+
+
 def test_jobs_wait_for_vllm_and_it_is_said_once(make):
     stack = make()
     stack.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem import processes, supervision
 from tandem.config import Settings
-from tandem.devices import FREE_BYTES, Devices
+from tandem.devices import FREE_BYTES, STAYING_BYTES, Devices
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.inference.args import serving_device
 from tandem.logs import Log
@@ -22,9 +22,6 @@ log = Log("inference")
 
 FREE_SECONDS = 60.0
 """How long the devices may take to be free; after that supervisord tries again."""
-STAYING_BYTES = 8 * 2**30
-"""On shared GPUs, what a trainer's resident ranks may keep (CUDA contexts, NCCL's buffers). vLLM itself refuses to
-start where its share of the device is not free."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
@@ -89,7 +86,8 @@ def _wait_for_trainer(settings: Settings) -> None:
 
 
 def _wait_free(settings: Settings, free_seconds: float) -> None:
-    # Where more devices are visible, vLLM takes the first.
+    # Where more devices are visible, vLLM takes the first. What resident ranks keep may stay: vLLM itself refuses to
+    # start where its share of the device is not free.
     devices = Devices(settings, "inference").first(settings.inference_tensor_parallel)
     floor = dict.fromkeys(devices.uuids, STAYING_BYTES if settings.gpu_mode == "shared" else 0)
     if busy := devices.busy(floor):

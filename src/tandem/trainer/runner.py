@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from tandem import alive, logs, processes
 from tandem.config import Settings, load_settings
-from tandem.devices import Devices, beyond, over
+from tandem.devices import STAYING_BYTES, Devices, beyond, over
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.logs import Log
 from tandem.processes import Process
@@ -233,7 +233,7 @@ class Runner:
 
         taken = self._insist("take the GPUs", lambda: self._gpus.take(job, leave))
         if isinstance(taken, sharing.Taken):
-            self._beside = taken.floor
+            self._floor = self._beside = taken.floor
             joblog.say(f"vLLM sleeps after {taken.seconds:.1f} s; in use beside it: {taken.floor}")
             data = {"before": taken.before, "devices": taken.floor, "seconds": taken.seconds}
             self._tell(job, "slept", data)
@@ -259,6 +259,10 @@ class Runner:
         self._survivors = survivors
         begin = time.monotonic()
         self._gpus.beat("releasing")
+        most = {uuid: size + STAYING_BYTES for uuid, size in self._beside.items()}
+        if most and self._launcher.kept() and (left := self._devices.busy(most)):
+            log.error("the ranks keep too much for vLLM to wake beside them; ending them", bytes_in_use=left)
+            self._launcher.close()
         if self._launcher.kept():
             # They have given back what they can; what a process can't is measured, told, and not in the next job's way.
             used = self._devices.used()
