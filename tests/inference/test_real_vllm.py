@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tandem.inference.retention import Retention
 from tandem.model.arch import read_arch
 from tandem.model.identity import write_identity_adapter
 from tandem.spool.schema import LoraShape
+from tandem.watchdog import parse
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 
 pytestmark = pytest.mark.slow
@@ -170,3 +172,37 @@ def _until(check, timeout: float = 60.0) -> None:
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_requests_of_a_sleeping_vllm_wait_and_end_as_if_nothing_had_been(
+    vllm: VllmServer, admin: AdminClient, identity: Path
+) -> None:
+    """On the CPU no memory moves, but the engine stops, forgets its cache and goes on as it does on a GPU."""
+    name = next(names)
+    admin.load_lora(name, str(identity))
+
+    def complete(model: str, tokens: int) -> dict[str, object]:
+        body = {"model": model, "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        answer = httpx.post(f"{vllm.url}/v1/completions", json=body, headers=API, timeout=120).json()
+        return {key: answer["choices"][0][key] for key in ("text", "finish_reason")}
+
+    undisturbed = complete("base", 2000), complete(name, 8)
+    assert not admin.is_sleeping()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(complete, "base", 2000)
+        time.sleep(0.3)
+        admin.sleep()
+        assert admin.is_sleeping()
+        assert admin.healthy()
+        coming = pool.submit(complete, name, 8)
+        time.sleep(2)
+        assert not running.done()
+        assert not coming.done()
+        assert parse(httpx.get(f"{vllm.url}/metrics").text).asleep
+        admin.sleep()  # once more changes nothing
+        admin.wake_up()
+        assert not admin.is_sleeping()
+        assert (running.result(), coming.result()) == undisturbed
+    admin.wake_up()  # nor does this
+    assert not parse(httpx.get(f"{vllm.url}/metrics").text).asleep
+    assert undisturbed[0]["finish_reason"] == "length"
