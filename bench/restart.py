@@ -202,13 +202,14 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """MiB of host memory (PSS) of the runner and all that descends from it, of /dev/shm, and their open files."""
+    """MiB of host memory of the runner and all that descends from it (not of files, which others read too), of /dev/shm,
+    and their open files."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            pss += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            pss += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
             files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
     shm = sum(path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file())
     return {"processes": len(members), "host MiB": pss / 1024, "shm MiB": shm / 2**20, "open files": files}

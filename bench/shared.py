@@ -31,7 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.report import report
-from bench.restart import SHAPES, make_model, sampled_memory, submit
+from bench.restart import LONG_ROW, ROW_LENGTH, SHAPES, make_model, sampled_memory, submit
 from tandem import ports, processes
 from tandem.model.arch import read_arch
 from tandem.model.identity import write_identity_adapter
@@ -177,7 +177,7 @@ def cycle(made: Parts, spool: Spool, number: int, options: argparse.Namespace, v
     blocks = _BLOCKS.search(made.client.get("/metrics").text)
     awake = used()
     job = f"job-{number}"
-    submit(spool, job, vocabulary)
+    submit(spool, job, vocabulary, ROW_LENGTH.get(options.shape, LONG_ROW))
     made.until(f"{job} ends", JOB_SECONDS, lambda: spool.jobs.get(job)[0] in TERMINAL)
     after = made.client.get("/is_sleeping", headers={"x-tandem-admin-token": made.keys["TANDEM_ADMIN_TOKEN"]}).json()
     state, record = spool.jobs.get(job)
