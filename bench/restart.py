@@ -202,8 +202,8 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """MiB of host memory of the runner and all that descends from it (not of files, which others read too), of /dev/shm,
-    and their open files."""
+    """MiB of host memory of the runner and all that descends from it (but for files, which others read too) and of
+    /dev/shm, and their open files."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:
