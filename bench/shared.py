@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2, help="rollouts measured in each cycle; the best one counts")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tandem-shared", help="model, spool")
     parser.add_argument("--out", type=Path, default=None, help="logs; by default $OUT, else beside the spool")

@@ -42,6 +42,26 @@ def test_right_weights_pass_whatever_the_step_and_the_noise(moved: float, error:
     assert result.error == pytest.approx(error * math.sqrt(2 / math.pi), rel=0.2)
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.3, 1.0, 3.0])
+def test_right_weights_pass_where_the_trainers_own_log_probs_are_as_noisy(moved: float) -> None:
+    """bfloat16 rounds in the trainer as in vLLM: the way between two steps is then mostly rounding."""
+    size = 2e-2
+    for _ in range(300):
+        true = PREVIOUS + noise(moved * size) if moved else PREVIOUS
+        told = Probe(tokens=TOKENS, logprobs=(true + noise(size)).tolist(), previous=(PREVIOUS + noise(size)).tolist())
+        result = verify(Scorer(true + noise(size)), "run@1", told, tolerance=0.05)
+        assert result.ok, result.reason
+
+
+def test_the_previous_weights_fail_where_the_step_is_a_few_times_the_noise() -> None:
+    size = 5e-3
+    for _ in range(30):
+        new = PREVIOUS + noise(3 * size)
+        told = Probe(tokens=TOKENS, logprobs=(new + noise(size)).tolist(), previous=(PREVIOUS + noise(size)).tolist())
+        result = verify(Scorer(PREVIOUS + noise(size)), "run@1", told, tolerance=0.05)
+        assert "the checkpoint before it" in result.reason
+
+
 @pytest.mark.parametrize(("moved", "error"), [(1.0, 1e-2), (1e-2, 1e-2), (1e-3, 1e-4), (1e-4, 1e-6)])
 def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(moved: float, error: float) -> None:
     new = PREVIOUS + noise(moved)
