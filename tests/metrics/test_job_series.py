@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,11 +64,29 @@ def step(spool: Spool, job: Job, number: int) -> None:
     spool.events.append(job.spec.id, "step", attempt=job.attempt, step=number, steps=4, metrics=STEP)
 
 
-def release(spool: Spool, job: Job, before: int, left: int | None) -> None:
+def release(spool: Spool, job: Job, before: int, left: int | None, **more: Any) -> None:
     spool.events.append(
         job.spec.id, "released", attempt=job.attempt, processes=0, before={GPU: before}, bytes=left,
-        devices={GPU: left}, seconds=1.25,
+        devices={GPU: left}, seconds=1.25, **more,
     )  # fmt: skip
+
+
+def test_what_ranks_keep_that_stay_is_not_left(volume: Spool) -> None:
+    with watching(volume) as made:
+        made.collect()
+        for job_id, more in (("stays", {"resident": {GPU: 30}}), ("goes", {})):
+            submit(volume, job_id)
+            job = claim(volume)
+            release(volume, job, 95, 32, **more)
+            volume.jobs.requeue(job, JobError(type="oom", message="no", retriable=False))
+            seen = made.collect()
+            if more:
+                assert seen.get("tandem_job_gpu_resident_bytes", uuid=GPU) == 30
+                assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == 2
+                assert seen.get("tandem_job_gpu_released_bytes", uuid=GPU) == 93
+            else:
+                assert not seen.all("tandem_job_gpu_resident_bytes")
+                assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == 32
 
 
 def test_from_queued_to_released(volume: Spool) -> None:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from monitoring.stacks import GIB, MIB, MINUTES, TOTAL, Stack, Values, each, histogram, idle, series, training
+from monitoring.stacks import (
+    GIB,
+    MIB,
+    MINUTES,
+    TOTAL,
+    Stack,
+    Values,
+    each,
+    histogram,
+    idle,
+    resident_idle,
+    series,
+    training,
+)
 
 Expected = tuple[int, set[str]]
 
@@ -256,6 +269,11 @@ def _(stack: Stack) -> None:
 @fault("a killed vLLM's engine stays on the GPU", idle, (22, set()), (23, {"TandemGPUMemoryOrphaned"}))
 def _(stack: Stack) -> None:
     put(stack, "inference", "tandem_supervisor_process_up", from_minute(20, 0, before=1), program="vllm")
+
+
+@fault("resident ranks keep more and more", resident_idle, (20, set()), (26, {"TandemGPUMemoryOrphaned"}))
+def _(stack: Stack) -> None:
+    put(stack, "trainer", "tandem_gpu_memory_used_bytes", from_minute(21, 9.0 * GIB, before=2.8 * GIB), uuid="GPU-0")
 
 
 @fault("jobs leave memory, one after another", in_long_job, (20, set()), (22, {"TandemJobLeftMemory"}))

@@ -200,6 +200,28 @@ def training() -> Stack:
     return stack
 
 
+def resident() -> Stack:
+    """As `training`, with ranks that stay between jobs and keep 2.8 GiB of each device."""
+    stack = training()
+    kept = 2.8 * GIB
+    for uuid in TRAINER_GPUS:
+        used = stack[series("trainer", "tandem_gpu_memory_used_bytes", uuid=uuid)]
+        used[:] = [value if value is None else max(value, kept) for value in used]
+        stack[series("trainer", "tandem_job_gpu_resident_bytes", uuid=uuid)] = each(kept)
+        stack[series("trainer", "tandem_job_gpu_left_bytes", uuid=uuid)] = each(0)
+    return stack
+
+
+def resident_idle() -> Stack:
+    """As `idle`, the last job's ranks still there."""
+    stack = idle()
+    for uuid in TRAINER_GPUS:
+        stack[series("trainer", "tandem_gpu_memory_used_bytes", uuid=uuid)] = each(2.8 * GIB)
+        stack[series("trainer", "tandem_job_gpu_resident_bytes", uuid=uuid)] = each(2.8 * GIB)
+        stack[series("trainer", "tandem_job_gpu_left_bytes", uuid=uuid)] = each(0)
+    return stack
+
+
 def sharing() -> Stack:
     """Trainer and vLLM on one GPU: a job trains for 60 of every 100 minutes, while vLLM sleeps on its requests."""
     stack = idle()

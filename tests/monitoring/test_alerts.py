@@ -15,7 +15,7 @@ import yaml
 
 from monitoring import broken
 from monitoring.promtool import PROMETHEUS, ROOT, RULES, promtool
-from monitoring.stacks import MINUTES, Stack, Values, idle, on_cpu, sharing, starting, training
+from monitoring.stacks import MINUTES, Stack, Values, idle, on_cpu, resident, resident_idle, sharing, starting, training
 
 RULE_FILES = sorted(path.name for path in RULES.glob("*.yml"))
 
@@ -44,6 +44,8 @@ HEALTHY = [
     *(Case(f"starting, minute {at}", starting, at) for at in range(0, 30, 3)),
     *(Case(f"idle, minute {at}", idle, at) for at in (60, 300, MINUTES)),
     *(Case(f"training, minute {at}", training, at) for at in (*range(0, 40), *range(200, 215), *range(560, MINUTES))),
+    *(Case(f"ranks that stay, minute {at}", resident, at) for at in (*range(100, 112), 300, MINUTES)),
+    *(Case(f"ranks that stay, idle, minute {at}", resident_idle, at) for at in (60, 300, MINUTES)),
     *(Case(f"one GPU for both, minute {at}", sharing, at) for at in (30, 45, 55, 70, 95, 105, 370, 399, MINUTES)),
     *(Case(f"without a GPU, minute {at}", on_cpu, at) for at in (5, 60, 120, MINUTES)),
 ]

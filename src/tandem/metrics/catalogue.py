@@ -249,8 +249,11 @@ CATALOGUE: tuple[Metric, ...] = (
          "histogram", {"kind": KINDS}, _JOB_BUCKETS),
     _job("tandem_job_gpu_released_bytes", "Device memory that the last attempt gave back: most in use while it ran, "
          "less what was left.", "event released", "bytes", labels=_UUID),
-    _job("tandem_job_gpu_left_bytes", "Device memory in use after the last attempt's ranks were gone.",
+    _job("tandem_job_gpu_left_bytes", "Device memory in use after the last attempt's ranks were gone, or beyond what "
+         "ranks keep that stay.",
          "event released", "bytes", labels=_UUID),
+    _job("tandem_job_gpu_resident_bytes", "Device memory that ranks keep between jobs; only where they stay "
+         "(TANDEM_LAUNCH=resident).", "event released", "bytes", labels=_UUID),
     _job("tandem_job_release_seconds", "From the last rank's end to free devices.", "event released", "seconds",
          "histogram", buckets=_RELEASE_BUCKETS),
     _job("tandem_checkpoint_duration_seconds", "How long the last checkpoint took to make, hash and commit.",

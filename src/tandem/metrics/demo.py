@@ -269,6 +269,7 @@ class World:
         gauges.set("tandem_checkpoint_size_bytes", 0.52 * GIB)
         gauges.set("tandem_job_gpu_released_bytes", last.get("released", 0.0), uuid=uuid)
         gauges.set("tandem_job_gpu_left_bytes", last.get("left", 0.0), uuid=uuid)
+        gauges.set("tandem_job_gpu_resident_bytes", 0.0, uuid=uuid)
         for metric in CATALOGUE:
             key = metric.name.removeprefix("tandem_train_")
             if metric.name == f"tandem_train_{key}" and key in last and metric.kind == "gauge" and key != "step":

@@ -124,8 +124,10 @@ class JobsCollector(Collector):
             self._last["tandem_checkpoint_duration_seconds"] = seconds
         elif event.type == "released":
             before, left, floor = (data.get(key) or {} for key in ("before", "devices", "floor"))
-            # What was in use beside the job, by a vLLM that sleeps, is not left by it.
-            before, left = beyond(before, floor), beyond(left, floor)
+            resident = {uuid: size for uuid, size in (data.get("resident") or {}).items() if size is not None}
+            self._devices["tandem_job_gpu_resident_bytes"] = resident
+            # Not left by the job: what was in use beside it, by a vLLM that sleeps, and what ranks keep that stay.
+            before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
             self._devices["tandem_job_gpu_left_bytes"] = {uuid: size for uuid, size in left.items() if size is not None}
             self._devices["tandem_job_gpu_released_bytes"] = {
                 uuid: max((size or 0) - (left[uuid] or 0), 0)

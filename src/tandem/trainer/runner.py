@@ -263,7 +263,7 @@ class Runner:
         if most and self._launcher.kept() and (left := self._devices.busy(most)):
             log.error("the ranks keep too much for vLLM to wake beside them; ending them", bytes_in_use=left)
             self._launcher.close()
-        if self._launcher.kept():
+        if stay := bool(self._launcher.kept()):
             # They have given back what they can; what a process can't is measured, told, and not in the next job's way.
             used = self._devices.used()
             self._floor = {uuid: size for uuid, size in used.items() if size is not None}
@@ -289,6 +289,7 @@ class Runner:
             "bytes": None if None in used.values() else sum(filter(None, beyond(used, self._beside).values())),
             "devices": used,
             **({"floor": self._beside} if self._beside else {}),
+            **({"resident": beyond(used, self._beside)} if stay else {}),
             "seconds": time.monotonic() - begin,
         }  # fmt: skip
         self._tell(job, "released", data)
