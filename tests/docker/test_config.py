@@ -97,7 +97,7 @@ def test_the_same_gpu_for_both_is_refused_by_every_command(devices, files):
 
 @pytest.mark.parametrize("given", [{}, {"TANDEM_TRAINER_DEVICES": "2"}, {"TANDEM_TRAINER_DEVICES": f"{A},{B}"}])
 def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(given):
-    config = Compose(MAIN, SHARED).config(**given)
+    config = Compose(MAIN, SHARED).config(TANDEM_GPU_MODE="shared", **given)
     devices = given.get("TANDEM_TRAINER_DEVICES", "0")
     for role in ("trainer", "inference"):
         assert environment(config, role)["NVIDIA_VISIBLE_DEVICES"] == devices
@@ -106,7 +106,12 @@ def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(giv
     assert {environment(config, name)["TANDEM_GPU_MODE"] for name in OURS} == {"shared"}
     preflight = environment(config, "preflight")
     assert preflight["TANDEM_TRAINER_DEVICES"] == preflight["TANDEM_INFERENCE_DEVICES"] == devices
-    assert Compose(MAIN, SHARED).config(TANDEM_TRAINER_DEVICES="3", TANDEM_INFERENCE_DEVICES="3"), "is not refused"
+
+
+def test_the_file_for_shared_gpus_asks_for_its_mode():
+    done = Compose(MAIN, SHARED).run("config", check=False)
+    assert done.returncode != 0
+    assert "set TANDEM_GPU_MODE=shared" in done.stderr
 
 
 def test_the_guard_is_never_a_container():
