@@ -168,6 +168,8 @@ def measure(way: str, root: Path, model: Path, gpus: list[int], options: argpars
                 submit(spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
                 wait(spool, f"job-{number}", log)
                 stays.append({"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid))
+                told = parts(list(spool.events.read(f"job-{number}")))  # now, in case the end is never seen
+                print(json.dumps({"way": way, "job": number, **told, **stays[-1]}), flush=True)
                 if time.monotonic() > options.end:
                     break
         finally:

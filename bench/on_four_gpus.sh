@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The benchmarks of one H200 each, side by side on four, in parts of less than ten minutes. Run from the repository's
+# root, in a Python that has torch for CUDA, megatron-core and vLLM; what they print goes to $OUT (default out/gpu).
+#   on_four_gpus.sh cycles     bench.shared on GPU 0; bench.restart, twenty jobs in each way, on 1 to 3
+#   on_four_gpus.sh faults     bench.shared_faults on GPUs 1 to 3; the tests marked gpu on 0
+#   on_four_gpus.sh two        bench.restart with two ranks, tensor and data parallel
+set -uo pipefail
+out=${OUT:-out/gpu} work=${WORK:-/tmp/tandem-bench}
+mkdir -p "$out" "$work"
+export PYTHONPATH="src:.:tests${PYTHONPATH:+:$PYTHONPATH}"
+
+into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, the end of it here
+    local name=$1 seconds=$2
+    shift 2
+    OUT="$work/$name" timeout "$seconds" "$@" >"$out/$name.txt" 2>&1
+    echo "rc $?" >>"$out/$name.txt"
+    echo "== $name"; tail -n 12 "$out/$name.txt" | cut -c1-400
+}
+
+model() {  # DIRECTORY...: one model of 16 GB in all of them
+    python3 -c 'from pathlib import Path; from bench.restart import make_model; import sys
+make_model(Path(sys.argv[1]), "qwen3-8b", "cuda")' "$work/model"
+    for directory; do
+        mkdir -p "$directory/qwen3-8b"
+        ln -sf "$work"/model/* "$directory/qwen3-8b/"
+    done
+}
+
+faults() {  # GPU VICTIM PHASE...
+    local gpu=$1 victim=$2
+    shift 2
+    into "faults.$victim.$gpu" 570 python3 -m bench.shared_faults --device "$gpu" --victims "$victim" --phases "$@" --seconds 440
+}
+
+case ${1:-} in
+    cycles)
+        model "$work/shared" "$work/restart"
+        into shared 560 python3 -m bench.shared --work "$work/shared" --out "$work/shared.logs" &
+        into restart 560 python3 -m bench.restart --jobs 20 --side-by-side --seconds 470 --gpus 1 2 3 --out "$work/restart" &
+        ;;
+    faults)
+        model "$work/two"
+        {
+            export CUDA_VISIBLE_DEVICES=0
+            for file in tests/trainer_ranks/test_offload_gpu.py tests/trainer_ranks/test_memory_gpu.py \
+                tests/model/test_experts.py tests/model/test_recompute_leak.py; do
+                into "$(basename "$file" .py)" 150 python3 -m pytest -q -p no:cacheprovider -m gpu "$file"
+            done
+        } &
+        faults 1 runner sleeping starting loading stepping checkpoint releasing waking &
+        faults 2 vllm sleeping loading stepping &
+        faults 3 vllm checkpoint waking &
+        ;;
+    two)
+        model "$work/two"
+        for tp in 2 1; do
+            into "two.$tp" 290 python3 -m bench.restart --jobs 4 --ranks 2 --tensor-parallel "$tp" --out "$work/two"
+        done
+        ;;
+    *) sed -n 2,8p "$0"; exit 2 ;;
+esac
+wait
+nvidia-smi --query-gpu=index,memory.used --format=csv
