@@ -57,7 +57,7 @@ case ${1:-} in
             into "two.$tp" 290 python3 -m bench.restart --jobs 4 --ranks 2 --tensor-parallel "$tp" --out "$work/two"
         done
         ;;
-    *) sed -n 2,8p "$0"; exit 2 ;;
+    *) sed -n 2,6p "$0"; exit 2 ;;
 esac
 wait
 nvidia-smi --query-gpu=index,memory.used --format=csv
