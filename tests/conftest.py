@@ -19,3 +19,13 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[object]:
+    """This process as the only rank, on the CPU."""
+    from tandem.model import device, parallel
+
+    device.activate("cpu")
+    yield parallel.init_parallel()
+    parallel.destroy()

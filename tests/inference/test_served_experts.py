@@ -17,7 +17,6 @@ from published_runs import commit, make_run
 from tandem.inference.admin import AdminClient
 from tandem.inference.publisher import Publisher
 from tandem.inference.store import AdapterStore
-from tandem.model import device, parallel
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe
 from tiny import write_random_model
@@ -42,14 +41,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         yield server
     finally:
         server.close()
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    device.activate("cpu")
-    parallel.init_parallel()
-    yield
-    parallel.destroy()
 
 
 def test_adapters_on_attention_are_served_and_those_on_experts_are_not(

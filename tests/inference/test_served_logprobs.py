@@ -16,7 +16,6 @@ from published_runs import LORA, commit, make_run
 from tandem.inference.admin import AdminClient
 from tandem.inference.publisher import Publisher
 from tandem.inference.store import AdapterStore
-from tandem.model import device, parallel
 from tandem.spool import Spool
 from tandem.spool.schema import Probe
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
@@ -24,14 +23,6 @@ from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 pytestmark = pytest.mark.slow
 
 names = (f"served-{i}" for i in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    device.activate("cpu")
-    parallel.init_parallel()
-    yield
-    parallel.destroy()
 
 
 @pytest.fixture

@@ -73,6 +73,12 @@ class Stack:
         assert job.result is not None
         return state, job
 
+    def ended(self, name: str, **order: object) -> tuple[str, str, Job]:
+        """A new run and one job of it, with these orders, run to its end: its id, state and record."""
+        self.run(name)
+        job_id = self.submit(name, **order)
+        return (job_id, *self.wait(job_id))
+
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
         end = time.monotonic() + timeout
         while not condition():

@@ -19,15 +19,8 @@ def stack(tmp_path_factory):
     stack.close()
 
 
-def ended(stack, name, **order):
-    stack.run(name)
-    job_id = stack.submit(name, **order)
-    state, job = stack.wait(job_id)
-    return job_id, state, job
-
-
 def test_success(stack):
-    job_id, state, job = ended(stack, "good")
+    job_id, state, job = stack.ended("good")
     assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
     assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
     released = stack.spool.events.read(job_id)[1].data
@@ -40,45 +33,45 @@ def test_success(stack):
 
 @pytest.mark.parametrize("do", ["segfault", "die"])
 def test_a_crash_is_retried(stack, do):
-    job_id, state, job = ended(stack, f"crash-{do}", do=do, until=1)
+    job_id, state, job = stack.ended(f"crash-{do}", do=do, until=1)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
     assert {"segfault": "SIGSEGV", "die": "SIGKILL"}[do] in job.last_error.message
     assert stack.kinds(job_id) == ["claimed", "released", "requeued", "claimed", "released", "succeeded"]
 
 
 def test_crashes_end_failed_when_the_attempts_are_used_up(stack):
-    job_id, state, job = ended(stack, "crashes", do="segfault", attempts=2)
+    job_id, state, job = stack.ended("crashes", do="segfault", attempts=2)
     assert (state, job.attempt, job.result.error.type) == ("failed", 2, "rank_crashed")
     assert "says hello" in job.result.error.log_tail
     assert stack.kinds(job_id)[-2:] == ["released", "failed"]
 
 
 def test_a_tandem_error_fails_at_once(stack):
-    _, state, job = ended(stack, "bad", do="fail", attempts=3)
+    _, state, job = stack.ended("bad", do="fail", attempts=3)
     assert (state, job.attempt, job.result.error.type) == ("failed", 1, "checkpoint_damaged")
     assert job.result.error.message == "rank 0: adapter_model.safetensors is truncated"
 
 
 @pytest.mark.parametrize("do", ["exit_zero", "leave", "no_checkpoint"])
 def test_exit_0_without_a_checkpoint_is_no_success(stack, do):
-    _, state, job = ended(stack, f"liar-{do.replace('_', '-')}", do=do, attempts=1)
+    _, state, job = stack.ended(f"liar-{do.replace('_', '-')}", do=do, attempts=1)
     assert (state, job.result.error.type) == ("failed", "no_checkpoint")
 
 
 def test_a_crash_after_the_checkpoint_is_a_success(stack):
-    _, state, job = ended(stack, "late", do="crash_after")
+    _, state, job = stack.ended("late", do="crash_after")
     assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
 
 
 def test_an_exception_reaches_the_log(stack):
-    _, state, job = ended(stack, "raises", do="raise", attempts=1)
+    _, state, job = stack.ended("raises", do="raise", attempts=1)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "ValueError: the fake rank raises" in job.result.error.log_tail
 
 
 def test_a_hang_is_ended_within_its_bound(stack):
     begin = time.monotonic()
-    _, state, job = ended(stack, "hangs", do="hang", stall=1.5, attempts=1)
+    _, state, job = stack.ended("hangs", do="hang", stall=1.5, attempts=1)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
     assert "rank 0 (phase 'begin 0'" in job.result.error.message
     assert time.monotonic() - begin < 8
@@ -86,14 +79,14 @@ def test_a_hang_is_ended_within_its_bound(stack):
 
 def test_a_rank_that_ignores_sigterm_is_killed(stack):
     begin = time.monotonic()
-    _, state, job = ended(stack, "stubborn", do="stubborn", stall=1, attempts=1)
+    _, state, job = stack.ended("stubborn", do="stubborn", stall=1, attempts=1)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
     assert time.monotonic() - begin < 18
     assert len(stack.children()) == 1
 
 
 def test_the_deadline_ends_a_job_that_makes_progress(stack):
-    _, state, job = ended(stack, "slow", do="wait", deadline=2, stall=60, attempts=1)
+    _, state, job = stack.ended("slow", do="wait", deadline=2, stall=60, attempts=1)
     assert (state, job.result.error.type) == ("failed", "deadline")
     assert "phase 'wait" in job.result.error.message
 
@@ -114,7 +107,7 @@ def test_cancel(stack):
 
 def test_what_a_rank_leaves_behind_is_killed(stack):
     before = {process.pid for process in stack.children()}
-    _, state, _ = ended(stack, "leaks", do="leak")
+    _, state, _ = stack.ended("leaks", do="leak")
     assert state == "succeeded"
     assert {process.pid for process in stack.children()} == before
 
@@ -162,7 +155,7 @@ def test_a_dead_leader_takes_its_ranks_with_it(stack):
 def test_the_fork_server_is_replaced_when_the_code_changed(stack):
     (before,) = stack.children()
     os.utime(HERE / "fake_rank.py")
-    _, state, _ = ended(stack, "changed")
+    _, state, _ = stack.ended("changed")
     assert state == "succeeded"
     (after,) = stack.children()
     assert after.pid != before.pid

@@ -18,13 +18,6 @@ def stack(tmp_path_factory):
     stack.close()
 
 
-def ended(stack, name, **order):
-    stack.run(name)
-    job_id = stack.submit(name, **order)
-    state, job = stack.wait(job_id)
-    return job_id, state, job
-
-
 def ranks(stack):
     """Pids of torchrun's agent and of the ranks, once they are there."""
     stack.until(lambda: len(stack.children()) == 3, 60, "agent and ranks")
@@ -34,7 +27,7 @@ def ranks(stack):
 def test_the_same_processes_run_job_after_job(stack):
     before = ranks(stack)
     for name in ("first", "second"):
-        job_id, state, job = ended(stack, name)
+        job_id, state, job = stack.ended(name)
         assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
         assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
         log = stack.job_log(job_id)  # each job has its own
@@ -45,7 +38,7 @@ def test_the_same_processes_run_job_after_job(stack):
 @pytest.mark.parametrize(("do", "says"), [("segfault", "SIGSEGV"), ("raise", "ValueError")])
 def test_after_a_failure_the_next_attempt_has_new_ranks(stack, do, says):
     before = ranks(stack)
-    job_id, state, job = ended(stack, f"crash-{do}", do=do, until=1, rank=1)
+    job_id, state, job = stack.ended(f"crash-{do}", do=do, until=1, rank=1)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
     assert "rank 1" in job.last_error.message
     assert says in stack.job_log(job_id)
@@ -54,12 +47,12 @@ def test_after_a_failure_the_next_attempt_has_new_ranks(stack, do, says):
 
 
 def test_exit_0_in_the_middle_of_a_job_is_no_success(stack):
-    _, state, job = ended(stack, "leaves", do="leave", attempts=1)
+    _, state, job = stack.ended("leaves", do="leave", attempts=1)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
 
 
 def test_a_job_without_its_checkpoint_is_no_success(stack):
-    _, state, job = ended(stack, "liar", do="no_checkpoint", attempts=1)
+    _, state, job = stack.ended("liar", do="no_checkpoint", attempts=1)
     assert (state, job.result.error.type) == ("failed", "no_checkpoint")
 
 
@@ -71,13 +64,13 @@ def test_cancel_ends_the_ranks_and_the_next_job_has_new_ones(stack):
     stack.spool.jobs.request_cancel(job_id)
     assert stack.wait(job_id)[0] == "cancelled"
     assert all(processes.read(pid) is None for pid in before)
-    assert ended(stack, "after-cancel")[1] == "succeeded"
+    assert stack.ended("after-cancel")[1] == "succeeded"
 
 
 def test_what_a_job_started_is_killed_and_the_ranks_stay(stack):
-    assert ended(stack, "before-leak")[1] == "succeeded"
+    assert stack.ended("before-leak")[1] == "succeeded"
     before = ranks(stack)
-    assert ended(stack, "leaks", do="leak")[1] == "succeeded"
+    assert stack.ended("leaks", do="leak")[1] == "succeeded"
     assert ranks(stack) == before
 
 
@@ -86,7 +79,7 @@ def test_ranks_that_died_between_jobs_are_replaced(stack):
     victim = next(process for process in stack.children() if process.parent != stack.runner.pid)
     os.kill(victim.pid, signal.SIGKILL)
     stack.until(lambda: not stack.children(), 60, "the agent to notice")
-    _, state, job = ended(stack, "after-death")
+    _, state, job = stack.ended("after-death")
     assert (state, job.attempt) == ("succeeded", 1)
     assert not ranks(stack) & before
 
@@ -94,7 +87,7 @@ def test_ranks_that_died_between_jobs_are_replaced(stack):
 def test_ranks_are_replaced_when_the_code_changed(stack):
     before = ranks(stack)
     os.utime(HERE / "fake_rank.py")
-    assert ended(stack, "changed")[1] == "succeeded"
+    assert stack.ended("changed")[1] == "succeeded"
     assert not ranks(stack) & before
     assert "replacing the resident ranks" in stack.log.read_text()
 
@@ -105,7 +98,7 @@ def test_a_killed_runner_takes_its_ranks_with_it(stack):
     stack.runner.wait(10)
     stack.until(lambda: not stack.marked(), 20, "the ranks to end")
     stack.start()
-    assert ended(stack, "next-life")[1] == "succeeded"
+    assert stack.ended("next-life")[1] == "succeeded"
     assert not ranks(stack) & before
     assert stack.stop() == 0
     assert stack.marked() == []
