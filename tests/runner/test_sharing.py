@@ -62,6 +62,30 @@ def test_a_whole_cycle_in_its_order_and_in_bytes(stack):
     assert stack.event(job_id, "woken")["devices"] == slept["before"]
 
 
+@pytest.mark.parametrize(("keeps", "stay"), [(2800, True), (9000, False)])
+def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(make, keeps, stay):
+    stack = make(TANDEM_LAUNCH="resident", FAKE_RANK_KEEPS=str(keeps))
+    stack.vllm()
+    stack.start()
+    stack.run()
+    for number in (1, 2):
+        job_id = stack.submit("run")
+        state, _ = stack.wait(job_id)
+        assert (state, stack.asleep(), stack.spool.hold.get()) == ("succeeded", False, None)
+        assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE + (keeps if stay else 0)
+        assert stack.journal() == ["vllm is up", *CYCLE * number]
+        # The second time they are there already when vLLM falls asleep.
+        before = fake_gpu.ASLEEP + 3 + (keeps if stay and number == 2 else 0)
+        assert stack.event(job_id, "slept")["devices"] == {fake_gpu.UUID: before * MIB}
+        released = stack.event(job_id, "released")
+        if stay:
+            assert released["devices"] == {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + keeps) * MIB}
+            assert released["resident"] == {fake_gpu.UUID: (keeps if number == 1 else 0) * MIB}
+        else:
+            assert (released["bytes"], "resident" in released) == (0, False)
+    assert ("keep too much" in stack.log.read_text()) == (not stay)
+
+
 def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     stack.publisher()
     job_id = stack.submit("run", do="wait", until=1)

@@ -80,6 +80,7 @@ class TorchrunHandle:
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._process.pid])
         if not left:
             self._process.wait(timeout)
+            processes.reap_orphans()  # ranks that died before their agent did, and were its to wait for
         return left
 
     def rank_exits(self) -> dict[int, int]:
