@@ -68,8 +68,9 @@ class _Ranks:
     def __init__(self, entry: str, count: int, environment: dict[str, str], fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.count = count
-        # On this machine, of this user alone: the volume may be none that sockets can lie on.
-        self._directory = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
+        # On this machine, of this user alone: the volume may be none that sockets can lie on. A socket's path is short.
+        parent = tempfile.gettempdir()
+        self._directory = Path(tempfile.mkdtemp(prefix="tandem-ranks-", dir=parent if len(parent) < 70 else "/tmp"))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
