@@ -39,6 +39,7 @@ from tiny import SHAPE, write_random_model
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
+STALL_SECONDS = 180.0  # a GPU compiles for a minute, the first time
 
 
 def make_model(directory: Path, family: str = "qwen3") -> Path:
@@ -83,8 +84,8 @@ def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
 
 def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path], PackedData], build: Any) -> str:
     def make(name: str, base: int, staged: Path) -> Any:
-        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name, stall_seconds=180,
-                     data=pack(staged))  # fmt: skip
+        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
+                     stall_seconds=STALL_SECONDS, data=pack(staged))  # fmt: skip
 
     spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id

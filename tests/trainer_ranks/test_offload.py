@@ -146,12 +146,15 @@ def _chain(spool: Spool, main) -> dict[str, dict[str, str]]:
 
     run(jobs.submit_sft, "a", "a1", epochs=2)
     run(jobs.submit_rl, "a", "a2", learning_rate=3e-3, weight_decay=0.1)  # goes on, with other settings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "STALL_SECONDS", jobs.STALL_SECONDS + 1)  # new process groups, and all else with them
+        run(jobs.submit_sft, "a", "a2-other-bound")
     run(jobs.submit_sft, "b", "b1")  # another run of the same shape
     run(jobs.submit_sft, "a", "a3")  # back: what is in memory is b's
     run(jobs.submit_sft, "other-shape", "o1")
     run(jobs.submit_sft, "a", "a4")
-    spool.checkpoints.rollback("a", 3)
-    run(jobs.submit_rl, "a", "a5")  # step 4 again, from another state than the one in memory
+    spool.checkpoints.rollback("a", 4)
+    run(jobs.submit_rl, "a", "a5")  # step 5 again, from another state than the one in memory
     return found
 
 
@@ -167,7 +170,7 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Pa
         made[name] = _chain(spool, main)
         parallel.destroy()
     assert made["stays"] == made["new"]
-    assert len({files["adapter_model.safetensors"] for files in made["new"].values()}) == 7
+    assert len({files["adapter_model.safetensors"] for files in made["new"].values()}) == 8
 
 
 def test_what_is_in_memory_is_used_only_for_the_checkpoint_it_is(tmp_path: Path, model: Path) -> None:
@@ -178,15 +181,20 @@ def test_what_is_in_memory_is_used_only_for_the_checkpoint_it_is(tmp_path: Path,
     def main(root: Path, job_id: str, attempt: int) -> int:
         return worker.main(root, job_id, attempt, kept)
 
-    original = Kept.check_state
+    original = Kept.checking
 
     def listening(self, *arguments):
-        found = original(self, *arguments)
-        read.append("memory" if found is None else "files")
-        return found
+        check = original(self, *arguments)
+
+        def told():
+            found = check()
+            read.append("memory" if found is None else "files")
+            return found
+
+        return told
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "check_state", listening)
+        patch.setattr(Kept, "checking", listening)
         for number, job_id in enumerate(("first", "second", "third")):
             if number == 2:  # damaged: in memory or not, the job must say so
                 path = spool.checkpoints.path("r", 2) / "adapter_model.safetensors"

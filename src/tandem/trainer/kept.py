@@ -64,16 +64,21 @@ class Kept:
             self._need = need
         return self._topology
 
-    def check_state(self, spool: Spool, run: RunSpec, step: int, arch: Arch) -> state.Checked | None:
-        """Checkpoint `step` of `run`, checked by `state.check`; None where it is sound and its state in memory.
+    def checking(
+        self, need: Need, spool: Spool, run: RunSpec, step: int, arch: Arch
+    ) -> Callable[[], state.Checked | None]:
+        """What checks checkpoint `step` of `run`: `state.check`; or, where its state is in memory, hashes alone (None).
 
-        It needs no model and no device, so it may go on beside their making.
+        Asked before `join`. The check itself needs no model and no device, so it may go on beside their making.
         """
         holds, self.holds = self.holds, None
-        if holds == (run.name, step, spool.checkpoints.manifest(run.name, step).job):
+        if need != self._need or holds != (run.name, step, spool.checkpoints.manifest(run.name, step).job):
+            return lambda: state.check(spool, run.name, step, arch, run.lora)
+
+        def in_memory() -> None:
             spool.checkpoints.verify(run.name, step)
-            return None
-        return state.check(spool, run.name, step, arch, run.lora)
+
+        return in_memory
 
     def load(
         self,
@@ -83,8 +88,8 @@ class Kept:
         checking: Future[state.Checked | None],
         phases: Phases,
     ) -> tuple[Policy, AdapterOptimizer]:
-        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from: `checking` is of
-        `check_state`."""
+        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from. `checking`: the
+        result of what `self.checking` gave."""
         assert self._need is not None
         held, was = self._model, None
         with phases.phase("build"):
@@ -105,7 +110,8 @@ class Kept:
         with phases.phase("state"):
             if (checked := checking.result()) is not None:
                 state.load(checked, policy, optimizer)
-            elif was is not None:
+            else:
+                assert was is not None, "the state is to be in memory, and the model that had it is not"
                 optimizer.load_state(was)
             del was
             device.release_cached()  # the buffers that files were read into

@@ -98,7 +98,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
     arch = read_arch(need.model)
     # The checkpoint's files are hashed while ranks connect and the model is made.
     beside = ThreadPoolExecutor(1)
-    checking = beside.submit(kept.check_state, spool, run, job.base_step, arch)
+    checking = beside.submit(kept.checking(need, spool, run, job.base_step, arch))
     beside.shutdown(wait=False)
     with phases.phase("rendezvous"):
         topology = kept.join(need, settings, meeting.connect)
