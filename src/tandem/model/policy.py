@@ -88,22 +88,27 @@ class Policy(nn.Module):
 
     def load_base(self, model: str) -> None:
         """Fill the base weights from a Hugging Face directory or hub name; see `weights.load_weights` for errors."""
+        load_weights(model_directory(model), self.arch, self._base(), tp=self._tp, tp_rank=self._tp_rank)
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        """The frozen parameters, by the names that `weights` has for them."""
         adapted = {id(tensor.parameter) for tensor in self._lora.values()}
-        base = {
+        return {
             name.replace(".base.", "."): parameter.data
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
-        load_weights(model_directory(model), self.arch, base, tp=self._tp, tp_rank=self._tp_rank)
+
+    @property
+    def offloaded(self) -> bool:
+        return self._own_memory.parked
 
     def offload(self) -> int:
         """Give back the device memory of all parameters; the bytes given back. The adapter waits in host memory. The
         base weights are frozen and in files, so they are not copied: see `reload`. Nothing may be computed until then.
         """
-        adapted = {id(tensor.parameter) for tensor in self._lora.values()}
-        base = [parameter for parameter in self.gpt.parameters() if id(parameter) not in adapted]
         own = [*self.lora_parameters().values(), self._inv_freq]
-        return self._base_memory.park(base) + self._own_memory.park(own)
+        return self._base_memory.park(self._base().values()) + self._own_memory.park(own)
 
     def reload(self, model: str) -> None:
         """Undo `offload`: the same memory and the same adapter, the base weights streamed from `model` again, which is

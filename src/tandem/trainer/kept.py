@@ -51,7 +51,6 @@ class Kept:
         self._need: Need | None = None
         self._topology: Topology | None = None
         self._model: tuple[Policy, AdapterOptimizer] | None = None
-        self._offloaded = False
         self.holds: tuple[str, int, str] | None = None
         """Run, step and job of the checkpoint whose state policy and optimizer are in."""
 
@@ -115,16 +114,14 @@ class Kept:
                 optimizer.load_state(was)
             del was
             device.release_cached()  # the buffers that files were read into
-        self._model, self._offloaded = (policy, optimizer), False
+        self._model = policy, optimizer
         return policy, optimizer
 
     def offload(self) -> None:
         """Give back the device's memory, all but what a process can't give back while it lives."""
-        if self._model is not None and not self._offloaded:
-            policy, optimizer = self._model
-            policy.offload()
-            optimizer.offload()
-            self._offloaded = True
+        if self._model is not None and not self._model[0].offloaded:
+            for part in self._model:
+                part.offload()
         gc.collect()  # graphs and buffers in cycles
         device.release_cached()
 
