@@ -16,7 +16,7 @@ What an attempt leaves in its work directory, whichever way it was started:
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from tandem.processes import Process
 DEFAULT_ENTRY = "tandem.trainer.worker"
 """Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; `preload()` imports what a rank needs."""
 
-SHUTDOWN_SECONDS = {"torchrun": 30, "resident": 30, "fork": 10}
+SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 """How long ranks that are left after one of them failed may take to stop before they are killed. torchrun's is its
 agent's own and can't be set (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not used on this path)."""
 
@@ -42,6 +42,10 @@ class Launch:
     ranks: int
     work: Path
     entry: str = DEFAULT_ENTRY
+
+    def request(self) -> dict[str, str | int]:
+        """The fields, as JSON has them."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
 
 
 class Handle(Protocol):

@@ -14,8 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tandem import processes
@@ -143,9 +141,8 @@ class ForkHandle:
         self._code: int | None = None
         self._stop = False
         self._number = 0
-        request = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(launch).items()}
         try:
-            self._number = server.send(request)
+            self._number = server.send(launch.request())
         except OSError:
             self._code = -signal.SIGKILL  # it died since it was looked at; `poll` tells
 

@@ -39,7 +39,8 @@ def run(entry: str, root: Path, job: str, attempt: int) -> int:
 def stay(entry: str, control: Path) -> int:
     """Run job after job, until one fails, whose status is this process's, or until the runner closes its end.
 
-    Protocol over the socket, one JSON object per line: the fields of a `Launch`; {"exited": status}.
+    Protocol over the socket: the fields of a `Launch`, a line of JSON; a byte back when the job is done. A rank that
+    fails says nothing and ends.
     """
     runner = socket.socket(socket.AF_UNIX)
     runner.connect(str(control))
@@ -60,7 +61,7 @@ def stay(entry: str, control: Path) -> int:
             # The job's log is whole, and may be removed.
             os.dup2(own, 1)
             os.dup2(own, 2)
-            runner.sendall(json.dumps({"exited": status}).encode() + b"\n")
+            runner.sendall(b"\n")
     return 0
 
 

@@ -14,9 +14,7 @@ import select
 import shutil
 import socket
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tandem import processes
 from tandem.logs import Log
@@ -87,8 +85,7 @@ class _Ranks:
 
     def send(self, launch: Launch) -> None:
         """Give the ranks a job. Those that are not there yet get it as they come."""
-        request = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(launch).items()}
-        self._message = json.dumps(request).encode() + b"\n"
+        self._message = json.dumps(launch.request()).encode() + b"\n"
         for connection in self._connections:
             connection.send(self._message)
 
@@ -115,7 +112,6 @@ class _Connection:
 
     def __init__(self, rank: socket.socket) -> None:
         self._socket = rank
-        self._received = b""
         self._answered = True
 
     def send(self, message: bytes) -> None:
@@ -124,19 +120,9 @@ class _Connection:
             self._socket.sendall(message)
 
     def answered(self) -> bool:
-        while not self._answered and select.select([self._socket], [], [], 0)[0]:
-            try:
-                chunk = self._socket.recv(1 << 12)
-            except ConnectionError:
-                chunk = b""
-            if not chunk:
-                break
-            self._received += chunk
-            if b"\n" in self._received:
-                line, _, self._received = self._received.partition(b"\n")
-                message: dict[str, Any] = json.loads(line)
-                self._answered = message["exited"] == 0
-                break
+        if not self._answered and select.select([self._socket], [], [], 0)[0]:
+            with contextlib.suppress(ConnectionError):
+                self._answered = bool(self._socket.recv(1))  # nothing is its end, which its agent tells
         return self._answered
 
     def close(self) -> None:
