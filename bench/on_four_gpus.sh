@@ -5,6 +5,8 @@
 #   on_four_gpus.sh faults     bench.shared_faults on GPUs 1 to 3; the tests marked gpu on 0
 #   on_four_gpus.sh two        bench.restart with two ranks, tensor and data parallel
 set -uo pipefail
+# As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
+unset PYTHONDONTWRITEBYTECODE
 out=${OUT:-out/gpu} work=${WORK:-/tmp/tandem-bench}
 mkdir -p "$out" "$work"
 export PYTHONPATH="src:.:tests${PYTHONPATH:+:$PYTHONPATH}"

@@ -157,6 +157,8 @@ def measure(way: str, root: Path, model: Path, gpus: list[int], options: argpars
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / f"inductor.{way}"),
         "TRITON_CACHE_DIR": str(options.out / f"triton.{way}"),
     }  # fmt: skip
+    # In the images everything is compiled.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log = options.out / f"runner.{way}.log"
     stays: list[dict[str, float]] = []
     with log.open("wb") as errors:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -72,6 +73,7 @@ def render(checks: list[Check]) -> None:
 def _checks() -> Iterator[Check]:
     yield from _python()
     yield from _packages()
+    yield from _bytecode()
     try:
         settings = load_settings()
     except TandemError as error:
@@ -113,6 +115,17 @@ def _packages() -> Iterator[Check]:
             yield Check("warn", f"packages: {role}", f"missing: {', '.join(missing)}", remedy)
         else:
             yield Check("ok", f"packages: {role}", ", ".join(found))
+
+
+def _bytecode() -> Iterator[Check]:
+    """Whether each new process compiles the large packages again: ranks start anew for every job under torchrun."""
+    origins = {name: spec.origin for name in ("torch", "vllm") if (spec := find_spec(name)) and spec.origin}
+    bare = [name for name, origin in origins.items() if not Path(cache_from_source(origin)).exists()]
+    if bare and sys.dont_write_bytecode:
+        yield Check("warn", "bytecode", f"every process compiles {' and '.join(bare)} again, ten seconds for a rank",
+                    "unset PYTHONDONTWRITEBYTECODE, or run python -m compileall once on site-packages")  # fmt: skip
+    elif origins and not bare:
+        yield Check("ok", "bytecode", f"{' and '.join(origins)} compiled")
 
 
 def _keys(settings: Settings) -> Iterator[Check]:
