@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
@@ -48,6 +49,24 @@ def test_sft_reduces_the_loss_and_leaves_a_whole_checkpoint(spool: Spool) -> Non
     ]  # fmt: skip
     loaded = next(e for e in spool.events.read("sft") if e.type == "loaded")
     assert {"data", "build", "base_weights", "state", "probe"} <= set(loaded.data["seconds"])
+
+
+def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes one for a group's first collective: each takes a part of a second, and device memory till the end."""
+    collectives = {}
+    destroy = dist.destroy_process_group
+
+    def count() -> None:
+        groups = dist.distributed_c10d._world.pg_map
+        collectives.update({group.group_desc: group._get_sequence_number_for_group() for group in groups})
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", count)
+    loss = RLLoss(policy="ppo", old_logprobs="trainer", tis_cap=3.0, kl_coef=0.2)
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
+    assert collectives.pop("default_pg") == 4, "Megatron gathers Python objects twice, by Gloo on every device"
+    assert len(collectives) > 5
+    assert set(collectives.values()) == {0}
 
 
 def test_sft_on_a_mixture_of_experts_learns_and_goes_on_where_it_was(spool: Spool, tmp_path: Path) -> None:

@@ -57,9 +57,15 @@ def is_cuda() -> bool:
     return _active() == "cuda"
 
 
-def backend() -> Literal["nccl", "gloo"]:
-    """torch.distributed's backend for this device."""
-    return "nccl" if _active() == "cuda" else "gloo"
+def backend(world_size: int) -> Literal["nccl", "gloo", "cpu:gloo,cuda:nccl"]:
+    """torch.distributed's backend for this device, whose first collective in a group makes a communicator.
+
+    NCCL's take a part of a second each, and device memory for as long as the process lives. A lone rank needs none:
+    what its libraries gather of Python objects goes through Gloo.
+    """
+    if _active() == "cpu":
+        return "gloo"
+    return "nccl" if world_size > 1 else "cpu:gloo,cuda:nccl"
 
 
 def default_dtype() -> torch.dtype:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from tandem.model import parallel
 from tandem.model.mcore import reduce_from_tensor_model_parallel_region
 
 # Elements of one chunk's logits on this rank: 256 MiB in fp32, and a few times that while it is worked on.
@@ -67,7 +68,7 @@ def _softmax_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits: fp32 [n, vocabulary of this rank]; local_targets: index into it, out of range on all ranks but one."""
     largest = logits.detach().amax(-1)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    parallel.all_reduce(largest, dist.ReduceOp.MAX, group)
     logits = logits - largest[:, None]
     weights = logits.exp()
     mine = (local_targets >= 0) & (local_targets < logits.shape[-1])

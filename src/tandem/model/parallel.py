@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
 from tandem.model import device
@@ -31,6 +34,14 @@ class Topology:
         return {key: value for key, value in asdict(self).items() if not key.endswith("rank")}
 
 
+def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Join torch's default process group; a collective that waits longer than `timeout` fails."""
+    if world_size == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up to meet nobody
+    backend = device.backend(world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups; `device.activate` came before.
 
@@ -44,9 +55,10 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         if "RANK" in os.environ:
-            dist.init_process_group(device.backend(), timeout=timeout)
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            connect(store, rank, world_size, timeout)
         else:
-            dist.init_process_group(device.backend(), store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            connect(HashStore(), 0, 1, timeout)
     world_size = dist.get_world_size()
     if world_size % tensor_parallel:
         raise InvalidInput(f"{world_size} ranks don't divide into groups of {tensor_parallel}", field="tensor_parallel")
@@ -65,9 +77,25 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
     )
 
 
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """`dist.all_reduce`, and nothing at all in a group of one rank: NCCL would make a communicator to do nothing with,
+    which takes time once and device memory for as long as the process lives."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def gather_objects[T](value: T) -> list[T]:
+    """The `value` of every rank of the world, by rank. Pickled; a collective of all ranks."""
+    found = [value] * dist.get_world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
 def destroy() -> None:
     """Leave together: a barrier, then no groups any more (R3)."""
     if dist.is_initialized():
-        dist.barrier()
+        if dist.get_world_size() > 1:
+            dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
 from tandem.errors import Conflict
-from tandem.model import device
+from tandem.model import parallel
 from tandem.model.weights import model_directory
 from tandem.spool import Spool
 from tandem.spool.schema import Job, RLJob, RunSpec, SFTJob
@@ -72,13 +71,8 @@ def meet(spool: Spool, job_id: str, attempt: int) -> Meeting:
         assignment = Assignment(run, _spec(message["job"]), message["done"], files)
 
     def connect() -> None:
-        dist.init_process_group(
-            device.backend(),
-            store=PrefixStore(key, store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=assignment.job.stall_seconds),
-        )
+        timeout = timedelta(seconds=assignment.job.stall_seconds)
+        parallel.connect(PrefixStore(key, store), rank, world_size, timeout)
 
     return Meeting(assignment, connect)
 

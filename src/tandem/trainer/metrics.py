@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.model import device
+from tandem.model import device, parallel
 from tandem.trainer.memory import MemoryWatch
 
 
@@ -58,8 +58,7 @@ class Phases:
 
     def gather(self) -> dict[str, dict[str, Any]]:
         """Rank -> its `RankMemory` so far, as JSON has it. A collective of all ranks, for once in a job."""
-        found: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, self._watch.report().model_dump())
+        found = parallel.gather_objects(self._watch.report().model_dump())
         return {str(rank): memory for rank, memory in enumerate(found)}
 
 
@@ -69,7 +68,7 @@ def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType
     if not values:
         return {}
     vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on) for value in values.values()])
-    dist.all_reduce(vector, op=op, group=group)
+    parallel.all_reduce(vector, op, group)
     return dict(zip(values, vector.tolist(), strict=True))
 
 

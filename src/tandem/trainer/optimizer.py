@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from tandem.errors import TandemError
+from tandem.model import parallel
 from tandem.model.offload import Offload
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
@@ -96,7 +97,8 @@ class AdapterOptimizer:
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over data-parallel ranks; afterwards they are the parameters' `.grad`."""
-        self._gradients.finish_grad_sync()
+        if parallel_state.get_data_parallel_world_size() > 1:
+            self._gradients.finish_grad_sync()
         self._optimizer.prepare_grads()
 
     def gradient_norm(self) -> float:
@@ -108,7 +110,7 @@ class AdapterOptimizer:
         for part in self._optimizer.chained_optimizers:
             for grad in part.get_grads_for_grad_norm():
                 square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        dist.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
+        parallel.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
         return float(square.sqrt())
 
     def non_finite(self) -> list[str]:

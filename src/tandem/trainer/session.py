@@ -16,7 +16,6 @@ from platform import python_version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tandem import __version__
 from tandem.config import Settings
@@ -112,8 +111,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
 
     versions = {"tandem": __version__, "python": python_version()}
     versions |= {name: version(name) for name in ("torch", "megatron-core")}
-    pids: list[int] = [0] * topology.world_size
-    dist.all_gather_object(pids, os.getpid())
+    pids = parallel.gather_objects(os.getpid())
     event("started", pids=pids, topology=topology.sizes(), versions=versions, device=str(where))
 
     with phases.phase("data"):
