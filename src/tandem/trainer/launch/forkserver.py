@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -57,9 +56,6 @@ def main() -> int:
     entry = importlib.import_module(arguments.entry)
     if hasattr(entry, "preload"):
         entry.preload()
-    # Collect the garbage of the imports and keep what is left out of later collections, so that children share it.
-    gc.collect()
-    gc.freeze()
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     threads = [(task / "comm").read_text().strip() for task in others]
     _send(runner, {"ready": os.getpid(), "seconds": time.monotonic() - begin, "threads": threads})
