@@ -66,6 +66,9 @@ case ${1:-} in
         ;;
     starts)
         model "$work/one" "$work/tensor" "$work/data"
+        into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
+            for _ in 1 2; do time python3 -c "$what"; done
+        done; python3 -m compileall -q -l "$(python3 -c "import torch; print(torch.__path__[0])")" && echo torch can be compiled'
         restart one
         restart tensor --ranks 2 --tensor-parallel 2 --gpus 0 1 &
         restart data --ranks 2 --gpus 2 3 &
