@@ -6,17 +6,20 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from tandem.errors import CheckpointDamaged
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.arch import arch_from_config
+from tandem.model.files import read_adapter
 from tandem.model.identity import write_identity_adapter
 from tandem.spool.schema import LoraShape
 from tiny import SHAPE
 
 ARCH = arch_from_config({"model_type": "qwen3", **SHAPE})
 LORA = LoraShape(rank=4, alpha=8)
+CPU = torch.device("cpu")
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 
 
@@ -27,9 +30,9 @@ def adapter(tmp_path):
 
 
 def test_the_whole_adapter_is_read(adapter):
-    tensors = read_adapter(adapter, ARCH, LORA)
+    tensors = read_adapter(adapter, ARCH, LORA, CPU)
     assert len(tensors) == 2 * 2 * 7
-    assert all(tensor.dtype == np.float32 for tensor in tensors.values())
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
 
 
 def rewrite(adapter, change):
@@ -51,14 +54,14 @@ def rewrite(adapter, change):
 def test_wrong_tensors_are_named(adapter, change, says):
     rewrite(adapter, change)
     with pytest.raises(CheckpointDamaged, match=says):
-        read_adapter(adapter, ARCH, LORA)
+        read_adapter(adapter, ARCH, LORA, CPU)
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_missing_file_is_named(adapter, name):
     (adapter / name).unlink()
     with pytest.raises(CheckpointDamaged, match=f"{name} is missing"):
-        read_adapter(adapter, ARCH, LORA)
+        read_adapter(adapter, ARCH, LORA, CPU)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
@@ -67,7 +70,7 @@ def test_a_truncated_file_is_named(adapter, keep):
     content = path.read_bytes()
     path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
     with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
-        read_adapter(adapter, ARCH, LORA)
+        read_adapter(adapter, ARCH, LORA, CPU)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +87,19 @@ def test_a_config_of_another_adapter_is_refused(adapter, change, says):
     path = adapter / CONFIG_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointDamaged, match=says):
-        read_adapter(adapter, ARCH, LORA)
+        read_adapter(adapter, ARCH, LORA, CPU)
 
 
 def test_another_rank_in_the_run_is_refused(adapter):
     with pytest.raises(CheckpointDamaged, match="the run's is 8"):
-        read_adapter(adapter, ARCH, LoraShape(rank=8, alpha=8))
+        read_adapter(adapter, ARCH, LoraShape(rank=8, alpha=8), CPU)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])
 def test_a_broken_config_is_refused(adapter, content):
     (adapter / CONFIG_FILE).write_text(content)
     with pytest.raises(CheckpointDamaged, match=CONFIG_FILE):
-        read_adapter(adapter, ARCH, LORA)
+        read_adapter(adapter, ARCH, LORA, CPU)
 
 
 def test_identity_depends_on_the_seed_and_on_nothing_else(tmp_path):
@@ -109,7 +112,7 @@ def test_identity_depends_on_the_seed_and_on_nothing_else(tmp_path):
 
 
 def test_identity_is_peft_s_initialisation(adapter):
-    tensors = read_adapter(adapter, ARCH, LORA)
+    tensors = {name: tensor.numpy() for name, tensor in read_adapter(adapter, ARCH, LORA, CPU).items()}
     firsts = [tensor for name, tensor in tensors.items() if "lora_A" in name]
     assert all((tensor == 0).all() for name, tensor in tensors.items() if "lora_B" in name)
     assert len({tensor.tobytes() for tensor in firsts}) == len(firsts)  # no two layers share their numbers

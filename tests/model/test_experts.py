@@ -10,10 +10,11 @@ from torch.func import functional_call
 
 from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import InvalidInput
-from tandem.model.adapter import WEIGHTS_FILE, adapter_shapes, read_adapter
+from tandem.model.adapter import WEIGHTS_FILE, adapter_shapes
 from tandem.model.arch import read_arch
 from tandem.model.build import build_policy
 from tandem.model.experts import grouped_linear
+from tandem.model.files import read_adapter
 from tandem.model.identity import write_identity_adapter
 from tandem.model.mcore import parallel_state
 from tandem.spool.schema import LoraShape
@@ -59,8 +60,8 @@ def test_logits_and_every_gradient(alone, tmp_path, lora):
     model = write_random_model(tmp_path / "model", family="qwen3_moe")
     directory = write_random_adapter(tmp_path / "adapter", model, lora)
     adapter = {
-        key: torch.from_numpy(value).requires_grad_()
-        for key, value in read_adapter(directory, read_arch(str(model)), lora).items()
+        key: value.clone().requires_grad_()
+        for key, value in read_adapter(directory, read_arch(str(model)), lora, torch.device("cpu")).items()
     }
     reference = base(model).requires_grad_(False)
     logits = functional_call(reference, merged(reference, adapter, lora), (TOKENS[None],)).logits[0]

@@ -11,10 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-
 from tandem.errors import CheckpointDamaged
 from tandem.model.arch import Arch, lora_modules
 from tandem.spool.schema import LoraShape
@@ -69,38 +65,6 @@ def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> N
         "use_rslora": False,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def read_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, NDArray[np.float32]]:
-    """The adapter in `directory`: PEFT key -> fp32 array, exactly the tensors that `adapter_shapes` names.
-
-    Raises:
-        CheckpointDamaged: a file is missing or unreadable, the config says another rank, alpha or targets than `lora`,
-            or a tensor is missing, unexpected, misshapen or not finite. The message names the file and the tensor.
-    """
-    check_config(directory, lora)
-    path = directory / WEIGHTS_FILE
-    if not path.is_file():
-        raise CheckpointDamaged(f"{path} is missing")
-    expected = adapter_shapes(arch, lora)
-    tensors: dict[str, NDArray[np.float32]] = {}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            present = set(file.keys())
-            for name in sorted(present.symmetric_difference(expected)):
-                what = "has an unexpected tensor" if name in present else "lacks the tensor"
-                raise CheckpointDamaged(f"{path} {what} {name}")
-            for name, shape in expected.items():
-                actual = tuple(file.get_slice(name).get_shape())
-                if actual != shape:
-                    raise CheckpointDamaged(f"{path}: {name} has the shape {list(actual)}, expected {list(shape)}")
-                tensors[name] = np.asarray(file.get_tensor(name), dtype=np.float32)
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} is not a readable safetensors file: {error}") from error
-    for name, tensor in tensors.items():
-        if not np.isfinite(tensor).all():
-            raise CheckpointDamaged(f"{path}: {name} holds NaN or infinity")
-    return tensors
 
 
 def check_config(directory: Path, lora: LoraShape) -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.model import device
-from tandem.model.adapter import adapter_shapes, key_a, key_b, read_adapter, stacked_name
+from tandem.model.adapter import adapter_shapes, key_a, key_b, stacked_name
 from tandem.model.arch import Arch
 from tandem.model.attention import Kernel, tree_params
 from tandem.model.experts import Experts
+from tandem.model.files import read_adapter
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
@@ -121,10 +122,9 @@ class Policy(nn.Module):
         """Fill the adapter from PEFT's files, all or nothing.
 
         Raises:
-            CheckpointDamaged: see `adapter.read_adapter`. The adapter in memory is then as it was before.
+            CheckpointDamaged: see `files.read_adapter`. The adapter in memory is then as it was before.
         """
-        tensors = read_adapter(directory, self.arch, self.lora)
-        self.set_adapter({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+        self.set_adapter(read_adapter(directory, self.arch, self.lora, device.device()))
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill the adapter from whole tensors by PEFT key, of any floating dtype and on any device."""

@@ -14,7 +14,7 @@ import math
 import os
 import queue
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,22 +120,6 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
         workers = [pool.submit(_work, pending, files, largest, where) for _ in range(threads)]
         for worker in workers:
             worker.result()
-
-
-def load(path: Path, stored: Mapping[str, Stored], where: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of one file on the device `where`, all in one piece of memory, which any of them keeps."""
-    begin = min((tensor.offset for tensor in stored.values()), default=0)
-    whole = torch.empty(sum(map(_stored_bytes, stored.values())), dtype=torch.uint8, device=where)
-    fill([Piece(Stored(path, begin, torch.uint8, (len(whole),)), 0, 1, whole)], threads=4)
-    found = {}
-    for name, tensor in stored.items():
-        at = tensor.offset - begin
-        found[name] = whole[at : at + _stored_bytes(tensor)].view(tensor.dtype).view(tensor.shape)
-    return found
-
-
-def _stored_bytes(stored: Stored) -> int:
-    return math.prod(stored.shape) * stored.dtype.itemsize
 
 
 def _split(piece: Piece, chunk_bytes: int) -> Iterable[Piece]:

@@ -8,7 +8,7 @@ directory has never been trained: step 0.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
-from tandem.model import device, stream
+from tandem.model import device, files
 from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes, check_config
 from tandem.model.arch import Arch
 from tandem.model.policy import Policy
@@ -29,9 +29,6 @@ from tandem.spool.schema import LoraShape, RLLoss
 from tandem.trainer.optimizer import AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
-
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -57,29 +54,15 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
                                 "training can't be continued; roll the run back to an older step")  # fmt: skip
     check_config(directory, lora)
     shapes = adapter_shapes(arch, lora)
-    adapter = _stored(directory / WEIGHTS_FILE, shapes)
+    adapter = files.expect(directory / WEIGHTS_FILE, shapes)
     if OPTIMIZER_FILE not in manifest.files:
         return Checked(adapter, None)
-    moments: Shapes = {f"{name}.{moment}": shape for name, shape in shapes.items() for moment in _MOMENTS}
-    optimizer = _stored(directory / OPTIMIZER_FILE, {**moments, "step": ()})
+    moments = {f"{name}.{moment}": shape for name, shape in shapes.items() for moment in _MOMENTS}
+    optimizer = files.expect(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
             raise CheckpointDamaged(f"{tensor.path}: {name} is {tensor.dtype}, expected {expected}")
     return Checked(adapter, optimizer)
-
-
-def _stored(path: Path, shapes: Shapes) -> dict[str, Stored]:
-    """The tensors of `path`, which must be those of `shapes`."""
-    try:
-        found = stream.headers([path])
-    except InvalidInput as error:
-        raise CheckpointDamaged(error.message) from error
-    for name in sorted(shapes.keys() ^ found.keys()):
-        raise CheckpointDamaged(f"{path} {'has an unexpected tensor' if name in found else 'lacks the tensor'} {name}")
-    for name, shape in shapes.items():
-        if found[name].shape != shape:
-            raise CheckpointDamaged(f"{path}: {name} has the shape {list(found[name].shape)}, expected {list(shape)}")
-    return found
 
 
 @torch.no_grad()
@@ -87,9 +70,9 @@ def load(checked: Checked, policy: Policy, optimizer: AdapterOptimizer) -> None:
     """Put a checkpoint into policy and optimizer, which are of its run. CheckpointDamaged names a tensor that is not
     finite."""
     where = device.device()
-    policy.set_adapter(_tensors(checked.adapter, where))
+    policy.set_adapter(files.read(checked.adapter, where))
     if checked.optimizer is not None:
-        adam = _tensors(checked.optimizer, where)
+        adam = files.read(checked.optimizer, where)
         if (step := int(adam["step"])) < 1:
             raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
 
@@ -97,19 +80,6 @@ def load(checked: Checked, policy: Policy, optimizer: AdapterOptimizer) -> None:
             return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
 
         optimizer.load_state(AdamState(step, *map(shards, _MOMENTS)))
-
-
-def _tensors(stored: dict[str, Stored], where: torch.device) -> dict[str, Tensor]:
-    path = next(iter(stored.values())).path
-    try:
-        found = stream.load(path, stored, where)
-    except InvalidInput as error:
-        raise CheckpointDamaged(error.message) from error
-    finite = torch.stack([tensor.isfinite().all() for tensor in found.values()]).tolist()
-    for name, good in zip(found, finite, strict=True):
-        if not good:
-            raise CheckpointDamaged(f"{path}: {name} holds NaN or infinity")
-    return found
 
 
 @dataclass(frozen=True)
