@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2, help="rollouts measured in each cycle; the best one counts")
+    parser.add_argument("--rounds", type=int, default=4, help="rollouts measured in each cycle; the best one counts")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tandem-shared", help="model, spool")
     parser.add_argument("--out", type=Path, default=None, help="logs; by default $OUT, else beside the spool")
     options = parser.parse_args()
