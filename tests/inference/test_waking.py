@@ -135,6 +135,17 @@ def test_the_memory_of_a_lost_trainer_is_waited_for(scene):
     assert not scene.vllm.asleep
 
 
+def test_what_is_in_use_beside_an_awake_vllm_is_its_own(scene):
+    """A runner was killed after vLLM had woken and before the hold went; or both were, and vLLM started again first."""
+    publisher = scene.publisher()
+    scene.hold(floor=900 * MIB)
+    scene.in_use(70_000)
+    scene.kill()
+    assert publisher.once()
+    assert scene.spool.hold.get() is None
+    assert scene.vllm.loads() == ["run@0"]
+
+
 def test_after_the_deadline_a_lost_trainers_memory_is_not_waited_for(scene):
     scene.hold(floor=900 * MIB, deadline=-1)
     scene.vllm.asleep = True

@@ -4,8 +4,10 @@ import random
 import signal
 import time
 
+import httpx
 import pytest
 
+from fake_vllm import ADMIN_TOKEN
 from runner import fake_gpu
 from runner.shared_stack import MIB, SharedStack
 from tandem import processes
@@ -183,6 +185,22 @@ def test_a_runner_that_finds_its_own_stale_hold_wakes_vllm(stack):
     stack.until_told("vllm is awake")
     awake_and_unheld(stack)
     assert "no trainer holds its GPUs: waking it" in stack.log.read_text()
+
+
+def test_a_stale_hold_beside_an_awake_vllm_is_not_waited_for(stack):
+    """Its runner was killed after vLLM had woken, before the hold went: what is in use is vLLM's own."""
+    job_id = stack.submit("run", do="wait", attempts=1)
+    stack.until_told("rank runs")
+    stack.until(lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, 10, "the floor in the hold")
+    stack.runner.kill()
+    stack.runner.wait()
+    stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, 10, "the ranks to be gone")
+    httpx.post(f"{stack.url}/wake_up", headers={"x-tandem-admin-token": ADMIN_TOKEN}, timeout=20).raise_for_status()
+    assert stack.spool.hold.get() is not None
+    stack.start()
+    assert stack.wait(job_id, 20)[0] == "failed"
+    assert stack.wait(stack.submit("run"), 20)[0] == "succeeded"
+    awake_and_unheld(stack)
 
 
 def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):

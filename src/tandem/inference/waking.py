@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tandem.config import Settings
 from tandem.devices import Devices
+from tandem.errors import TandemError
 from tandem.inference.admin import AdminClient
 from tandem.logs import Log
 from tandem.spool import Spool
@@ -23,6 +24,7 @@ def settle(spool: Spool, admin: AdminClient, devices: Devices, wake: Callable[[]
     """Have vLLM awake, and no hold on the volume; the caller knows that no hold is live. Why not yet in words, or None.
 
     The memory of a lost trainer is waited for, down to what was in use while vLLM slept, or until the hold's deadline.
+    Not where vLLM is awake: then it is its own, and it had woken, or was started again, before the record could go.
     Raises what AdminClient does. `wake`: instead of `admin.wake_up`.
     """
     with spool.hold.lock():
@@ -30,7 +32,7 @@ def settle(spool: Spool, admin: AdminClient, devices: Devices, wake: Callable[[]
         if hold is not None:
             # Without a floor nothing had been started yet that could hold memory.
             left = devices.busy(hold.floor) if hold.floor and time.time() < hold.deadline else {}
-            if left:
+            if left and not awake(admin):
                 return f"{hold.runner}, which had the GPUs for job {hold.job}, is lost, and {left} bytes are in use yet"
             # First: with a hold that stays, nobody would notice a vLLM that can't be woken.
             spool.hold.clear()
@@ -42,6 +44,13 @@ def settle(spool: Spool, admin: AdminClient, devices: Devices, wake: Callable[[]
             (wake or admin.wake_up)()
             log.info("vLLM is awake")
     return None
+
+
+def awake(admin: AdminClient) -> bool:
+    """Whether vLLM says so; False where it says nothing."""
+    with suppress(TandemError):
+        return admin.healthy() and not admin.is_sleeping()
+    return False
 
 
 class Turns:

@@ -19,7 +19,7 @@ from tandem.config import Settings
 from tandem.devices import FREE_BYTES, Devices, over
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.inference.admin import AdminClient, InferenceUnavailable
-from tandem.inference.waking import settle
+from tandem.inference.waking import awake, settle
 from tandem.logs import Log
 from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError
@@ -171,11 +171,11 @@ class Shared(Alone):
             return None
         self.beat("waking")
         begin = time.monotonic()
-        awake = self._wake(begin)
+        woken = self._wake(begin)
         seconds = time.monotonic() - begin
         self._spool.hold.clear()
         self._hold = None
-        return Woken(self._devices.used(), seconds) if awake else None
+        return Woken(self._devices.used(), seconds) if woken else None
 
     def _put(self, hold: Hold, end: float, leave: Callable[[], bool]) -> bool:
         """Write the hold while the publisher is not at work; False if it is all the time."""
@@ -212,7 +212,8 @@ class Shared(Alone):
             if time.time() > hold.deadline:
                 log.error("memory is not back and the deadline is over: waking vLLM all the same", bytes_in_use=left)
                 return True
-            if self._awake():
+            if awake(self._admin):
+                # Another one started, or somebody woke it, though we held the GPUs: our beats did not get through.
                 log.warning("vLLM is awake already, and what is in use is its own", bytes_in_use=left)
                 return True
             if self._stopping():
@@ -223,12 +224,6 @@ class Shared(Alone):
             self.beat("releasing")
             time.sleep(_POLL_SECONDS)
         return True
-
-    def _awake(self) -> bool:
-        """Another vLLM started, or somebody woke it, though we held the GPUs: our beats did not get through."""
-        with suppress(TandemError):
-            return self._admin.healthy() and not self._admin.is_sleeping()
-        return False
 
     def _wake(self, begin: float) -> bool:
         said = False
