@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, sft_request, until
+from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, sft_request, tree, until
 from tandem.cli import main
 from tandem.cli.train import apply_setting, read_request
 from tandem.errors import InvalidInput
@@ -220,12 +220,7 @@ def test_doctor_on_a_healthy_deployment(tandem, server, monkeypatch):
     monkeypatch.setenv("TANDEM_ROOT", str(server.settings.root))
     monkeypatch.setenv("TANDEM_BASE_MODEL", "models/tiny")
     monkeypatch.setenv("TANDEM_INFERENCE_URL", "http://127.0.0.1:9")
-
-    def entries() -> list[str]:
-        # Not those with which the controller's own probe tries the volume meanwhile.
-        return sorted(p.name for p in server.settings.root.iterdir() if not p.name.startswith(".tmp-probe."))
-
-    before = entries()
+    before = tree(server.settings.root)
     status, checks = doctor(tandem)
     assert status == 0, checks
     for name in (
@@ -240,7 +235,7 @@ def test_doctor_on_a_healthy_deployment(tandem, server, monkeypatch):
     ):
         assert checks[name]["status"] == "ok", checks[name]
     assert checks["vLLM"]["status"] == "warn"
-    assert entries() == before
+    assert tree(server.settings.root) == before
     status, out, _ = tandem("doctor")
     assert (status, "qwen3" in out) == (0, True)
 
