@@ -2,8 +2,8 @@
 # The benchmarks of one H200 each, side by side on four, in parts of less than ten minutes. Run from the repository's
 # root, in a Python that has torch for CUDA, megatron-core and vLLM; what they print goes to $OUT (default out/gpu).
 #   on_four_gpus.sh cycles     bench.shared on GPU 0; bench.restart, twenty jobs in each way, on 1 to 3
-#   on_four_gpus.sh faults     bench.shared_faults on GPUs 1 to 3; the tests marked gpu on 0
-#   on_four_gpus.sh starts     bench.restart, one GPU alone; then two with tensor parallelism beside two with data parallelism
+#   on_four_gpus.sh faults     bench.shared_faults; the tests marked gpu come first on GPU 0
+#   on_four_gpus.sh starts     bench.restart: one GPU alone; then two tensor-parallel beside two data-parallel ranks
 #   on_four_gpus.sh experts    a mixture of experts: served adapters on 0, kernels on 1, starts on 2 and 3
 #   on_four_gpus.sh metrics    a scrape of each exporter while a job runs, on 0 and 1
 set -uo pipefail

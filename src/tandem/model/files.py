@@ -60,14 +60,19 @@ def read(stored: Mapping[str, Stored], where: torch.device) -> dict[str, torch.T
     return found
 
 
-def read_adapter(directory: Path, arch: Arch, lora: LoraShape, where: torch.device) -> dict[str, torch.Tensor]:
-    """The adapter in `directory`, by PEFT key, on the device `where`: exactly the tensors that `adapter_shapes` names.
+def expect_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Stored]:
+    """Where the tensors of the adapter in `directory` lie, by PEFT key: exactly those that `adapter_shapes` names.
 
     Raises:
-        CheckpointDamaged: as `expect` and `read`, and where the config says another rank, alpha or targets than `lora`.
+        CheckpointDamaged: as `expect`, and where the config says another rank, alpha or targets than `lora`.
     """
     check_config(directory, lora)
-    return read(expect(directory / WEIGHTS_FILE, adapter_shapes(arch, lora)), where)
+    return expect(directory / WEIGHTS_FILE, adapter_shapes(arch, lora))
+
+
+def read_adapter(directory: Path, arch: Arch, lora: LoraShape, where: torch.device) -> dict[str, torch.Tensor]:
+    """The adapter in `directory`, by PEFT key, on the device `where`. Raises as `expect_adapter` and `read` do."""
+    return read(expect_adapter(directory, arch, lora), where)
 
 
 def _bytes(stored: Stored) -> int:

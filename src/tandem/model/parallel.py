@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,11 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
     )
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+def all_reduce(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """`dist.all_reduce`, and nothing at all in a group of one rank: NCCL would make a communicator to do nothing with,
     which takes time once and device memory for as long as the process lives."""
     if dist.get_world_size(group) > 1:

@@ -97,7 +97,7 @@ class AdapterOptimizer:
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over data-parallel ranks; afterwards they are the parameters' `.grad`."""
-        if parallel_state.get_data_parallel_world_size() > 1:
+        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron's would make a communicator for one rank, too
             self._gradients.finish_grad_sync()
         self._optimizer.prepare_grads()
 

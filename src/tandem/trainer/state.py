@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
 from tandem.model import device, files
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_shapes, check_config
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.arch import Arch
 from tandem.model.policy import Policy
 from tandem.model.stream import Stored
@@ -52,12 +52,10 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
     if trained and OPTIMIZER_FILE not in manifest.files:
         raise CheckpointDamaged(f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and without it the adapter's "
                                 "training can't be continued; roll the run back to an older step")  # fmt: skip
-    check_config(directory, lora)
-    shapes = adapter_shapes(arch, lora)
-    adapter = files.expect(directory / WEIGHTS_FILE, shapes)
+    adapter = files.expect_adapter(directory, arch, lora)
     if OPTIMIZER_FILE not in manifest.files:
         return Checked(adapter, None)
-    moments = {f"{name}.{moment}": shape for name, shape in shapes.items() for moment in _MOMENTS}
+    moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in _MOMENTS}
     optimizer = files.expect(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
