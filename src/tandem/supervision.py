@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from tandem.config import Settings
 from tandem.errors import SpoolUnusable
+from tandem.tail import last_lines
 
 # A socket's address holds 107 bytes. Ours takes up to 57 of them: the directory's name, the socket's, and the pid that
 # supervisord appends until it listens.
@@ -80,7 +82,6 @@ class Status:
     name: str
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
-    exit_status: int
 
 
 def logs_dir(settings: Settings, role: Role) -> Path:
@@ -110,7 +111,7 @@ def write_config(directory: Path, logs: Path, of: Sequence[Program]) -> Path:
     sections = {
         "supervisord": {
             "nodaemon": "true",
-            "logfile": _escaped(logs / "supervisord.log"),
+            "logfile": _escaped(_own_log(logs)),
             **{f"logfile_{key}": value for key, value in limits.items()},
             "silent": "true",
             "pidfile": _escaped(directory / "supervisord.pid"),
@@ -155,6 +156,21 @@ def log_path(logs: Path, program: str) -> Path:
     return logs / f"{program}.log"
 
 
+def _own_log(logs: Path) -> Path:
+    return logs / "supervisord.log"
+
+
+def how_it_ended(logs: Path, program: str, pid: int) -> str:
+    """What supervisord's log says of it: "exit status 1", "terminated by SIGKILL", or that it says nothing.
+
+    Asked over its socket, supervisord has forgotten as soon as it starts the program again.
+    """
+    begun = f"spawned: '{program}' with pid {pid}\n"
+    _, found, after = last_lines(_own_log(logs), lines=200).rpartition(begun)
+    words = re.search(rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$", after, re.MULTILINE)
+    return words[1] if found and words else "for a reason that supervisord's log does not hold"
+
+
 def _escaped(value: object) -> str:
     """supervisord expands `%(name)s`."""
     return str(value).replace("%", "%%")
@@ -168,10 +184,7 @@ def statuses(settings: Settings, role: Role | None = None) -> dict[str, Status]:
             answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
     except (OSError, xmlrpc.client.Error, HTTPException):
         return {}
-    return {
-        answer["name"]: Status(answer["name"], answer["statename"], answer["pid"], answer["exitstatus"])
-        for answer in answers
-    }
+    return {answer["name"]: Status(answer["name"], answer["statename"], answer["pid"]) for answer in answers}
 
 
 def start_again(settings: Settings, role: Role, program: str) -> None:

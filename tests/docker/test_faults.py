@@ -360,8 +360,8 @@ def test_a_full_volume(stack):
 def test_a_program_that_cannot_be_started(stack):
     """70, again and again; `up --wait` doesn't wait for ever, and the reason is in the log."""
     begin = time.time()
-    done = stack.run("up", "--wait", "--wait-timeout", "30", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
-    assert done.returncode != 0
+    # No word on its exit status: Compose up to 5.5 reports a deadline only by luck (mended in its 06f4f9d).
+    stack.run("up", "--wait", "--wait-timeout", "30", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
     assert time.time() - begin < 60
     assert exit_status(stack, "inference", begin) == 70
     assert not stack.healthy("inference")

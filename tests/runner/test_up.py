@@ -113,13 +113,14 @@ def test_a_crashed_program_is_started_again(up):
     stack = both_run(up())
     os.kill(stack.pid("fake_program_a"), signal.SIGKILL)
     stack.until("a runs", count=2)
-    assert "up | a (pid " in stack.text()
+    stack.until("ended: terminated by SIGKILL; crash 1 of 2")
     assert stack.process.poll() is None
 
 
 def test_a_crash_loop_ends_with_71_and_names_the_program(up):
     stack = up(FAKE_B="crash-loop")
     assert stack.wait() == 71
+    assert "ended: exit status 4; crash 1 of 2" in stack.text()
     assert "b crashes again and again; the end of its log:" in stack.text()
     assert stack.left() == []
 

@@ -146,7 +146,7 @@ def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(tmp_path):
         stack.until("has stalled: 3 requests wait, and no token came for 2 s; killing it")
         (stack.answers / "metrics").write_text(BUSY.replace("2.0", "0.0").replace("1.0", "0.0"))
         stack.until("v runs", count=2)
-        stack.until("ended, exit status")
+        stack.until("ended: terminated by SIGKILL; crash 1 of 8")
         first = re.findall(r"with engine (\d+)", stack.out.read_text())[0]
         assert processes.read(int(first)) is None
         time.sleep(4)
