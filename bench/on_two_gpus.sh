@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# The benchmarks of one or two H200s on a machine of two, in about 25 minutes. Run from the repository's root, in a Python
+# that has torch for CUDA, megatron-core and vLLM.
+#   on_two_gpus.sh start          all of it, from a copy of the tree, in a session of its own: the shell may end
+#   on_two_gpus.sh wait SECONDS   until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
+#   on_two_gpus.sh all            the same in this shell
+# SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
+set -uo pipefail
+# As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
+unset PYTHONDONTWRITEBYTECODE
+work=${WORK:-/tmp/tandem-bench}
+out=$work/out
+mkdir -p "$out"
+
+into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows beside it, the end of it here
+    local name=$1 seconds=$2 begin=$SECONDS
+    shift 2
+    mkdir -p "$work/$name"
+    OUT="$work/$name" timeout "$seconds" "$@" >"$out/$name.txt" 2>&1
+    echo "rc $? after $((SECONDS - begin)) s" >>"$out/$name.txt"
+    mkdir -p "$out/results.$name"
+    find bench/results -name '*.json' -newer "$work/begun" -exec cp -p {} "$out/results.$name" \;
+    cp "$work/$name"/*.log "$work/$name"/memory*.csv "$out/results.$name" 2>/dev/null
+    echo "== $name, at $SECONDS s"; tail -n 8 "$out/$name.txt" | cut -c1-300
+}
+
+model() {  # DIRECTORY...: one model of 16 GB in all of them
+    [ -d "$work/model" ] || python3 -c 'from pathlib import Path; from bench.restart import make_model; import sys
+make_model(Path(sys.argv[1]), *sys.argv[2:])' "$work/model" "${SHAPE:-qwen3-8b}" "${DEVICE:-cuda}"
+    for directory; do
+        mkdir -p "$work/$directory/${SHAPE:-qwen3-8b}"
+        ln -sf "$work"/model/* "$work/$directory/${SHAPE:-qwen3-8b}/"
+    done
+}
+
+tests() {  # GPU FILE...: each in a process of its own, since one wants an idle GPU
+    local gpu=$1
+    shift
+    for file; do
+        CUDA_VISIBLE_DEVICES=$gpu into "$(basename "$file" .py)" 200 python3 -m pytest -q -p no:cacheprovider -m gpu "$file"
+    done
+}
+
+restart() {  # NAME SECONDS ARGUMENT...
+    local name=$1 seconds=$2
+    shift 2
+    into "$name" "$seconds" python3 -m bench.restart --shape "${SHAPE:-qwen3-8b}" --device "${DEVICE:-cuda}" \
+        --out "$work/$name" "$@"
+}
+
+faults() {  # NAME GPU VICTIM...
+    local name=$1 gpu=$2
+    shift 2
+    into "$name" 600 python3 -m bench.shared_faults --device "$gpu" --victims "$@"
+}
+
+all() {
+    touch "$work/begun"
+    export PYTHONPATH="$PWD/src:$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+    # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
+    into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
+        for _ in 1 2; do time python3 -c "$what"; done
+    done' &
+    model shared one tensor data
+    wait
+    {
+        into shared 600 python3 -m bench.shared --shape "${SHAPE:-qwen3-8b}" --work "$work/shared" --out "$work/shared"
+        tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py
+        faults vllm 0 vllm
+    } &
+    {
+        restart one 720 --jobs ${JOBS:-20} --seconds 650 --gpus 1
+        faults others 1 rank runner
+    } &
+    wait
+    # Both GPUs from here on, one thing after the other.
+    restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
+    restart data 240 --ranks 2 --jobs 3
+    into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
+    tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py &
+    CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed &
+    wait
+    nvidia-smi --query-gpu=index,memory.used --format=csv
+    touch "$work/ended"
+}
+
+case ${1:-} in
+    start)
+        mkdir "$work/tree"
+        tar -c --exclude=.git --exclude=.venv --exclude=.gpu . | tar -x -C "$work/tree"
+        cd "$work/tree" && setsid bash bench/on_two_gpus.sh all >"$out/all.txt" 2>&1 </dev/null &
+        ;;
+    wait)
+        end=$((SECONDS + ${2:?seconds}))
+        while [ ! -e "$work/ended" ] && [ $SECONDS -lt $end ]; do sleep 1; done
+        cat "$out/all.txt"
+        tar -C "$work" -czf "${OUT:-.}/gpu.tgz" out
+        ;;
+    all) all ;;
+    *) sed -n 2,8p "$0"; exit 2 ;;
+esac
