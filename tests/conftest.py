@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+from tandem.environment import omp_waiting
+
+# Before torch is loaded: what computes in this process has neighbours, too.
+os.environ.update(omp_waiting(os.environ))
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,12 @@ def test_the_operator_has_the_last_word() -> None:
     assert command.env.items() >= environ.items()
 
 
+def test_on_the_cpu_threads_wait_briefly_unless_the_operator_says_how_they_wait() -> None:
+    assert server_command(settings(), environ={}).env["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in server_command(settings(), environ={"OMP_WAIT_POLICY": "active"}).env
+    assert "GOMP_SPINCOUNT" not in server_command(settings(device="cuda"), environ={}).env
+
+
 def test_experts_have_room_for_adapters_where_that_is_asked_for() -> None:
     plain = server_command(settings(device="cuda"), environ={}).argv
     experts = server_command(settings(device="cuda", expert_lora=True), environ={}).argv

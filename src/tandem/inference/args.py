@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.config import Settings
+from tandem.environment import omp_waiting
 from tandem.errors import InvalidInput
 from tandem.spool.schema import LORA_TARGETS
 
@@ -111,7 +112,7 @@ def _environment(settings: Settings, device: str, model: str, environ: Mapping[s
         # vLLM would pin itself to one thread of each physical core but one, and every server on the machine to the
         # same ones; on two cores that leaves it a single thread, shared with whatever trains.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
         if settings.inference_tensor_parallel == 1:
             # Despite its name it only lets the CPU platform keep the "uni" executor; the engine stays a process apart.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

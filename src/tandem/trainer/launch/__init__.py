@@ -22,6 +22,7 @@ from typing import Protocol
 
 from tandem.config import Settings
 from tandem.environment import of as variables_of
+from tandem.environment import omp_waiting
 from tandem.processes import Process
 
 DEFAULT_ENTRY = "tandem.trainer.worker"
@@ -93,6 +94,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     environment = os.environ | variables_of(settings)
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.trainer_ranks)))
+    environment |= omp_waiting(environment)
     # numpy's own pool; with it, importing numpy starts threads, which must not be before a fork.
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     # A rank compiles a handful of kernels, once: a pool of compiler processes costs more to start than it saves.
