@@ -283,9 +283,9 @@ def test_programs_their_states_and_restarts(tmp_path: Path) -> None:
     ours = os.getpid()
     answers: list[dict[str, Status]] = [
         {},
-        {"vllm": Status("vllm", "RUNNING", ours, 0), "runner": Status("runner", "STARTING", 0, 0)},
-        {"vllm": Status("vllm", "BACKOFF", 0, 1), "runner": Status("runner", "RUNNING", ours, 0)},
-        {"vllm": Status("vllm", "RUNNING", 1, 1), "runner": Status("runner", "RUNNING", ours, 0)},
+        {"vllm": Status("vllm", "RUNNING", ours), "runner": Status("runner", "STARTING", 0)},
+        {"vllm": Status("vllm", "BACKOFF", 0), "runner": Status("runner", "RUNNING", ours)},
+        {"vllm": Status("vllm", "RUNNING", 1), "runner": Status("runner", "RUNNING", ours)},
         {},
     ]
     with rig(SupervisorCollector(Settings(root=tmp_path), lambda _: answers.pop(0))) as made:

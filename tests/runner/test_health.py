@@ -134,7 +134,7 @@ def test_a_controller_is_healthy_when_it_is_ready(tmp_path):
 
 def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
     Spool.create(tmp_path)
-    found = {"runner": Status("runner", "BACKOFF", 0, 1), "exporter": Status("exporter", "FATAL", 0, 1)}
+    found = {"runner": Status("runner", "BACKOFF", 0), "exporter": Status("exporter", "FATAL", 0)}
     monkeypatch.setattr("tandem.health.statuses", lambda settings: found)
     assert next(troubles(Settings(root=tmp_path), "trainer")) == "runner is BACKOFF"
     del found["runner"]
@@ -143,7 +143,7 @@ def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
 
 def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
     spool, now = Spool.create(tmp_path), time.time()
-    running = {name: Status(name, "RUNNING", 1, 0) for name in ("vllm", "publisher")}
+    running = {name: Status(name, "RUNNING", 1) for name in ("vllm", "publisher")}
     monkeypatch.setattr("tandem.health.statuses", lambda settings: running)
     settings = Settings(root=tmp_path, gpu_mode="shared")
     code = f"""if True:
