@@ -29,6 +29,7 @@ lint: setup  ## ruff and mypy --strict
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(RUN) mypy --config-file tests/mypy.ini
 
 test: lint  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
 	$(RUN) pytest -m "not gpu" --durations=15

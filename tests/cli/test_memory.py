@@ -62,9 +62,10 @@ DONE = [*LOADED, ("step", 1, STEP), ("checkpoint", 1, {"step": 1}), ("released",
 
 def printed(*told: tuple[str, int, dict[str, Any]]) -> list[list[str]]:
     """The words of each line, cells apart."""
-    console = Console(width=150, file=io.StringIO())
+    file = io.StringIO()
+    console = Console(width=150, file=file)
     console.print(memory._report("j", by_attempt(events(*told))))
-    lines = console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     return [[cell.strip() for cell in re.split("[│┃]", line.strip(" │┃"))] for line in lines]
 
 

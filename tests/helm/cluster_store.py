@@ -7,7 +7,7 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -183,7 +183,7 @@ class Store:
             self._objects = {key: obj for key, obj in self._objects.items() if keep(obj)}
             self._recent.clear()
 
-    def watch(self, kind: Kind | None, since: int | None) -> tuple[list[Event], Watch]:
+    def watch(self, kind: Kind | None, since: int | None) -> tuple[Sequence[Event], Watch]:
         """What there is now (`since` None) or what happened after a version, and a queue of what happens next."""
         with self._lock:
             if since is None:

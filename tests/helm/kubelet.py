@@ -193,8 +193,8 @@ class Kubelet:
     def tails(self, characters: int = 2500) -> str:
         """What happened, and the end of what every container printed."""
         parts = ["\n".join(map(str, self.notes[-40:]))]
-        for (pod, container), logs in list(self._logs.items())[-6:]:
-            parts.append(f"==== {pod}/{container} (ended)\n{logs[-1][-characters:]}")
+        for (of, name), logs in list(self._logs.items())[-6:]:
+            parts.append(f"==== {of}/{name} (ended)\n{logs[-1][-characters:]}")
         for pod in list(self._pods.values()):
             for container in (*pod.inits, *pod.containers):
                 if container.id:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
-from referencing import Registry, Resource
+from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
 from helm import pods
@@ -72,7 +72,7 @@ def _definitions(minor: str) -> tuple[Any, Registry]:
     if not directory.is_dir():
         raise LookupError(f"kubernetes-validate has no schemas of Kubernetes {minor}")
     definitions = json.loads((directory / "_definitions.json").read_text())
-    return directory, Registry().with_resource(DEFINITIONS, Resource(definitions, DRAFT202012)).crawl()
+    return directory, Registry().with_resource(DEFINITIONS, DRAFT202012.create_resource(definitions)).crawl()
 
 
 @cache

@@ -20,8 +20,10 @@ def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
         other.bind(("127.0.0.1", 0))
         others.append(other)
     assert not taken & {other.getsockname()[1] for other in others}
-    for item in [*held, *others]:
-        item.close()
+    for one in held:
+        one.close()
+    for other in others:
+        other.close()
 
 
 def test_the_program_it_is_for_listens_while_it_is_held():

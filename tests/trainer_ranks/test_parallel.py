@@ -93,8 +93,8 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: dict) -> None:
     (one, alone), (two, together) = results[kind, "one"], results[kind, topology]
     assert len(one) == len(two) > 2
     for name in set(one[0]) - {n for n in one[0] if n.startswith(("seconds_", "memory_", "tokens_per_second"))}:
-        got, expected = ([metrics[name] for metrics in steps] for steps in (two, one))
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        seen, wanted = ([metrics[name] for metrics in steps] for steps in (two, one))
+        np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
     before, expected, got = (jobs.tensors(path) for path in (alone.parent / "00000000", alone, together))
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():

@@ -58,7 +58,7 @@ def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.Mon
 
     def count() -> None:
         groups = dist.distributed_c10d._world.pg_map
-        collectives.update({group.group_desc: group._get_sequence_number_for_group() for group in groups})
+        collectives.update({group.group_desc: group._get_sequence_number_for_group() for group in groups})  # type: ignore[attr-defined]
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", count)
