@@ -9,6 +9,7 @@ set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
 unset PYTHONDONTWRITEBYTECODE
 work=${WORK:-/tmp/tandem-bench}
+shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}
 out=$work/out
 mkdir -p "$out"
 
@@ -26,10 +27,10 @@ into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows besid
 
 model() {  # DIRECTORY...: one model of 16 GB in all of them
     [ -d "$work/model" ] || python3 -c 'from pathlib import Path; from bench.restart import make_model; import sys
-make_model(Path(sys.argv[1]), *sys.argv[2:])' "$work/model" "${SHAPE:-qwen3-8b}" "${DEVICE:-cuda}"
+make_model(Path(sys.argv[1]), *sys.argv[2:])' "$work/model" "$shape" "$device"
     for directory; do
-        mkdir -p "$work/$directory/${SHAPE:-qwen3-8b}"
-        ln -sf "$work"/model/* "$work/$directory/${SHAPE:-qwen3-8b}/"
+        mkdir -p "$work/$directory/$shape"
+        ln -sf "$work"/model/* "$work/$directory/$shape/"
     done
 }
 
@@ -44,8 +45,7 @@ tests() {  # GPU FILE...: each in a process of its own, since one wants an idle 
 restart() {  # NAME SECONDS ARGUMENT...
     local name=$1 seconds=$2
     shift 2
-    into "$name" "$seconds" python3 -m bench.restart --shape "${SHAPE:-qwen3-8b}" --device "${DEVICE:-cuda}" \
-        --out "$work/$name" "$@"
+    into "$name" "$seconds" python3 -m bench.restart --shape "$shape" --device "$device" --out "$work/$name" "$@"
 }
 
 faults() {  # NAME GPU VICTIM...
@@ -64,12 +64,12 @@ all() {
     model shared one tensor data
     wait
     {
-        into shared 600 python3 -m bench.shared --shape "${SHAPE:-qwen3-8b}" --work "$work/shared" --out "$work/shared"
+        into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
         tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py
         faults vllm 0 vllm
     } &
     {
-        restart one 720 --jobs ${JOBS:-20} --seconds 650 --gpus 1
+        restart one 720 --jobs "$jobs" --seconds 650 --gpus 1
         faults others 1 rank runner
     } &
     wait

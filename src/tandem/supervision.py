@@ -111,7 +111,7 @@ def write_config(directory: Path, logs: Path, of: Sequence[Program]) -> Path:
     sections = {
         "supervisord": {
             "nodaemon": "true",
-            "logfile": _escaped(_own_log(logs)),
+            "logfile": _escaped(log_path(logs, "supervisord")),
             **{f"logfile_{key}": value for key, value in limits.items()},
             "silent": "true",
             "pidfile": _escaped(directory / "supervisord.pid"),
@@ -156,19 +156,14 @@ def log_path(logs: Path, program: str) -> Path:
     return logs / f"{program}.log"
 
 
-def _own_log(logs: Path) -> Path:
-    return logs / "supervisord.log"
-
-
-def how_it_ended(logs: Path, program: str, pid: int) -> str:
-    """What supervisord's log says of it: "exit status 1", "terminated by SIGKILL", or that it says nothing.
+def how_it_ended(logs: Path, program: str) -> str:
+    """What supervisord's log says of its last end: "exit status 1", "terminated by SIGKILL", or that it says nothing.
 
     Asked over its socket, supervisord has forgotten as soon as it starts the program again.
     """
-    begun = f"spawned: '{program}' with pid {pid}\n"
-    _, found, after = last_lines(_own_log(logs), lines=200).rpartition(begun)
-    words = re.search(rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$", after, re.MULTILINE)
-    return words[1] if found and words else "for a reason that supervisord's log does not hold"
+    pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
+    ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
+    return str(ends[-1]) if ends else "for a reason that supervisord's log does not hold"
 
 
 def _escaped(value: object) -> str:

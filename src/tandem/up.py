@@ -251,7 +251,7 @@ class _Stack:
             if life.pid:
                 life.crashes = 1 if now - life.since > STEADY_SECONDS else life.crashes + 1
                 if essential or life.crashes <= CRASHES:
-                    self._say(f"{name} (pid {life.pid}) ended: {supervision.how_it_ended(self._logs, name, life.pid)}; "
+                    self._say(f"{name} (pid {life.pid}) ended: {supervision.how_it_ended(self._logs, name)}; "
                               f"crash {life.crashes} of {CRASHES} at most; it is started again")  # fmt: skip
                 if life.crashes == CRASHES + 1:
                     self._say(f"{name} crashes again and again; the end of its log:\n{self._console.end_of_log(name)}")
