@@ -130,9 +130,15 @@ def reset_peaks() -> None:
 def release_cached() -> None:
     """Give back what the allocators keep for later: unused device memory and unused pinned host memory."""
     if _active() == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # made again at the next matrix product
+        release_workspaces()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # what torch.accelerator.empty_host_cache, where there is one, calls
+
+
+def release_workspaces() -> None:
+    """Let the allocator have what cuBLAS keeps of it; made again at the next matrix product."""
+    if _active() == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def allocated() -> int:

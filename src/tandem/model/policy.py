@@ -128,9 +128,11 @@ class Policy(nn.Module):
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill the adapter from whole tensors by PEFT key, of any floating dtype and on any device."""
+        parameters = self.lora_parameters()
         with torch.no_grad():
-            for name, parameter in self.lora_parameters().items():
-                parameter.copy_(self.shard(name, lambda key: tensors[key]))
+            torch._foreach_copy_(
+                list(parameters.values()), [self.shard(name, lambda key: tensors[key]) for name in parameters]
+            )
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """PEFT key -> whole fp32 tensor on the CPU. A collective of the tensor-parallel ranks; all get all of it."""
@@ -162,15 +164,15 @@ class Policy(nn.Module):
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
     def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """This rank's part for LoRA parameter `name` of whole tensors, `full(PEFT key)`; undoes `gather`. A copy, where
-        they are."""
+        """This rank's part for LoRA parameter `name` of whole tensors, `full(PEFT key)`; undoes `gather`. Where they
+        are, and a view of them where it can be."""
         keys = self._keys[name]
         if keys != [name]:
             return torch.stack([full(key) for key in keys])
         cut = self._lora[name].cut
         if cut == "whole" or self._tp == 1:
-            return full(name).clone()
-        return full(name).chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank].clone()
+            return full(name)
+        return full(name).chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank]
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config import Settings, resolve_model
-from tandem.model import device, parallel
+from tandem.model import device, parallel, stream
 from tandem.model.arch import Arch
 from tandem.model.build import build_policy
 from tandem.model.parallel import Topology
@@ -86,9 +86,14 @@ class Kept:
         job: RLJob | SFTJob,
         checking: Future[state.Checked | None],
         phases: Phases,
+        rehearse: Callable[[Policy], object] | None = None,
     ) -> tuple[Policy, AdapterOptimizer]:
-        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from. `checking`: the
-        result of what `self.checking` gave."""
+        """Policy and optimizer on the device, in the state of the checkpoint that the job starts from.
+
+        `checking`: the result of what `self.checking` gave. `rehearse(policy)`: compute with a new policy as the job
+        will. It is called while the base weights are read, so what it computes means nothing: a GPU's first pass takes
+        as long as they do, for kernels that are loaded and torch.compile's cache that is read.
+        """
         assert self._need is not None
         held, was = self._model, None
         with phases.phase("build"):
@@ -101,10 +106,17 @@ class Kept:
                 optimizer.reload()
                 was = optimizer.state()
                 optimizer.begin(job.optimizer)
-        with phases.phase("base_weights"):
-            if held is None:
-                policy.load_base(self._need.model)
-            else:
+        if held is None:
+            model = self._need.model
+            with stream.beside(lambda: policy.load_base(model)) as reading:
+                if rehearse is not None:
+                    with phases.phase("rehearsal"):
+                        rehearse(policy)
+                        device.release_workspaces()
+                with phases.phase("base_weights"):
+                    reading.result()
+        else:
+            with phases.phase("base_weights"):
                 policy.reload(self._need.model)
         with phases.phase("state"):
             if (checked := checking.result()) is not None:

@@ -137,10 +137,13 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def load_state(self, saved: AdamState) -> None:
-        """Continue from `saved` (local shards of every parameter)."""
-        for name, parameter in self.parameters.items():
+        """Continue from a copy of `saved` (local shards of every parameter)."""
+        moments: dict[str, list[Tensor]] = {}
+        for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
+            moments[moment] = [torch.empty_like(parameter) for parameter in self.parameters.values()]
+            torch._foreach_copy_(moments[moment], [shards[name] for name in self.parameters])
+        for index, parameter in enumerate(self.parameters.values()):
             self._adam_of[parameter].state[parameter] = {
                 "step": torch.tensor(float(saved.step)),
-                "exp_avg": torch.empty_like(parameter).copy_(saved.exp_avg[name]),
-                "exp_avg_sq": torch.empty_like(parameter).copy_(saved.exp_avg_sq[name]),
+                **{moment: copies[index] for moment, copies in moments.items()},
             }

@@ -23,6 +23,7 @@ from tandem.data.packed import PackedBatch
 from tandem.model import device, parallel
 from tandem.model.adapter import WEIGHTS_FILE
 from tandem.model.arch import read_arch
+from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, Probe, RLJob, RLLoss
 from tandem.trainer import probe, state
@@ -117,7 +118,13 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
     with phases.phase("data"):
         batch = PackedBatch.open(spool.absolute(job.data.path))
     with batch:
-        policy, optimizer = kept.load(settings, arch, job, checking, phases)
+        sequences = probe.choose(batch)
+
+        def logprobs(policy: Policy) -> list[list[float]]:
+            return probe.logprobs(policy, sequences, batch.sequence_length, where)
+
+        rehearse = logprobs if device.is_cuda() else None
+        policy, optimizer = kept.load(settings, arch, job, checking, phases, rehearse)
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,
@@ -126,8 +133,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         # What is wrong with the settings should show before the work.
         beat.steps = len(make_plan(run, job, batch, topology).steps)
         with phases.phase("probe"):
-            sequences = probe.choose(batch)
-            previous = probe.logprobs(policy, sequences, batch.sequence_length, where)
+            previous = logprobs(policy)
         seconds, _ = phases.take()
         memory = phases.gather()
         event("loaded", seconds=seconds, memory=memory)
@@ -139,7 +145,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         metrics = train(setup, report)
         with phases.phase("checkpoint"):
             start = time.perf_counter()
-            now = probe.logprobs(policy, sequences, batch.sequence_length, where)
+            now = logprobs(policy)
             saved = state.snapshot(policy, optimizer)
             if topology.rank == 0:
                 staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
