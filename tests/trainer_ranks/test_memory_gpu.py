@@ -198,9 +198,9 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, gpu: Devices, 
     """With the fork server still there; and the job's report agrees with nvidia-smi."""
     idle = gpu.used()
     stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.worker")
-    source = str(Path(tandem.__file__).parents[1])
+    path = [str(Path(tandem.__file__).parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     stack.environment |= {
-        "TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "0", "PYTHONPATH": os.pathsep.join([source, str(HERE)]),
+        "TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "0", "PYTHONPATH": os.pathsep.join(path),
     }  # fmt: skip
     jobs.make_run(stack.spool, write_model(tmp_path / "model", "cuda"))
     try:
