@@ -165,7 +165,7 @@ def measure(way: str, root: Path, model: Path, gpus: list[int], options: argpars
         command = [sys.executable, "-m", "tandem.trainer.runner"]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            time.sleep(3 if way == "torchrun" else 18)  # the others have their imports ahead of the first job
+            time.sleep(3 if way == "torchrun" else 12)  # the others have their imports ahead of the first job
             for number in range(options.jobs):
                 submit(spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
                 wait(spool, f"job-{number}", log)

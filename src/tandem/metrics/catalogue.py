@@ -23,7 +23,7 @@ PHASES = (
     "old_logprobs", "reference", "forward_backward", "optimizer", "checkpoint", "offload",
 )  # fmt: skip
 """What a rank does, in this order; from "old_logprobs" to "optimizer" once per optimizer step, if at all. Only ranks
-that stay between jobs offload."""
+that stay between jobs offload, and only on a GPU is a new model's first pass rehearsed."""
 KINDS = ("rl", "sft")
 OUTCOMES = ("succeeded", "failed", "cancelled")
 ERRORS = (

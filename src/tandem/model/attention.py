@@ -8,8 +8,10 @@ row and shared by the layers; it travels through Megatron in `PackedSeqParams`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -74,6 +76,28 @@ def _ragged(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     counts = blocks.sum(1, dtype=torch.int32)
     indices = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None].contiguous()
+
+
+def rehearse() -> None:
+    """Let torch.compile trace the attention once, for what that sets up in a process: half of what a first trace takes.
+
+    On the CPU and with a backend that computes nothing, so that no device is touched and no thread is started: for a
+    process that ranks are forked from.
+    """
+    query, key = torch.empty(1, 2, 2 * BLOCK, 16), torch.empty(1, 1, 2 * BLOCK, 16)
+
+    def nothing(*_: Any) -> Callable[..., tuple[torch.Tensor]]:
+        return lambda *_: (torch.empty_like(query),)
+
+    # torch.compile looks after GPUs: their random state, their streams. It should see none, and not go and look.
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: False),  # noqa: PT008 (a function, as before)
+        mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None),  # noqa: PT008
+        torch.no_grad(),
+    ):
+        traced = torch.compile(flex_attention, dynamic=False, backend=nothing)
+        traced(query, key, key, block_mask=block_mask(torch.arange(2 * BLOCK) + 1), scale=1.0, enable_gqa=True)
+    torch._dynamo.reset()
 
 
 @functools.cache

@@ -14,9 +14,8 @@ import math
 import os
 import queue
 import struct
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ import torch
 
 from tandem.errors import InvalidInput
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 16, "cpu": 4}
-SHORT_TURN_SECONDS = 1e-4
 _LONGEST_HEADER = 100 * 10**6  # bytes; the reference implementation's own limit
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -122,22 +120,6 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
         workers = [pool.submit(_work, pending, files, largest, where) for _ in range(threads)]
         for worker in workers:
             worker.result()
-
-
-@contextlib.contextmanager
-def beside(read: Callable[[], None]) -> Iterator[Future[None]]:
-    """Run `read`, which calls `fill`, while the block does something else; at the block's end `read` has ended too.
-
-    Python lets a thread compute for 5 ms while others wait for the interpreter. Threads that read need it for moments,
-    and for each chunk several times: here nobody waits that long.
-    """
-    turn = sys.getswitchinterval()
-    sys.setswitchinterval(SHORT_TURN_SECONDS)
-    try:
-        with ThreadPoolExecutor(1) as one:
-            yield one.submit(read)
-    finally:
-        sys.setswitchinterval(turn)
 
 
 def _split(piece: Piece, chunk_bytes: int) -> Iterable[Piece]:

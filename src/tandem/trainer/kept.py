@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from tandem.config import Settings, resolve_model
-from tandem.model import device, parallel, stream
+from tandem.model import device, parallel
 from tandem.model.arch import Arch
 from tandem.model.build import build_policy
 from tandem.model.parallel import Topology
@@ -99,16 +99,17 @@ class Kept:
         with phases.phase("build"):
             if held is None:
                 dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                optimizer = AdapterOptimizer(policy, job.optimizer)
+                with device.first_product():
+                    policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
+                    optimizer = AdapterOptimizer(policy, job.optimizer)
             else:
                 policy, optimizer = held
                 optimizer.reload()
                 was = optimizer.state()
                 optimizer.begin(job.optimizer)
         if held is None:
-            model = self._need.model
-            with stream.beside(lambda: policy.load_base(model)) as reading:
+            with ThreadPoolExecutor(1) as beside:
+                reading = beside.submit(policy.load_base, self._need.model)
                 if rehearse is not None:
                     with phases.phase("rehearsal"):
                         rehearse(policy)

@@ -55,7 +55,7 @@ def _import() -> None:
     importlib.import_module("tandem.trainer.session")
     # torch.use_deterministic_algorithms imports it on its first call: two seconds that every forked rank would pay.
     importlib.import_module("torch._inductor.config")
-    from tandem.model import device
+    from tandem.model import attention, device
 
     if device.choose(Settings().device) == "cuda":
         # What torch.compile imports on its first call, another second. Not its worker processes, which it starts when
@@ -66,6 +66,7 @@ def _import() -> None:
             # Hashes of torch's and Triton's sources, part of every cache key: half a second, the same for every rank.
             importlib.import_module("torch._inductor.codecache").torch_key()
             importlib.import_module("triton.runtime.cache").triton_key()
+        attention.rehearse()
 
 
 def resident() -> Callable[[Path, str, int], int]:
