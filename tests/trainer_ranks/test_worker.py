@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,12 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
+from tandem.errors import InvalidInput
+from tandem.model import device
+from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer import worker
+from tandem.trainer import session, worker
 from trainer_ranks import jobs
 
 
@@ -85,6 +90,47 @@ def test_sft_on_a_mixture_of_experts_learns_and_goes_on_where_it_was(spool: Spoo
     adam = load_file(second / "optimizer/adam.safetensors")
     assert int(adam["step"]) == len(steps) + len(jobs.steps_of(spool, "second"))
     assert adam[f"{name.format(moved[0])}.exp_avg"].shape == after[name.format(moved[0])].shape
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, family: str) -> None:
+    """What a GPU's rank does while its base weights are read, done on the CPU, and before any of them is there."""
+    model = jobs.make_model(tmp_path / "model", family)
+    for run in ("at-once", "rehearsed"):
+        jobs.make_run(spool, model, run)
+    plain = [jobs.run_here(spool, jobs.submit_rl(spool, "at-once", f"at-once-{number}")) for number in range(2)]
+    rehearsed, read = threading.Event(), []
+    rehearse, load_base = Policy.rehearse, Policy.load_base
+
+    def rehearsing(policy: Policy, row: RowTensors) -> None:
+        rehearse(policy, row)
+        rehearsed.set()
+
+    def load_late(policy: Policy, model: str) -> None:
+        read.append(rehearsed.wait(60))
+        load_base(policy, model)
+
+    monkeypatch.setattr(session, "device", SimpleNamespace(**vars(device) | {"is_cuda": lambda: True}))
+    monkeypatch.setattr(Policy, "rehearse", rehearsing)
+    monkeypatch.setattr(Policy, "load_base", load_late)
+    for number, checkpoint in enumerate(plain):
+        rehearsed.clear()
+        job = jobs.submit_rl(spool, "rehearsed", f"rehearsed-{number}")
+        assert jobs.same_bytes(jobs.run_here(spool, job), checkpoint)
+        loaded = next(event for event in spool.events.read(job) if event.type == "loaded")
+        assert "rehearsal" in loaded.data["seconds"]
+    assert read == [True, True]
+
+
+def test_base_weights_that_can_t_be_read_are_told_of_whatever_else_goes_on(spool: Spool, monkeypatch) -> None:
+    def fails(policy: Policy, model: str) -> None:
+        raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
+
+    monkeypatch.setattr(session, "device", SimpleNamespace(**vars(device) | {"is_cuda": lambda: True}))
+    monkeypatch.setattr(Policy, "load_base", fails)
+    error = jobs.fail_here(spool, jobs.submit_sft(spool))
+    assert (error.type, error.retriable) == ("invalid_input", False)
+    assert "ends at byte 7" in error.message
 
 
 def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:

@@ -98,6 +98,9 @@ def rehearse() -> None:
         traced = torch.compile(flex_attention, dynamic=False, backend=nothing)
         traced(query, key, key, block_mask=block_mask(torch.arange(2 * BLOCK) + 1), scale=1.0, enable_gqa=True)
     torch._dynamo.reset()
+    for answer in vars(torch.utils._triton).values():
+        if hasattr(answer, "cache_clear"):  # whether there is Triton, asked while no GPU was to be seen
+            answer.cache_clear()
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,18 @@ class Policy(nn.Module):
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are made at the items' sources only."""
-        hidden = self._hidden(row.tokens, row.positions, row.subtree_end)
+        return self._outputs(row, self._hidden(row.tokens, row.positions, row.subtree_end), temperature)
+
+    @torch.no_grad()
+    def rehearse(self, row: RowTensors) -> None:
+        """What happens once in a process, in its first `forward`, happens here: kernels are loaded, torch.compile
+        traces the attention or finds it in its cache, ranks connect. One layer is enough for that, and whatever is in
+        the weights' memory, which may be written meanwhile; all tensor-parallel ranks take part."""
+        decoder = self.gpt.decoder
+        hidden, _ = decoder.layers[0](**self._decoder_inputs(row.tokens, row.positions, row.subtree_end))
+        self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
+
+    def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
         vocab = self.arch.vocab_size // self._tp
         logprobs, entropy = item_logprobs(
             hidden[row.item_source],
@@ -209,19 +220,24 @@ class Policy(nn.Module):
 
     def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
         """Final hidden states [S, hidden]."""
+        return self.gpt.decoder(**self._decoder_inputs(tokens, positions, subtree_end))[:, 0]
+
+    def _decoder_inputs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor
+    ) -> dict[str, Any]:
+        """What the decoder and each of its layers are called with."""
         embedded = self.gpt.embedding(input_ids=tokens[None], position_ids=None)
         if torch.is_grad_enabled():
             # Under full recompute a layer whose input needs no gradient is run without a graph: with a frozen embedding
             # nothing would be trained, silently.
             embedded = embedded.detach().requires_grad_()
         angles = torch.outer(positions.float(), self._inv_freq)
-        hidden = self.gpt.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
-            packed_seq_params=tree_params(subtree_end, self.attention_kernel),
-        )
-        return hidden[:, 0]
+        return {
+            "hidden_states": embedded,
+            "attention_mask": None,
+            "rotary_pos_emb": torch.cat((angles, angles), dim=-1)[:, None, None, :],
+            "packed_seq_params": tree_params(subtree_end, self.attention_kernel),
+        }
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.gpt.shared_embedding_or_output_weight() if self.arch.tie_embeddings else None

@@ -86,49 +86,72 @@ class Kept:
         job: RLJob | SFTJob,
         checking: Future[state.Checked | None],
         phases: Phases,
-        rehearse: Callable[[Policy], object] | None = None,
+        rehearse: Callable[[Policy], None] | None = None,
     ) -> tuple[Policy, AdapterOptimizer]:
         """Policy and optimizer on the device, in the state of the checkpoint that the job starts from.
 
-        `checking`: the result of what `self.checking` gave. `rehearse(policy)`: compute with a new policy as the job
-        will. It is called while the base weights are read, so what it computes means nothing: a GPU's first pass takes
-        as long as they do, for kernels that are loaded and torch.compile's cache that is read.
+        `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy
+        while its base weights are read: for what a process's first pass over a device takes and later ones don't.
         """
+        if self._model is None:
+            self._model = self._new(settings, arch, job, checking, phases, rehearse)
+        else:
+            self._continue(*self._model, job, checking, phases)
+        return self._model
+
+    def _new(
+        self,
+        settings: Settings,
+        arch: Arch,
+        job: RLJob | SFTJob,
+        checking: Future[state.Checked | None],
+        phases: Phases,
+        rehearse: Callable[[Policy], None] | None,
+    ) -> tuple[Policy, AdapterOptimizer]:
         assert self._need is not None
-        held, was = self._model, None
-        with phases.phase("build"):
-            if held is None:
+        with ThreadPoolExecutor(1) as beside:
+            with phases.phase("build"):
                 dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
                 with device.first_product():
                     policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                    optimizer = AdapterOptimizer(policy, job.optimizer)
-            else:
-                policy, optimizer = held
-                optimizer.reload()
-                was = optimizer.state()
-                optimizer.begin(job.optimizer)
-        if held is None:
-            with ThreadPoolExecutor(1) as beside:
                 reading = beside.submit(policy.load_base, self._need.model)
-                if rehearse is not None:
-                    with phases.phase("rehearsal"):
-                        rehearse(policy)
-                        device.release_workspaces()
-                with phases.phase("base_weights"):
-                    reading.result()
-        else:
+                optimizer = AdapterOptimizer(policy, job.optimizer)
+            if rehearse is not None:
+                with phases.phase("rehearsal"):
+                    rehearse(policy)
+                    device.release_workspaces()
+            with phases.phase("state"):
+                checked = checking.result()
+                assert checked is not None, "the state is to be in memory, and there is no model that had it"
+                state.load(checked, policy, optimizer)
+                del checked
             with phases.phase("base_weights"):
-                policy.reload(self._need.model)
+                reading.result()
+                device.release_cached()  # the buffers that files were read into
+        return policy, optimizer
+
+    def _continue(
+        self,
+        policy: Policy,
+        optimizer: AdapterOptimizer,
+        job: RLJob | SFTJob,
+        checking: Future[state.Checked | None],
+        phases: Phases,
+    ) -> None:
+        assert self._need is not None
+        with phases.phase("build"):
+            optimizer.reload()
+            was = optimizer.state()
+            optimizer.begin(job.optimizer)
+        with phases.phase("base_weights"):
+            policy.reload(self._need.model)
         with phases.phase("state"):
             if (checked := checking.result()) is not None:
                 state.load(checked, policy, optimizer)
             else:
-                assert was is not None, "the state is to be in memory, and the model that had it is not"
                 optimizer.load_state(was)
             del was
             device.release_cached()  # the buffers that files were read into
-        self._model = policy, optimizer
-        return policy, optimizer
 
     def offload(self) -> None:
         """Give back the device's memory, all but what a process can't give back while it lives."""

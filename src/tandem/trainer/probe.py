@@ -52,6 +52,11 @@ def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device
     return out
 
 
+def rehearse(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> None:
+    """Do once what `logprobs` and the job's rows do for the first time; see `Policy.rehearse`."""
+    policy.rehearse(row_tensors(_as_row(_rows(sequences, row_length)[0], row_length), device))
+
+
 def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
     """The sequences in order, in rows of at most `length` tokens."""
     rows: list[list[list[int]]] = []

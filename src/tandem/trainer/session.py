@@ -120,11 +120,10 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
     with batch:
         sequences = probe.choose(batch)
 
-        def logprobs(policy: Policy) -> list[list[float]]:
-            return probe.logprobs(policy, sequences, batch.sequence_length, where)
+        def rehearse(policy: Policy) -> None:
+            probe.rehearse(policy, sequences, batch.sequence_length, where)
 
-        rehearse = logprobs if device.is_cuda() else None
-        policy, optimizer = kept.load(settings, arch, job, checking, phases, rehearse)
+        policy, optimizer = kept.load(settings, arch, job, checking, phases, rehearse if device.is_cuda() else None)
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,
@@ -133,7 +132,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         # What is wrong with the settings should show before the work.
         beat.steps = len(make_plan(run, job, batch, topology).steps)
         with phases.phase("probe"):
-            previous = logprobs(policy)
+            previous = probe.logprobs(policy, sequences, batch.sequence_length, where)
         seconds, _ = phases.take()
         memory = phases.gather()
         event("loaded", seconds=seconds, memory=memory)
@@ -145,7 +144,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         metrics = train(setup, report)
         with phases.phase("checkpoint"):
             start = time.perf_counter()
-            now = logprobs(policy)
+            now = probe.logprobs(policy, sequences, batch.sequence_length, where)
             saved = state.snapshot(policy, optimizer)
             if topology.rank == 0:
                 staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
