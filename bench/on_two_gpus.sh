@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The benchmarks of one or two H200s on a machine of two, in about 25 minutes. Run from the repository's root, in a Python
 # that has torch for CUDA, megatron-core and vLLM.
-#   on_two_gpus.sh start          all of it, from a copy of the tree, in a session of its own: the shell may end
-#   on_two_gpus.sh wait SECONDS   until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
-#   on_two_gpus.sh all            the same in this shell
+#   on_two_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
+#   on_two_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
+#   on_two_gpus.sh run [PART...]    the same in this shell
+# Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels.
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -12,6 +13,10 @@ work=${WORK:-/tmp/tandem-bench}
 shape=${SHAPE:-qwen3-8b} device=${DEVICE:-cuda} jobs=${JOBS:-20}
 out=$work/out
 mkdir -p "$out"
+
+wants() {  # PART: is it to be run?
+    [ -z "$parts" ] || [[ " $parts " == *" $1 "* ]]
+}
 
 into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows beside it, the end of it here
     local name=$1 seconds=$2 begin=$SECONDS
@@ -45,27 +50,29 @@ tests() {  # GPU FILE...: each in a process of its own, since one wants an idle 
 restart() {  # NAME SECONDS ARGUMENT...
     local name=$1 seconds=$2
     shift 2
+    wants "$name" || return
     into "$name" "$seconds" python3 -m bench.restart --shape "$shape" --device "$device" --out "$work/$name" "$@"
 }
 
 faults() {  # NAME GPU VICTIM...
     local name=$1 gpu=$2
     shift 2
+    wants "$name" || return
     into "$name" 600 python3 -m bench.shared_faults --device "$gpu" --victims "$@"
 }
 
-all() {
+run() {
     touch "$work/begun"
     export PYTHONPATH="$PWD/src:$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
-    into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
+    wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
     model shared one tensor data
     wait
     {
-        into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-        tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py
+        wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
+        wants memory && tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py
         faults vllm 0 vllm
     } &
     {
@@ -76,19 +83,21 @@ all() {
     # Both GPUs from here on, one thing after the other.
     restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
     restart data 240 --ranks 2 --jobs 3
-    into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
-    tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py &
-    CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed &
+    wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
+    wants experts && tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py &
+    wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed &
     wait
     nvidia-smi --query-gpu=index,memory.used --format=csv
     touch "$work/ended"
 }
 
-case ${1:-} in
+what=${1:-}
+parts=${*:2}
+case $what in
     start)
         mkdir "$work/tree"
         tar -c --exclude=.git --exclude=.venv --exclude=.gpu . | tar -x -C "$work/tree"
-        cd "$work/tree" && setsid bash bench/on_two_gpus.sh all >"$out/all.txt" 2>&1 </dev/null &
+        cd "$work/tree" && setsid bash bench/on_two_gpus.sh run $parts >"$out/all.txt" 2>&1 </dev/null &
         ;;
     wait)
         end=$((SECONDS + ${2:?seconds}))
@@ -96,6 +105,6 @@ case ${1:-} in
         cat "$out/all.txt"
         tar -C "$work" -czf "${OUT:-.}/gpu.tgz" out
         ;;
-    all) all ;;
-    *) sed -n 2,8p "$0"; exit 2 ;;
+    run) run ;;
+    *) sed -n 2,9p "$0"; exit 2 ;;
 esac

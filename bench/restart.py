@@ -236,7 +236,7 @@ def parts(events: list[Any]) -> dict[str, float]:
     return {
         "to first step": at["loaded"] - at["claimed"],
         "to process group": at["started"] - at["claimed"],
-        **{name: loaded.get(name, 0.0) for name in ("build", "base_weights", "state", "probe")},
+        **{name: loaded.get(name, 0.0) for name in ("build", "rehearsal", "state", "base_weights", "probe")},
         "steps": last_step - at["loaded"],
         "last step to 0 MiB": at["released"] - last_step,
         "checkpoint": at["checkpoint"] - last_step,
