@@ -84,7 +84,8 @@ run() {
     restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
     restart data 240 --ranks 2 --jobs 3
     wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
-    wants experts && tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py &
+    wants experts && tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py \
+        tests/model/test_adapter_files.py &
     wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed &
     wait
     nvidia-smi --query-gpu=index,memory.used --format=csv

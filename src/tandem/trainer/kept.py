@@ -93,21 +93,9 @@ class Kept:
         `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy
         while its base weights are read: for what a process's first pass over a device takes and later ones don't.
         """
-        if self._model is None:
-            self._model = self._new(settings, arch, job, checking, phases, rehearse)
-        else:
+        if self._model is not None:
             self._continue(*self._model, job, checking, phases)
-        return self._model
-
-    def _new(
-        self,
-        settings: Settings,
-        arch: Arch,
-        job: RLJob | SFTJob,
-        checking: Future[state.Checked | None],
-        phases: Phases,
-        rehearse: Callable[[Policy], None] | None,
-    ) -> tuple[Policy, AdapterOptimizer]:
+            return self._model
         assert self._need is not None
         with ThreadPoolExecutor(1) as beside:
             with phases.phase("build"):
@@ -128,7 +116,8 @@ class Kept:
             with phases.phase("base_weights"):
                 reading.result()
                 device.release_cached()  # the buffers that files were read into
-        return policy, optimizer
+        self._model = policy, optimizer
+        return self._model
 
     def _continue(
         self,
