@@ -38,6 +38,7 @@ from tandem.model.arch import EXPERT_TARGETS, read_arch
 from tandem.model.identity import write_identity_adapter
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
+from tandem.trainer.launch import DEFAULT_ENTRY
 
 WAYS = ("torchrun", "fork", "resident")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -141,7 +142,9 @@ def sampled_memory(out: Path, device: str) -> Iterator[None]:
             sampler.terminate()
 
 
-def measure(way: str, root: Path, model: Path, gpus: list[int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    way: str, root: Path, model: Path, gpus: list[int], options: argparse.Namespace, entry: str = DEFAULT_ENTRY
+) -> dict[str, Any]:
     """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of each job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
     # Of a mixture of experts, attention alone, as the controller would have it.
@@ -162,7 +165,7 @@ def measure(way: str, root: Path, model: Path, gpus: list[int], options: argpars
     log = options.out / f"runner.{way}.log"
     stays: list[dict[str, float]] = []
     with log.open("wb") as errors:
-        command = [sys.executable, "-m", "tandem.trainer.runner"]
+        command = [sys.executable, "-m", "tandem.trainer.runner", entry]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
             time.sleep(3 if way == "torchrun" else 12)  # the others have their imports ahead of the first job

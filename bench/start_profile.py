@@ -1,0 +1,138 @@
+"""Where the time of a job's start goes: what each part of a rank's work took, from the claim to the first step.
+
+    python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--cprofile]
+                                  [--do 'from tandem.model import stream; stream.CHUNK_BYTES = 2**23']
+
+The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other threads name them.
+--do: Python to run in the ranks (or what they are forked from) beforehand, to see what another constant would do. With
+--cprofile the main thread's functions by cumulative time, too, which takes half as long again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import importlib
+import json
+import os
+import pstats
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import restart
+from tandem.trainer import worker
+
+PARTS = (
+    ("tandem.model.device", "activate"), ("tandem.trainer.session", "meet"), ("tandem.trainer.kept", "Kept.join"),
+    ("tandem.trainer.state", "check"), ("tandem.trainer.kept", "build_policy"),
+    ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.load_base"),
+    ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
+    ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "load"), ("tandem.model.files", "read"),
+    ("tandem.model.stream", "fill"), ("tandem.model.device", "release_cached"), ("tandem.trainer.probe", "logprobs"),
+    ("tandem.trainer.session", "train"),
+)  # fmt: skip
+_marks: list[dict[str, Any]] = []
+preload_worker = worker.preload
+
+
+def _marked(module: str, path: str) -> None:
+    """Have every call of it leave a mark."""
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*arguments: Any, **options: Any) -> Any:
+        mark = {"part": path, "thread": threading.current_thread().name, "begin": time.time()}
+        _marks.append(mark)
+        try:
+            return inner(*arguments, **options)
+        finally:
+            mark["end"] = time.time()
+
+    setattr(owner, name, outer)
+
+
+def preload() -> None:
+    """As a rank's entry: the worker's own, and marks."""
+    preload_worker()
+    exec(os.environ["START_PROFILE_DO"])
+    for part in PARTS:
+        _marked(*part)
+
+
+def main(root: Path, job: str, attempt: int) -> int:
+    """As a rank's entry: the worker's own; marks and profile go to START_PROFILE."""
+    out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
+    if not _marks and os.environ["START_PROFILE_WAY"] != "fork":
+        preload()
+    begin = time.time()
+    profile = cProfile.Profile()
+    if os.environ.get("START_PROFILE_ALL"):
+        profile.enable()
+    status = worker.main(root, job, attempt)
+    profile.disable()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{job}.{rank}.json").write_text(json.dumps({"begin": begin, "marks": _marks}))
+    if os.environ.get("START_PROFILE_ALL"):
+        profile.dump_stats(out / f"{job}.{rank}.prof")
+    return status
+
+
+def show(events: list[dict[str, Any]], told: dict[str, Any]) -> None:
+    """The timeline of one job's rank 0, in seconds after its claim."""
+    at = {event["type"]: event["time"] for event in reversed(events)}
+    claimed = at["claimed"]
+    print(f"{'begin':>7} {'end':>7} {'took':>7}\n{told['begin'] - claimed:7.3f} {'':15} the rank runs")
+    open_until: dict[str, list[float]] = {}
+    for mark in told["marks"]:
+        if mark["begin"] > at["step"]:
+            break
+        within = open_until.setdefault(mark["thread"], [])
+        while within and within[-1] <= mark["begin"]:
+            within.pop()
+        begin, end = mark["begin"] - claimed, mark["end"] - claimed
+        thread = "" if mark["thread"] == "MainThread" else f"  ({mark['thread']})"
+        print(f"{begin:7.3f} {end:7.3f} {end - begin:7.3f} {'  ' * len(within)}{mark['part']}{thread}")
+        within.append(mark["end"])
+    print("  ".join(f"{name} {at[name] - claimed:.3f}" for name in ("started", "loaded", "step", "checkpoint")))
+
+
+def drive() -> None:
+    """Run the jobs, show the last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(restart.SHAPES), default="qwen3-8b")
+    parser.add_argument("--way", choices=["torchrun", "fork"], default="fork")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--cprofile", action="store_true")
+    parser.add_argument("--do", default="", metavar="CODE")
+    parser.add_argument("--out", type=Path, default=None, help="its base model is used again where there is one")
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="tandem-start-"))
+    model = restart.make_model(out / options.shape, options.shape, options.device)
+    os.environ |= {
+        "START_PROFILE": str(out / "marks"), "START_PROFILE_WAY": options.way, "START_PROFILE_DO": options.do,
+    }  # fmt: skip
+    if options.cprofile:
+        os.environ["START_PROFILE_ALL"] = "1"
+    fixed = {"ranks": 1, "tensor_parallel": 1, "expert_lora": False, "end": float("inf"), "out": out}
+    jobs = argparse.Namespace(**vars(options) | fixed)
+    spool = Path(tempfile.mkdtemp(prefix="spool-", dir=out))
+    restart.measure(options.way, spool, model, [0], jobs, entry="bench.start_profile")
+    last = f"job-{options.jobs - 1}"
+    lines = (out / f"events.{options.way}.{options.jobs - 1}.jsonl").read_text().splitlines()
+    show([json.loads(line) for line in lines], json.loads((out / "marks" / f"{last}.0.json").read_text()))
+    if options.cprofile:
+        pstats.Stats(str(out / "marks" / f"{last}.0.prof")).sort_stats("cumtime").print_stats(60)
+
+
+if __name__ == "__main__":
+    sys.exit(drive())
