@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
-from tandem.model import parallel
+from tandem.model import device, parallel
 from tandem.model.arch import read_arch
 from tandem.model.identity import write_identity_adapter
 from tandem.spool import Spool
@@ -40,6 +41,11 @@ VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
 STALL_SECONDS = 180.0  # a GPU compiles for a minute, the first time
+
+
+def gpu_like() -> SimpleNamespace:
+    """`device` as `session` should see it to do on the CPU what it does on a GPU: to rehearse."""
+    return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
 def make_model(directory: Path, family: str = "qwen3") -> Path:
@@ -182,12 +188,14 @@ def run_torchrun(
     `tensor_parallel`: job -> how many of the ranks share its model. Of each job the checkpoint and the last beats.
     """
     jobs = [claim(spool, job_id) for job_id in tensor_parallel]
+    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
          "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
          str(Path(__file__).with_name("rank_of_jobs.py")), str(spool.root),
          *(f"{job_id}={tp}" for job_id, tp in tensor_parallel.items())],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
+             "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -3,8 +3,10 @@
 import os
 import sys
 
-from tandem.trainer import worker
+from tandem.trainer import session, worker
+from trainer_ranks import jobs
 
+session.device = jobs.gpu_like()  # type: ignore[assignment]  # ranks rehearse together
 for argument in sys.argv[2:]:
     job_id, tensor_parallel = argument.split("=")
     os.environ["TANDEM_TENSOR_PARALLEL"] = tensor_parallel

@@ -6,7 +6,6 @@ import json
 import math
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
 from tandem.errors import InvalidInput
-from tandem.model import device
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
@@ -110,7 +108,7 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
         read.append(rehearsed.wait(60))
         load_base(policy, model)
 
-    monkeypatch.setattr(session, "device", SimpleNamespace(**vars(device) | {"is_cuda": lambda: True}))
+    monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "rehearse", rehearsing)
     monkeypatch.setattr(Policy, "load_base", load_late)
     for number, checkpoint in enumerate(plain):
@@ -126,7 +124,7 @@ def test_base_weights_that_can_t_be_read_are_told_of_whatever_else_goes_on(spool
     def fails(policy: Policy, model: str) -> None:
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
 
-    monkeypatch.setattr(session, "device", SimpleNamespace(**vars(device) | {"is_cuda": lambda: True}))
+    monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "load_base", fails)
     error = jobs.fail_here(spool, jobs.submit_sft(spool))
     assert (error.type, error.retriable) == ("invalid_input", False)
