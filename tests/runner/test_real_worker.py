@@ -29,7 +29,7 @@ def checkpoints(tmp_path, launch: str, ranks: int) -> list[dict[str, str]]:
             for kind in ("claimed", "started", "loaded", "step", "checkpoint", "released", "succeeded"):
                 assert kind in kinds
             assert kinds[-2:] == ["released", "succeeded"]
-            absent = {"old_logprobs", "reference"} | ({"offload"} if launch != "resident" else set())
+            absent = {"rehearsal", "old_logprobs", "reference"} | ({"offload"} if launch != "resident" else set())
             (attempt,) = by_attempt(stack.spool.events.read(job_id))
             assert (attempt.device, attempt.released, attempt.left) == ("cpu", True, {})
             assert list(attempt.ranks) == list(range(ranks))

@@ -59,7 +59,8 @@ class Training:
         if what in ("optimizer", "both"):
             self.optimizer.reload()
         if what in ("parameters", "both"):
-            self.policy.reload(str(self.model))
+            self.policy.restore()
+            self.policy.load_base(str(self.model))
 
 
 def adapter_for(model: Path, directory: Path) -> Path:

@@ -106,17 +106,16 @@ class Policy(nn.Module):
 
     def offload(self) -> int:
         """Give back the device memory of all parameters; the bytes given back. The adapter waits in host memory. The
-        base weights are frozen and in files, so they are not copied: see `reload`. Nothing may be computed until then.
+        base weights are frozen and in files, so they are not copied: see `restore`. Nothing may be computed until then.
         """
         own = [*self.lora_parameters().values(), self._inv_freq]
         return self._base_memory.park(self._base().values()) + self._own_memory.park(own)
 
-    def reload(self, model: str) -> None:
-        """Undo `offload`: the same memory and the same adapter, the base weights streamed from `model` again, which is
-        what `load_base` was given."""
+    def restore(self) -> None:
+        """Undo `offload`: the same memory and the same adapter; the base weights are uninitialised until `load_base`
+        has read them again."""
         self._base_memory.restore()
         self._own_memory.restore()
-        self.load_base(model)
 
     def load_adapter(self, directory: Path) -> None:
         """Fill the adapter from PEFT's files, all or nothing.

@@ -25,7 +25,7 @@ from tandem.spool.schema import LoraShape, RLJob, RunSpec, SFTJob
 from tandem.trainer import state
 from tandem.trainer.join import Assignment, Files
 from tandem.trainer.metrics import Phases
-from tandem.trainer.optimizer import AdapterOptimizer
+from tandem.trainer.optimizer import AdamState, AdapterOptimizer
 
 
 @dataclass(frozen=True)
@@ -93,54 +93,39 @@ class Kept:
         `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy
         while its base weights are read: for what a process's first pass over a device takes and later ones don't.
         """
-        if self._model is not None:
-            self._continue(*self._model, job, checking, phases)
-            return self._model
         assert self._need is not None
+        was: AdamState | None = None
         with ThreadPoolExecutor(1) as beside:
             with phases.phase("build"):
-                dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                with device.first_product():
-                    policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                reading = beside.submit(policy.load_base, self._need.model)
-                optimizer = AdapterOptimizer(policy, job.optimizer)
-            if rehearse is not None:
+                if self._model is None:
+                    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                    with device.first_product():
+                        policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
+                    reading = beside.submit(policy.load_base, self._need.model)
+                    optimizer = AdapterOptimizer(policy, job.optimizer)
+                else:
+                    policy, optimizer = self._model
+                    policy.restore()
+                    reading = beside.submit(policy.load_base, self._need.model)
+                    optimizer.reload()
+                    was = optimizer.state()
+                    optimizer.begin(job.optimizer)
+            if rehearse is not None and self._model is None:
                 with phases.phase("rehearsal"):
                     rehearse(policy)
                     device.release_workspaces()
             with phases.phase("state"):
-                checked = checking.result()
-                assert checked is not None, "the state is to be in memory, and there is no model that had it"
-                state.load(checked, policy, optimizer)
-                del checked
+                if (checked := checking.result()) is not None:
+                    state.load(checked, policy, optimizer)
+                else:
+                    assert was is not None, "the state is to be in memory, and the model that had it is not"
+                    optimizer.load_state(was)
+                del was
             with phases.phase("base_weights"):
                 reading.result()
                 device.release_cached()  # the buffers that files were read into
         self._model = policy, optimizer
-        return self._model
-
-    def _continue(
-        self,
-        policy: Policy,
-        optimizer: AdapterOptimizer,
-        job: RLJob | SFTJob,
-        checking: Future[state.Checked | None],
-        phases: Phases,
-    ) -> None:
-        assert self._need is not None
-        with phases.phase("build"):
-            optimizer.reload()
-            was = optimizer.state()
-            optimizer.begin(job.optimizer)
-        with phases.phase("base_weights"):
-            policy.reload(self._need.model)
-        with phases.phase("state"):
-            if (checked := checking.result()) is not None:
-                state.load(checked, policy, optimizer)
-            else:
-                optimizer.load_state(was)
-            del was
-            device.release_cached()  # the buffers that files were read into
+        return policy, optimizer
 
     def offload(self) -> None:
         """Give back the device's memory, all but what a process can't give back while it lives."""
