@@ -30,13 +30,11 @@ into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows besid
     echo "== $name, at $SECONDS s"; tail -n 8 "$out/$name.txt" | cut -c1-300
 }
 
-model() {  # DIRECTORY...: one model of 16 GB in all of them
+model() {  # DIRECTORY: the one model of 16 GB, linked there
     [ -d "$work/model" ] || python3 -c 'from pathlib import Path; from bench.restart import make_model; import sys
 make_model(Path(sys.argv[1]), *sys.argv[2:])' "$work/model" "$shape" "$device"
-    for directory; do
-        mkdir -p "$work/$directory/$shape"
-        ln -sf "$work"/model/* "$work/$directory/$shape/"
-    done
+    mkdir -p "$work/$1/$shape"
+    ln -sf "$work"/model/* "$work/$1/$shape/"
 }
 
 tests() {  # GPU FILE...: each in a process of its own, since one wants an idle GPU
@@ -68,7 +66,7 @@ run() {
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
-    model shared one tensor data
+    for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
     {
         wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
@@ -107,5 +105,5 @@ case $what in
         tar -C "$work" -czf "${OUT:-.}/gpu.tgz" out
         ;;
     run) run ;;
-    *) sed -n 2,9p "$0"; exit 2 ;;
+    *) sed -n 2,8p "$0"; exit 2 ;;
 esac

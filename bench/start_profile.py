@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import pstats
-import sys
 import tempfile
 import threading
 import time
@@ -37,7 +36,6 @@ PARTS = (
     ("tandem.trainer.session", "train"),
 )  # fmt: skip
 _marks: list[dict[str, Any]] = []
-preload_worker = worker.preload
 
 
 def _marked(module: str, path: str) -> None:
@@ -60,9 +58,10 @@ def _marked(module: str, path: str) -> None:
     setattr(owner, name, outer)
 
 
+@functools.cache
 def preload() -> None:
     """As a rank's entry: the worker's own, and marks."""
-    preload_worker()
+    worker.preload()
     exec(os.environ["START_PROFILE_DO"])
     for part in PARTS:
         _marked(*part)
@@ -71,8 +70,7 @@ def preload() -> None:
 def main(root: Path, job: str, attempt: int) -> int:
     """As a rank's entry: the worker's own; marks and profile go to START_PROFILE."""
     out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
-    if not _marks and os.environ["START_PROFILE_WAY"] != "fork":
-        preload()
+    preload()
     begin = time.time()
     profile = cProfile.Profile()
     if os.environ.get("START_PROFILE_ALL"):
@@ -118,9 +116,7 @@ def drive() -> None:
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="tandem-start-"))
     model = restart.make_model(out / options.shape, options.shape, options.device)
-    os.environ |= {
-        "START_PROFILE": str(out / "marks"), "START_PROFILE_WAY": options.way, "START_PROFILE_DO": options.do,
-    }  # fmt: skip
+    os.environ |= {"START_PROFILE": str(out / "marks"), "START_PROFILE_DO": options.do}
     if options.cprofile:
         os.environ["START_PROFILE_ALL"] = "1"
     fixed = {"ranks": 1, "tensor_parallel": 1, "expert_lora": False, "end": float("inf"), "out": out}
@@ -135,4 +131,4 @@ def drive() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(drive())
+    drive()

@@ -101,15 +101,14 @@ class Kept:
                     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
                     with device.first_product():
                         policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                    reading = beside.submit(policy.load_base, self._need.model)
                     optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
                     policy, optimizer = self._model
                     policy.restore()
-                    reading = beside.submit(policy.load_base, self._need.model)
                     optimizer.reload()
                     was = optimizer.state()
                     optimizer.begin(job.optimizer)
+            reading = beside.submit(policy.load_base, self._need.model)
             if rehearse is not None and self._model is None:
                 with phases.phase("rehearsal"):
                     rehearse(policy)
