@@ -30,8 +30,8 @@ def main() -> int:
         print(f"child: matrix product after {time.perf_counter() - begin:.2f} s", flush=True)
         # As attention does; what torch.compile brings with it was imported by the parent.
         query, key = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        ends = torch.arange(256, device="cuda") + 1
-        compiled = torch.compile(flex_attention, dynamic=False)(query, key, key, block_mask=block_mask(ends))
+        mask = block_mask(torch.arange(256) + 1, query.device)
+        compiled = torch.compile(flex_attention, dynamic=False)(query, key, key, block_mask=mask)
         worst = float((compiled - key).abs().max())  # each slot sees itself alone
         print(f"child: compiled attention after {time.perf_counter() - begin:.2f} s", flush=True)
         os._exit(0 if value == 512.0**3 and worst < 1e-2 else 1)

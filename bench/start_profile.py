@@ -1,25 +1,26 @@
 """Where the time of a job's start goes: what each part of a rank's work took, from the claim to the first step.
 
-    python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--cprofile]
-                                  [--do 'from tandem.model import stream; stream.CHUNK_BYTES = 2**23']
+    python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--samples]
+                                  [--ranks 1] [--tensor-parallel 1]
+                                  [--do 'from tandem.model import stream; stream.THREADS["cuda"] = 8']
 
 The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other threads name them.
 --do: Python to run in the ranks (or what they are forked from) beforehand, to see what another constant would do. With
---cprofile the main thread's functions by cumulative time, too, which takes half as long again.
+--samples the main thread's calls too, as milliseconds that they were seen for; it is looked at about every 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import functools
 import importlib
 import json
 import os
-import pstats
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ PARTS = (
     ("tandem.trainer.state", "check"), ("tandem.trainer.kept", "build_policy"),
     ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.load_base"),
     ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
+    ("tandem.model.attention", "TreeAttention.forward"),
     ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "load"), ("tandem.model.files", "read"),
     ("tandem.model.stream", "fill"), ("tandem.model.device", "release_cached"), ("tandem.trainer.probe", "logprobs"),
     ("tandem.trainer.session", "train"),
@@ -62,26 +64,51 @@ def _marked(module: str, path: str) -> None:
 def preload() -> None:
     """As a rank's entry: the worker's own, and marks."""
     worker.preload()
-    exec(os.environ["START_PROFILE_DO"])
+    exec(os.environ["START_PROFILE_DO"], {})
     for part in PARTS:
         _marked(*part)
 
 
 def main(root: Path, job: str, attempt: int) -> int:
-    """As a rank's entry: the worker's own; marks and profile go to START_PROFILE."""
+    """As a rank's entry: the worker's own; marks and samples go to START_PROFILE."""
     out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
     preload()
-    begin = time.time()
-    profile = cProfile.Profile()
-    if os.environ.get("START_PROFILE_ALL"):
-        profile.enable()
+    begin, had = time.time(), set(sys.modules)
+    samples: list[tuple[float, list[str]]] = []
+    if os.environ.get("START_PROFILE_SAMPLES"):
+        threading.Thread(target=_sample, args=(threading.get_ident(), samples), daemon=True).start()
     status = worker.main(root, job, attempt)
-    profile.disable()
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{job}.{rank}.json").write_text(json.dumps({"begin": begin, "marks": _marks}))
-    if os.environ.get("START_PROFILE_ALL"):
-        profile.dump_stats(out / f"{job}.{rank}.prof")
+    told = {"begin": begin, "marks": _marks, "imported": sorted(sys.modules.keys() - had), "samples": samples}
+    (out / f"{job}.{rank}.json").write_text(json.dumps(told))
     return status
+
+
+def _sample(thread: int, samples: list[tuple[float, list[str]]]) -> None:
+    while True:
+        time.sleep(0.002)
+        frame, stack = sys._current_frames()[thread], []
+        while frame is not None:
+            code = frame.f_code
+            stack.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}")
+            frame = frame.f_back
+        samples.append((time.time(), stack[::-1]))
+
+
+def show_samples(samples: list[tuple[float, list[str]]], until: float) -> None:
+    """The tree of calls, without those that merely call the next."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    before = samples[0][0]
+    for at, stack in samples:
+        if at > until:
+            break
+        for depth in range(1, len(stack) + 1):
+            seen[tuple(stack[:depth])] += at - before
+        before = at
+    for path, seconds in seen.items():
+        below = [other for key, other in seen.items() if len(key) == len(path) + 1 and key[:-1] == path]
+        if seconds >= 0.008 and max(below, default=0.0) < 0.93 * seconds:
+            print(f"{1000 * seconds:7.0f} {' ' * (len(path) // 2)}{path[-1]}")
 
 
 def show(events: list[dict[str, Any]], told: dict[str, Any]) -> None:
@@ -100,6 +127,9 @@ def show(events: list[dict[str, Any]], told: dict[str, Any]) -> None:
         thread = "" if mark["thread"] == "MainThread" else f"  ({mark['thread']})"
         print(f"{begin:7.3f} {end:7.3f} {end - begin:7.3f} {'  ' * len(within)}{mark['part']}{thread}")
         within.append(mark["end"])
+    print(f"imported by the rank: {' '.join(told['imported'])}")
+    if told["samples"]:
+        show_samples(told["samples"], at["loaded"])
     print("  ".join(f"{name} {at[name] - claimed:.3f}" for name in ("started", "loaded", "step", "checkpoint")))
 
 
@@ -109,25 +139,25 @@ def drive() -> None:
     parser.add_argument("--shape", choices=list(restart.SHAPES), default="qwen3-8b")
     parser.add_argument("--way", choices=["torchrun", "fork"], default="fork")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--cprofile", action="store_true")
+    parser.add_argument("--samples", action="store_true")
     parser.add_argument("--do", default="", metavar="CODE")
     parser.add_argument("--out", type=Path, default=None, help="its base model is used again where there is one")
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="tandem-start-"))
     model = restart.make_model(out / options.shape, options.shape, options.device)
     os.environ |= {"START_PROFILE": str(out / "marks"), "START_PROFILE_DO": options.do}
-    if options.cprofile:
-        os.environ["START_PROFILE_ALL"] = "1"
-    fixed = {"ranks": 1, "tensor_parallel": 1, "expert_lora": False, "end": float("inf"), "out": out}
+    if options.samples:
+        os.environ["START_PROFILE_SAMPLES"] = "1"
+    fixed = {"expert_lora": False, "end": float("inf"), "out": out}
     jobs = argparse.Namespace(**vars(options) | fixed)
     spool = Path(tempfile.mkdtemp(prefix="spool-", dir=out))
-    restart.measure(options.way, spool, model, [0], jobs, entry="bench.start_profile")
+    restart.measure(options.way, spool, model, list(range(options.ranks)), jobs, entry="bench.start_profile")
     last = f"job-{options.jobs - 1}"
     lines = (out / f"events.{options.way}.{options.jobs - 1}.jsonl").read_text().splitlines()
     show([json.loads(line) for line in lines], json.loads((out / "marks" / f"{last}.0.json").read_text()))
-    if options.cprofile:
-        pstats.Stats(str(out / "marks" / f"{last}.0.prof")).sort_stats("cumtime").print_stats(60)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def nothing_else_is_taken(measured: Measured, row: dict[str, Any]) -> None:
 def test_built_and_loaded_it_is_parameters_and_gradient_buffers(measured: Measured, job: str) -> None:
     if measured.device == "cuda":
         assert measured.end(job, "data")["stats"]["requested"] <= FEW  # nothing before the model
-    built, loaded = measured.end(job, "build"), measured.end(job, "base_weights")
+    built, loaded = measured.end(job, "build"), measured.end(job, "state")
     assert (holds(built, "base"), holds(built, "lora"), holds(built, "moments")) == (measured.base, measured.lora, 0)
     assert measured.lora <= holds(built, "gradients") <= measured.lora + SCALARS
     assert holds(built, "other") <= SCALARS  # RoPE's frequencies
@@ -142,7 +142,7 @@ def test_built_and_loaded_it_is_parameters_and_gradient_buffers(measured: Measur
 
 
 def test_a_trained_checkpoint_adds_the_moments_and_nothing_else(measured: Measured) -> None:
-    fresh, trained = measured.end("fresh", "base_weights"), measured.end("trained", "base_weights")
+    fresh, trained = measured.end("fresh", "state"), measured.end("trained", "state")
     assert fresh["held"] == measured.end("fresh", "build")["held"]
     assert trained["held"] == fresh["held"] | {"moments": trained["held"]["moments"]}
     assert holds(trained, "moments") == 2 * measured.lora
@@ -215,8 +215,8 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, gpu: Devices, 
             for phase, held in rank.phases.items():
                 assert held["allocated"] <= held["reserved"] < held["device_used"] <= attempt.most[uuid], phase
                 assert held["allocated"] <= held["peak"], phase
-            assert rank.phases["base_weights"]["allocated"] > 50 * 2**20
-            assert (rank.phases["data"]["allocated"], rank.phases["base_weights"]["host_pinned"]) == (0, 0)
+            assert rank.phases["state"]["allocated"] > 50 * 2**20
+            assert (rank.phases["data"]["allocated"], rank.phases["state"]["host_pinned"]) == (0, 0)
             # The driver is at it for a moment after the last process is gone.
             end = time.monotonic() + 20
             while (used := gpu.used()) != idle and time.monotonic() < end:

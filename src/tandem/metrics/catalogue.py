@@ -19,7 +19,7 @@ Source = CollectorName | Literal["collectors", "process", "http"]
 """Who makes a metric's samples; the last three are no collectors, so nothing is told about their success."""
 
 PHASES = (
-    "rendezvous", "data", "build", "rehearsal", "state", "base_weights", "probe",
+    "rendezvous", "data", "build", "rehearsal", "base_weights", "state", "probe",
     "old_logprobs", "reference", "forward_backward", "optimizer", "checkpoint", "offload",
 )  # fmt: skip
 """What a rank does, in this order; from "old_logprobs" to "optimizer" once per optimizer step, if at all. Only ranks

@@ -29,7 +29,7 @@ _UUIDS: dict[Exporter, str] = {
     "trainer": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000001",
     "inference": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000002",
 }
-_SETUP = {"rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "state": 1, "base_weights": 4, "probe": 1}
+_SETUP = {"rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "base_weights": 4, "state": 1, "probe": 1}
 _LOCAL = {"shm": (64, 61), "cache": (500, 312), "tmp": (8, 7.8)}
 _PROGRAMS: dict[Exporter, tuple[str, ...]] = {
     "trainer": ("runner", "exporter"),

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tandem.model.mcore import MegatronModule, PackedSeqParams, TransformerConfig
@@ -30,10 +32,10 @@ class TreeParams(PackedSeqParams):
     mask: torch.Tensor | BlockMask | None = None
 
 
-def tree_params(subtree_end: torch.Tensor, kernel: Kernel) -> TreeParams:
-    """The mask of one row for all its layers. `subtree_end`: int [S]; padding slots hold their own index + 1, so that
-    each sees itself and no softmax is empty."""
-    mask = dense_mask(subtree_end) if kernel == "sdpa" else block_mask(subtree_end)
+def tree_params(subtree_end: torch.Tensor, kernel: Kernel, device: torch.device) -> TreeParams:
+    """The mask of one row for all its layers, on `device`. `subtree_end`: int [S], on the host, where it is read;
+    padding slots hold their own index + 1, so that each sees itself and no softmax is empty."""
+    mask = dense_mask(subtree_end.to(device)) if kernel == "sdpa" else block_mask(subtree_end, device)
     # Not `thd`: a row is one sequence to Megatron. Positions are ours, see `Policy`.
     return TreeParams(qkv_format="sbhd", mask=mask)
 
@@ -45,37 +47,49 @@ def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
     return (key <= query) & (query < subtree_end[None, :])
 
 
-def block_mask(subtree_end: torch.Tensor) -> BlockMask:
+def block_mask(subtree_end: torch.Tensor, device: torch.device) -> BlockMask:
     """The same for FlexAttention, exact, from each block's smallest and largest `subtree_end`: no [S, S] is made.
 
     A block of keys before the queries' own is needed if any key's subtree reaches the first query, and needs no mask if
     every key's subtree reaches past the last query. The queries' own block is always needed, with the mask.
+
+    Made on the host: on a GPU it is some forty small kernels, each to be queued for every row, and loaded by the first.
     """
     length = len(subtree_end)
     blocks = -(-length // BLOCK)
-    slots = torch.arange(blocks * BLOCK, device=subtree_end.device)
+    slots = np.arange(blocks * BLOCK)
     ends = slots + 1  # slots beyond the row are padding too
-    ends[:length] = subtree_end
-    smallest, largest = ends.view(blocks, BLOCK).amin(1), ends.view(blocks, BLOCK).amax(1)
+    ends[:length] = subtree_end.cpu().numpy()
+    smallest, largest = ends.reshape(blocks, BLOCK).min(1), ends.reshape(blocks, BLOCK).max(1)
     first = slots[::BLOCK]
     before = first[None, :] < first[:, None]  # [query block, key block]
     seen = before & (largest[None, :] > first[:, None])
-    full = seen & (smallest[None, :] >= (first + BLOCK).clamp(max=length)[:, None])
-    partial = (seen & ~full) | torch.eye(blocks, dtype=torch.bool, device=ends.device)
+    full = seen & (smallest[None, :] >= np.minimum(first + BLOCK, length)[:, None])
+    partial = (seen & ~full) | np.eye(blocks, dtype=bool)
+
+    def placed(array: NDArray[Any]) -> torch.Tensor:
+        # Of memory that isn't pinned the driver has a copy when this returns.
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    needed = {"kv": partial, "full_kv": full, "q": partial.T, "full_q": full.T}
+    fields: dict[str, Any] = {}
+    for name, which in needed.items():
+        counts, indices = _ragged(which)
+        fields |= {f"{name}_num_blocks": placed(counts), f"{name}_indices": placed(indices)}
+    here = placed(ends)
 
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends[key])
+        return (key <= query) & (query < here[key])
 
-    return BlockMask.from_kv_blocks(
-        *_ragged(partial), *_ragged(full), BLOCK_SIZE=BLOCK, mask_mod=tree_mask, seq_lengths=(length, length)
-    )
+    return BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
 
 
-def _ragged(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [query blocks, key blocks] -> how many are set in each row, and which (those first, in order)."""
-    counts = blocks.sum(1, dtype=torch.int32)
-    indices = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], indices[None, None].contiguous()
+def _ragged(blocks: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """bool [rows, columns] -> int32 [1, 1, rows], how many are set in each row, and int32 [1, 1, rows, columns], which:
+    those first, in order."""
+    counts = blocks.sum(1, dtype=np.int32)
+    indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return counts[None, None], indices[None, None]
 
 
 def rehearse() -> None:
@@ -95,8 +109,9 @@ def rehearse() -> None:
         mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None),  # noqa: PT008
         torch.no_grad(),
     ):
+        mask = block_mask(torch.arange(2 * BLOCK) + 1, query.device)
         traced = torch.compile(flex_attention, dynamic=False, backend=nothing)
-        traced(query, key, key, block_mask=block_mask(torch.arange(2 * BLOCK) + 1), scale=1.0, enable_gqa=True)
+        traced(query, key, key, block_mask=mask, scale=1.0, enable_gqa=True)
     torch._dynamo.reset()
     for answer in vars(torch.utils._triton).values():
         if hasattr(answer, "cache_clear"):  # whether there is Triton, asked while no GPU was to be seen

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,15 +57,14 @@ def is_cuda() -> bool:
     return _active() == "cuda"
 
 
-def backend(world_size: int) -> Literal["nccl", "gloo", "cpu:gloo,cuda:nccl"]:
-    """torch.distributed's backend for this device, whose first collective in a group makes a communicator.
+def backend() -> Literal["gloo", "cpu:gloo,cuda:nccl"]:
+    """torch.distributed's backend for this device; of groups of one device or the other as much as of all.
 
-    NCCL's take a part of a second each, and device memory for as long as the process lives. A lone rank needs none:
-    what its libraries gather of Python objects goes through Gloo.
+    NCCL's first collective in a group makes a communicator, which takes a part of a second, and device memory for as
+    long as the process lives. With Gloo beside it, what is in host memory needs none, so that of the world, and of a
+    lone rank's groups, none is made.
     """
-    if _active() == "cpu":
-        return "gloo"
-    return "nccl" if world_size > 1 else "cpu:gloo,cuda:nccl"
+    return "gloo" if _active() == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def default_dtype() -> torch.dtype:
@@ -142,26 +140,17 @@ def release_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-@contextlib.contextmanager
-def first_product() -> Iterator[None]:
-    """Beside the block, let cuBLAS make its first matrix product: to load it takes a tenth of a second, most of it
-    without the interpreter. Leaves no memory."""
+def bound[**P, T](work: Callable[P, T]) -> Callable[P, T]:
+    """`work` for another thread, on this one's device: a thread begins with the process's first."""
     if _active() == "cpu":
-        yield
-        return
+        return work
     here = device()
 
-    def multiply() -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with torch.cuda.device(here):
-            one = torch.ones(16, 16, dtype=default_dtype(), device=here)
-            torch.mm(one, one)
-            torch.cuda.synchronize()
-            release_workspaces()
+            return work(*args, **kwargs)
 
-    with ThreadPoolExecutor(1) as beside:
-        done = beside.submit(multiply)
-        yield
-        done.result()
+    return run
 
 
 def allocated() -> int:

@@ -37,8 +37,7 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up to meet nobody
-    backend = device.backend(world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:
@@ -88,7 +87,7 @@ def all_reduce(
 
 
 def gather_objects[T](value: T) -> list[T]:
-    """The `value` of every rank of the world, by rank. Pickled; a collective of all ranks."""
+    """The `value` of every rank of the world, by rank. Pickled, and by way of the host; a collective of all ranks."""
     found = [value] * dist.get_world_size()
     if len(found) > 1:
         dist.all_gather_object(found, value)
@@ -96,9 +95,9 @@ def gather_objects[T](value: T) -> list[T]:
 
 
 def destroy() -> None:
-    """Leave together: a barrier, then no groups any more (R3)."""
+    """Leave together, then no groups any more (R3)."""
     if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        device.synchronize()
+        gather_objects(None)  # a barrier that makes no communicator
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the model needs of a packed row; all int64 on the device. Slots are indices into the row."""
+    """What the model needs of a packed row; all int64, and on the device where nothing else is said. Slots are indices
+    into the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # [S]
+    subtree_end: torch.Tensor  # [S], on the host
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_target: torch.Tensor  # [items], the slot of the predicted token
 
@@ -52,11 +53,10 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
 
     def copied(name: str) -> torch.Tensor:
-        return torch.tensor(getattr(row, name), dtype=torch.int64).to(device)
+        return torch.tensor(getattr(row, name), dtype=torch.int64)
 
-    return RowTensors(
-        **{name: copied(name) for name in ("tokens", "positions", "subtree_end", "item_source", "item_target")}
-    )
+    placed = {name: copied(name).to(device) for name in ("tokens", "positions", "item_source", "item_target")}
+    return RowTensors(subtree_end=copied("subtree_end"), **placed)
 
 
 class Policy(nn.Module):
@@ -235,7 +235,7 @@ class Policy(nn.Module):
             "hidden_states": embedded,
             "attention_mask": None,
             "rotary_pos_emb": torch.cat((angles, angles), dim=-1)[:, None, None, :],
-            "packed_seq_params": tree_params(subtree_end, self.attention_kernel),
+            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, tokens.device),
         }
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:

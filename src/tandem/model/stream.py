@@ -25,7 +25,7 @@ import torch
 from tandem.errors import InvalidInput
 
 CHUNK_BYTES = 16 * 2**20
-THREADS = {"cuda": 16, "cpu": 4}
+THREADS = {"cuda": 8, "cpu": 4}
 _LONGEST_HEADER = 100 * 10**6  # bytes; the reference implementation's own limit
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -93,20 +93,39 @@ def _header(path: Path) -> dict[str, Stored]:
     return found
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What of a piece is read at once."""
+
+    stored: Stored
+    offset: int  # of its first byte in the file
+    count: int  # elements
+    bytes: int
+    target: torch.Tensor  # flat where the bytes are what it is to hold, else as the piece has it
+    as_it_is: bool
+    unit: int
+    columns: slice | None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(file, first byte): in the order of the files, for whoever must read them from a disk."""
+        return str(self.stored.path), self.offset
+
+
 def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Copy every piece to its target. On return all of it is there; the buffers are left to torch's cache of pinned
     memory, for a call that follows, until `device.release_cached`.
 
     Raises InvalidInput where a file can't be read or has become shorter.
     """
-    tasks = sorted((task for piece in pieces for task in _split(piece, chunk_bytes)), key=_place)
+    tasks = sorted((task for piece in pieces for task in _split(piece, chunk_bytes)), key=lambda task: task.place)
     if not tasks:
         return
-    pending: queue.SimpleQueue[list[Piece]] = queue.SimpleQueue()
+    pending: queue.SimpleQueue[list[_Task]] = queue.SimpleQueue()
     reads = list(_together(tasks, chunk_bytes))
     for read in reads:
         pending.put(read)
-    largest = max(sum(map(_bytes, read)) for read in reads)
+    largest = max(sum(task.bytes for task in read) for read in reads)
     where = tasks[0].target.device
     threads = min(threads or THREADS[where.type], len(reads))
     with contextlib.ExitStack() as held, ThreadPoolExecutor(threads) as pool:
@@ -122,48 +141,51 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
             worker.result()
 
 
-def _split(piece: Piece, chunk_bytes: int) -> Iterable[Piece]:
+def _split(piece: Piece, chunk_bytes: int) -> Iterator[_Task]:
     """`piece` in parts of whole units of at most `chunk_bytes` (or one unit)."""
-    units = piece.target.shape[0]
-    step = max(1, chunk_bytes // (piece.unit * piece.stored.dtype.itemsize))
+    stored, whole = piece.stored, piece.target
+    size = stored.dtype.itemsize
+    as_it_is = piece.columns is None and whole.is_contiguous() and whole.dtype == stored.dtype
+    units = whole.shape[0]
+    step = max(1, chunk_bytes // (piece.unit * size))
     for begin in range(0, units, step):
-        target = piece.target[begin : begin + step]
-        yield Piece(piece.stored, piece.first + begin * piece.unit, piece.unit, target, piece.columns)
+        target = whole[begin : begin + step]
+        count = target.shape[0] * piece.unit
+        offset = stored.offset + (piece.first + begin * piece.unit) * size
+        if as_it_is:
+            target = target.view(-1)
+        yield _Task(stored, offset, count, count * size, target, as_it_is, piece.unit, piece.columns)
 
 
-def _together(tasks: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+def _together(tasks: list[_Task], chunk_bytes: int) -> Iterator[list[_Task]]:
     """`tasks`, which are in the order of the files, in runs that are one read of at most `chunk_bytes` (or one piece):
     a mixture of experts has thousands of small tensors, one after the other."""
-    run: list[Piece] = []
+    run: list[_Task] = []
     end, size = ("", 0), 0
     for task in tasks:
-        path, begin = _place(task)
-        # A run has one dtype, so every piece begins at a multiple of it in the buffer.
-        fits = run and (path, begin) == end and size + _bytes(task) <= chunk_bytes
+        path, begin = task.place
+        # A run has one dtype, so the buffer can be seen as a tensor of that.
+        fits = run and (path, begin) == end and size + task.bytes <= chunk_bytes
         if not fits or task.stored.dtype != run[0].stored.dtype:
             if run:
                 yield run
             run, size = [], 0
         run.append(task)
-        size += _bytes(task)
-        end = path, begin + _bytes(task)
+        size += task.bytes
+        end = path, begin + task.bytes
     yield run
 
 
-def _place(piece: Piece) -> tuple[str, int]:
-    """(file, first byte): in the order of the files, for whoever must read them from a disk."""
-    return str(piece.stored.path), piece.stored.offset + piece.first * piece.stored.dtype.itemsize
+def _work(pending: queue.SimpleQueue[list[_Task]], files: dict[Path, int], largest: int, where: torch.device) -> None:
+    """One thread: take reads until there are none.
 
-
-def _bytes(piece: Piece) -> int:
-    return int(piece.target.shape[0]) * piece.unit * piece.stored.dtype.itemsize
-
-
-def _work(pending: queue.SimpleQueue[list[Piece]], files: dict[Path, int], largest: int, where: torch.device) -> None:
-    """One thread: take pieces until there are none."""
+    As few calls as can be that give up the interpreter's lock, since each must wait for it again: where a read is one
+    piece that needs no laying out, two.
+    """
     cuda = where.type == "cuda"
-    buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=cuda)
+    buffer = torch.empty(-(-largest // 16) * 16, dtype=torch.uint8, pin_memory=cuda)  # whole elements of any dtype
     view = memoryview(buffer.numpy())
+    typed: dict[torch.dtype, torch.Tensor] = {}
     with contextlib.ExitStack() as held, torch.no_grad():
         stream = torch.cuda.Stream(where) if cuda else None
         if stream is not None:
@@ -172,18 +194,19 @@ def _work(pending: queue.SimpleQueue[list[Piece]], files: dict[Path, int], large
             held.enter_context(torch.cuda.stream(stream))
         while True:
             try:
-                pieces = pending.get_nowait()
+                tasks = pending.get_nowait()
             except queue.Empty:
                 return
             try:
-                count = sum(map(_bytes, pieces))
-                path = pieces[0].stored.path
-                _read(files[path], view[:count], _place(pieces[0])[1], path)
+                stored = tasks[0].stored
+                _read(files[stored.path], view[: sum(task.bytes for task in tasks)], tasks[0].offset, stored.path)
+                if stored.dtype not in typed:
+                    typed[stored.dtype] = buffer.view(stored.dtype)
                 at = 0
-                for piece in pieces:
-                    _lay_out(piece, buffer[at : at + _bytes(piece)], where)
-                    at += _bytes(piece)
-                if stream is not None:
+                for task in tasks:
+                    _lay_out(task, typed[stored.dtype][at : at + task.count], where, wait=task is tasks[-1])
+                    at += task.count
+                if stream is not None and not tasks[-1].as_it_is:
                     stream.synchronize()  # before the buffer is used again
             except BaseException:
                 with contextlib.suppress(queue.Empty):  # the others stop too
@@ -192,15 +215,15 @@ def _work(pending: queue.SimpleQueue[list[Piece]], files: dict[Path, int], large
                 raise
 
 
-def _lay_out(piece: Piece, raw: torch.Tensor, where: torch.device) -> None:
-    """Queue the copy of the bytes `raw` to their target."""
-    source = raw.view(piece.stored.dtype)
-    as_it_is = piece.columns is None and piece.target.is_contiguous() and piece.target.dtype == piece.stored.dtype
-    if not as_it_is:
-        source = source.to(where, non_blocking=True)  # laid out and converted there
-    if piece.columns is not None:
-        source = source.view(-1, piece.unit)[:, piece.columns]
-    piece.target.copy_(source.view(piece.target.shape), non_blocking=True)
+def _lay_out(task: _Task, source: torch.Tensor, where: torch.device, *, wait: bool) -> None:
+    """Queue the copy of `source` to its target; with `wait`, and where it is copied as it is, it has been made."""
+    if task.as_it_is:
+        task.target.copy_(source, non_blocking=not wait)
+        return
+    source = source.to(where, non_blocking=True)  # laid out and converted there
+    if task.columns is not None:
+        source = source.view(-1, task.unit)[:, task.columns]
+    task.target.copy_(source.view(task.target.shape), non_blocking=True)
 
 
 def _read(file: int, view: memoryview, offset: int, path: Path) -> None:

@@ -6,17 +6,20 @@ device memory it gives back between jobs (`offload`): a job that needs something
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from tandem.config import Settings, resolve_model
-from tandem.model import device, parallel
+from tandem.model import device, logprobs, parallel
 from tandem.model.arch import Arch
 from tandem.model.build import build_policy
+from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights import model_directory
@@ -42,6 +45,37 @@ class Need:
         run = assignment.run
         model = str(model_directory(resolve_model(spool.root, run.base_model)))
         return cls(model, assignment.files, run.lora, assignment.job.stall_seconds)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """For threads that want the interpreter thousands of times and an instant each: beside one that computes each of
+    them would wait for 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextlib.contextmanager
+def _warm(dtype: torch.dtype) -> Iterator[None]:
+    """Beside the block, what a process does once, needs no model and leaves the interpreter alone most of the time."""
+    with ThreadPoolExecutor(1) as beside:  # ended after it, since a thread keeps what it has of cuBLAS
+        done = beside.submit(device.bound(logprobs.rehearse), dtype, parallel_state.get_tensor_model_parallel_group())
+        yield
+        done.result()
+
+
+def _load_state(
+    checking: Future[state.Checked | None], policy: Policy, optimizer: AdapterOptimizer, was: AdamState | None
+) -> None:
+    if (checked := checking.result()) is not None:
+        state.load(checked, policy, optimizer)
+    else:
+        assert was is not None, "the state is to be in memory, and the model that had it is not"
+        optimizer.load_state(was)
 
 
 class Kept:
@@ -91,38 +125,36 @@ class Kept:
         """Policy and optimizer on the device, in the state of the checkpoint that the job starts from.
 
         `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy
-        while its base weights are read: for what a process's first pass over a device takes and later ones don't.
+        while its weights are read: for what a process's first pass over a device takes and later ones don't.
         """
         assert self._need is not None
         was: AdamState | None = None
         with ThreadPoolExecutor(1) as beside:
             with phases.phase("build"):
                 if self._model is None:
-                    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                    with device.first_product():
+                    dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                    with _warm(dtype) if rehearse is not None else contextlib.nullcontext():
                         policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                    optimizer = AdapterOptimizer(policy, job.optimizer)
+                        optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
                     policy, optimizer = self._model
                     policy.restore()
                     optimizer.reload()
                     was = optimizer.state()
                     optimizer.begin(job.optimizer)
-            reading = beside.submit(policy.load_base, self._need.model)
-            if rehearse is not None and self._model is None:
-                with phases.phase("rehearsal"):
-                    rehearse(policy)
-                    device.release_workspaces()
-            with phases.phase("state"):
-                if (checked := checking.result()) is not None:
-                    state.load(checked, policy, optimizer)
-                else:
-                    assert was is not None, "the state is to be in memory, and the model that had it is not"
-                    optimizer.load_state(was)
-                del was
-            with phases.phase("base_weights"):
-                reading.result()
-                device.release_cached()  # the buffers that files were read into
+            reading = beside.submit(device.bound(policy.load_base), self._need.model)
+            loading = beside.submit(device.bound(_load_state), checking, policy, optimizer, was)
+            del was
+            with _short_turns():
+                if rehearse is not None and self._model is None:
+                    with phases.phase("rehearsal"):
+                        rehearse(policy)
+                        device.release_workspaces()
+                with phases.phase("base_weights"):
+                    reading.result()
+                with phases.phase("state"):
+                    loading.result()
+                    device.release_cached()  # the buffers that files were read into
         self._model = policy, optimizer
         return policy, optimizer
 

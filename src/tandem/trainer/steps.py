@@ -113,7 +113,7 @@ def _optimizer_step(setup: Setup, plan: Plan, step: int, denominator: float, pas
         _check_finite(optimizer, f"optimizer step {step + 1} of {len(plan.steps)}", means, norm)
         optimizer.step(norm)
     seconds, memory = phases.take()
-    slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, setup.device)
+    slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
     spent = slowest["forward_backward"] + slowest["optimizer"]
     tokens = int(setup.batch.row_num_tokens[list(plan.steps[step])].sum())
     return {

@@ -55,6 +55,8 @@ def _import() -> None:
     importlib.import_module("tandem.trainer.session")
     # torch.use_deterministic_algorithms imports it on its first call: two seconds that every forked rank would pay.
     importlib.import_module("torch._inductor.config")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.models.mimo.optimizer")  # to make any optimizer, Megatron asks it
     from tandem.model import attention, device
 
     if device.choose(Settings().device) == "cuda":
@@ -66,6 +68,13 @@ def _import() -> None:
             # Hashes of torch's and Triton's sources, part of every cache key: half a second, the same for every rank.
             importlib.import_module("torch._inductor.codecache").torch_key()
             importlib.import_module("triton.runtime.cache").triton_key()
+        with contextlib.suppress(ImportError, AttributeError):
+            # What it imports at its first graph, found in a cache or not.
+            importlib.import_module("torch._inductor.fx_passes.quantization")
+            importlib.import_module("torch._inductor.fx_passes.pre_grad").lazy_init()
+            importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
+        with contextlib.suppress(Exception):
+            importlib.import_module("triton.backends.nvidia.driver").libcuda_dirs()  # asks ldconfig
         attention.rehearse()
 
 
