@@ -30,6 +30,9 @@ from tandem.trainer.join import Assignment, Files
 from tandem.trainer.metrics import Phases
 from tandem.trainer.optimizer import AdamState, AdapterOptimizer
 
+# What a thread has of the interpreter, if others want it, while weights are read.
+TURN_SECONDS = 1e-4
+
 
 @dataclass(frozen=True)
 class Need:
@@ -49,10 +52,10 @@ class Need:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """For threads that want the interpreter thousands of times and an instant each: beside one that computes each of
-    them would wait for 5 ms."""
+    """For readers, who want the interpreter thousands of times and for an instant each: beside a thread that computes
+    each of them would wait for 5 ms every time."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
+    sys.setswitchinterval(TURN_SECONDS)
     try:
         yield
     finally:
