@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from tandem.model import device, parallel
+from tandem.model import parallel
 from tandem.model.mcore import reduce_from_tensor_model_parallel_region
 
 # Elements of one chunk's logits on this rank: 256 MiB in fp32, and a few times that while it is worked on.
@@ -61,17 +61,6 @@ def item_logprobs(
         nothing = hidden.sum(-1).float()
         return nothing, nothing
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-@torch.no_grad()
-def rehearse(dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """What `item_logprobs` loads when it is first called: its kernels, and cuBLAS before all, which takes a tenth of a
-    second, most of it without the interpreter; and the ranks of `group` connect. Leaves no memory."""
-    square = torch.ones(64, 64, dtype=dtype, device=device.device())
-    targets = torch.zeros(len(square), dtype=torch.int64, device=square.device)
-    item_logprobs(square, targets, square.matmul, vocab_start=0, vocab_size=len(square), temperature=1.0, group=group)
-    device.synchronize()
-    device.release_workspaces()
 
 
 def _softmax_statistics(

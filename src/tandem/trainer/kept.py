@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tandem.config import Settings, resolve_model
-from tandem.model import device, logprobs, parallel
+from tandem.model import device, parallel
 from tandem.model.arch import Arch
 from tandem.model.build import build_policy
 from tandem.model.mcore import parallel_state
@@ -62,11 +63,21 @@ def _short_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+@torch.no_grad()
+def _first_uses(dtype: torch.dtype) -> None:
+    """What takes a process a tenth of a second or more at its first use, most of it without the interpreter: to load
+    cuBLAS; to connect tensor-parallel ranks. Leaves no memory."""
+    square = torch.ones(16, 16, dtype=dtype, device=device.device())
+    parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
+    device.synchronize()
+    device.release_workspaces()
+
+
 @contextlib.contextmanager
-def _warm(dtype: torch.dtype) -> Iterator[None]:
-    """Beside the block, what a process does once, needs no model and leaves the interpreter alone most of the time."""
-    with ThreadPoolExecutor(1) as beside:  # ended after it, since a thread keeps what it has of cuBLAS
-        done = beside.submit(device.bound(logprobs.rehearse), dtype, parallel_state.get_tensor_model_parallel_group())
+def _beside(work: Callable[[], None]) -> Iterator[None]:
+    """Beside the block, `work` in a thread that ends with it, since a thread keeps what it has of cuBLAS."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(device.bound(work))
         yield
         done.result()
 
@@ -132,11 +143,11 @@ class Kept:
         """
         assert self._need is not None
         was: AdamState | None = None
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(2) as beside:
             with phases.phase("build"):
                 if self._model is None:
                     dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                    with _warm(dtype) if rehearse is not None else contextlib.nullcontext():
+                    with _beside(partial(_first_uses, dtype)) if rehearse is not None else contextlib.nullcontext():
                         policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
                         optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
