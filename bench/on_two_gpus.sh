@@ -70,21 +70,21 @@ run() {
     wait
     {
         wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-        wants memory && tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py
         faults vllm 0 vllm
     } &
-    {
-        restart one 720 --jobs "$jobs" --seconds 650 --gpus 1
-        faults others 1 rank runner
-    } &
+    faults others 1 rank runner &
     wait
-    # Both GPUs from here on, one thing after the other.
-    restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
+    # Alone on the machine: readers of other ranks would take from the memory's bandwidth.
+    restart one 720 --jobs "$jobs" --seconds 650
     restart data 240 --ranks 2 --jobs 3
+    restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
     wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
-    wants experts && tests 0 tests/inference/test_served_experts.py tests/model/test_experts.py tests/model/test_recompute_leak.py \
-        tests/model/test_adapter_files.py &
-    wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed &
+    wants memory && tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py &
+    {
+        wants experts && tests 1 tests/inference/test_served_experts.py tests/model/test_experts.py \
+            tests/model/test_recompute_leak.py tests/model/test_adapter_files.py
+        wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed
+    } &
     wait
     nvidia-smi --query-gpu=index,memory.used --format=csv
     touch "$work/ended"
