@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,9 @@ def main(root: Path, job: str, attempt: int) -> int:
 def _sample(thread: int, samples: list[tuple[float, list[str]]]) -> None:
     while True:
         time.sleep(0.002)
-        frame, stack = sys._current_frames()[thread], []
-        while frame is not None:
-            code = frame.f_code
-            stack.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}")
-            frame = frame.f_back
-        samples.append((time.time(), stack[::-1]))
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+        stack = [f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}" for code in reversed(codes)]
+        samples.append((time.time(), stack))
 
 
 def show_samples(samples: list[tuple[float, list[str]]], until: float) -> None:
@@ -105,9 +103,11 @@ def show_samples(samples: list[tuple[float, list[str]]], until: float) -> None:
         for depth in range(1, len(stack) + 1):
             seen[tuple(stack[:depth])] += at - before
         before = at
+    below: dict[tuple[str, ...], float] = {}  # of each call, the longest that it made
     for path, seconds in seen.items():
-        below = [other for key, other in seen.items() if len(key) == len(path) + 1 and key[:-1] == path]
-        if seconds >= 0.008 and max(below, default=0.0) < 0.93 * seconds:
+        below[path[:-1]] = max(seconds, below.get(path[:-1], 0.0))
+    for path, seconds in seen.items():
+        if seconds >= 0.008 and below.get(path, 0.0) < 0.93 * seconds:
             print(f"{1000 * seconds:7.0f} {' ' * (len(path) // 2)}{path[-1]}")
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from torch._dynamo import trace_rules
 
-from tandem.model import device, parallel
-
 # torch asks the runtime how many devices there are before it asks for anything else; once, it keeps the answer.
 ASKED = """
 #include <stdio.h>
@@ -48,11 +46,7 @@ def test_what_is_preloaded_asks_cuda_nothing(tmp_path: Path) -> None:
     assert told == ["preloaded", "CUDA is asked"], ran.stderr[-3000:]
 
 
-def test_what_torch_compile_knows_of_functions_outlives_the_making_of_groups() -> None:
+def test_what_torch_compile_knows_of_functions_outlives_the_making_of_groups(request: pytest.FixtureRequest) -> None:
     rules = trace_rules.get_torch_obj_rule_map()
-    device.activate("cpu")
-    parallel.init_parallel()
-    try:
-        assert trace_rules.get_torch_obj_rule_map() is rules
-    finally:
-        parallel.destroy()
+    request.getfixturevalue("alone")
+    assert trace_rules.get_torch_obj_rule_map() is rules

@@ -58,7 +58,7 @@ def is_cuda() -> bool:
 
 
 def backend() -> Literal["gloo", "cpu:gloo,cuda:nccl"]:
-    """torch.distributed's backend for this device; of groups of one device or the other as much as of all.
+    """torch.distributed's backend for this device, of the default group and so of all others.
 
     NCCL's first collective in a group makes a communicator, which takes a part of a second, and device memory for as
     long as the process lives. With Gloo beside it, what is in host memory needs none, so that of the world, and of a

@@ -97,19 +97,20 @@ def _header(path: Path) -> dict[str, Stored]:
 class _Task:
     """What of a piece is read at once."""
 
-    stored: Stored
+    piece: Piece
     offset: int  # of its first byte in the file
     count: int  # elements
-    bytes: int
     target: torch.Tensor  # flat where the bytes are what it is to hold, else as the piece has it
     as_it_is: bool
-    unit: int
-    columns: slice | None
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.piece.stored.dtype.itemsize
 
     @property
     def place(self) -> tuple[str, int]:
         """(file, first byte): in the order of the files, for whoever must read them from a disk."""
-        return str(self.stored.path), self.offset
+        return str(self.piece.stored.path), self.offset
 
 
 def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -130,7 +131,7 @@ def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: in
     threads = min(threads or THREADS[where.type], len(reads))
     with contextlib.ExitStack() as held, ThreadPoolExecutor(threads) as pool:
         files: dict[Path, int] = {}
-        for path in {task.stored.path for task in tasks}:
+        for path in {task.piece.stored.path for task in tasks}:
             try:
                 files[path] = os.open(path, os.O_RDONLY)
             except OSError as error:
@@ -154,7 +155,7 @@ def _split(piece: Piece, chunk_bytes: int) -> Iterator[_Task]:
         offset = stored.offset + (piece.first + begin * piece.unit) * size
         if as_it_is:
             target = target.view(-1)
-        yield _Task(stored, offset, count, count * size, target, as_it_is, piece.unit, piece.columns)
+        yield _Task(piece, offset, count, target, as_it_is)
 
 
 def _together(tasks: list[_Task], chunk_bytes: int) -> Iterator[list[_Task]]:
@@ -166,7 +167,7 @@ def _together(tasks: list[_Task], chunk_bytes: int) -> Iterator[list[_Task]]:
         path, begin = task.place
         # A run has one dtype, so the buffer can be seen as a tensor of that.
         fits = run and (path, begin) == end and size + task.bytes <= chunk_bytes
-        if not fits or task.stored.dtype != run[0].stored.dtype:
+        if not fits or task.piece.stored.dtype != run[0].piece.stored.dtype:
             if run:
                 yield run
             run, size = [], 0
@@ -198,7 +199,7 @@ def _work(pending: queue.SimpleQueue[list[_Task]], files: dict[Path, int], large
             except queue.Empty:
                 return
             try:
-                stored = tasks[0].stored
+                stored = tasks[0].piece.stored
                 _read(files[stored.path], view[: sum(task.bytes for task in tasks)], tasks[0].offset, stored.path)
                 if stored.dtype not in typed:
                     typed[stored.dtype] = buffer.view(stored.dtype)
@@ -221,8 +222,8 @@ def _lay_out(task: _Task, source: torch.Tensor, where: torch.device, *, wait: bo
         task.target.copy_(source, non_blocking=not wait)
         return
     source = source.to(where, non_blocking=True)  # laid out and converted there
-    if task.columns is not None:
-        source = source.view(-1, task.unit)[:, task.columns]
+    if task.piece.columns is not None:
+        source = source.view(-1, task.piece.unit)[:, task.piece.columns]
     task.target.copy_(source.view(task.target.shape), non_blocking=True)
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -64,10 +63,10 @@ def _short_turns() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _first_uses(dtype: torch.dtype) -> None:
+def _first_uses() -> None:
     """What takes a process a tenth of a second or more at its first use, most of it without the interpreter: to load
     cuBLAS; to connect tensor-parallel ranks. Leaves no memory."""
-    square = torch.ones(16, 16, dtype=dtype, device=device.device())
+    square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
     parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
     device.synchronize()
     device.release_workspaces()
@@ -146,8 +145,8 @@ class Kept:
         with ThreadPoolExecutor(2) as beside:
             with phases.phase("build"):
                 if self._model is None:
-                    dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                    with _beside(partial(_first_uses, dtype)) if rehearse is not None else contextlib.nullcontext():
+                    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                    with _beside(_first_uses) if rehearse is not None else contextlib.nullcontext():
                         policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
                         optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
