@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import make_policy, write_random_adapter
 from tandem.model import attention
@@ -55,14 +55,9 @@ def test_the_block_mask_is_the_dense_one(length):
             assert torch.equal(mine, other), kind
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """FlexAttention as PyTorch's own reference runs it: same blocks, no compiler."""
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
-
-
-def test_flex_and_sdpa_give_the_same_logits(alone, uncompiled, tmp_path):
+def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
+    monkeypatch.setattr(attention, "flex", attention._attend)  # as PyTorch's own reference runs it: same blocks
     model = write_random_model(tmp_path / "model", head_dim=16)
     policy = make_policy(model, adapter=write_random_adapter(tmp_path / "adapter", model))
     generator = torch.Generator().manual_seed(3)

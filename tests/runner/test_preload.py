@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch._dynamo import trace_rules
 
 # torch asks the runtime how many devices there are before it asks for anything else; once, it keeps the answer.
 ASKED = """
@@ -25,7 +24,6 @@ torch.cuda.device_count = lambda: 1
 from tandem.trainer import worker
 worker.preload()
 assert "torch._inductor.compile_fx" in sys.modules
-assert torch.utils._triton.has_triton.cache_info().currsize == 0, "with no GPU to be seen the answer was no"
 print("preloaded", file=sys.stderr)
 torch._C._cuda_getDeviceCount()
 """
@@ -44,9 +42,3 @@ def test_what_is_preloaded_asks_cuda_nothing(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     told = [line for line in ran.stderr.splitlines() if line in ("preloaded", "CUDA is asked")]
     assert told == ["preloaded", "CUDA is asked"], ran.stderr[-3000:]
-
-
-def test_what_torch_compile_knows_of_functions_outlives_the_making_of_groups(request: pytest.FixtureRequest) -> None:
-    rules = trace_rules.get_torch_obj_rule_map()
-    request.getfixturevalue("alone")
-    assert trace_rules.get_torch_obj_rule_map() is rules

@@ -7,17 +7,15 @@ row and shared by the layers; it travels through Megatron in `PackedSeqParams`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
-from unittest import mock
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from tandem.model.compiled import Compiled
 from tandem.model.mcore import MegatronModule, PackedSeqParams, TransformerConfig
 
 Kernel = Literal["sdpa", "flex"]
@@ -27,9 +25,9 @@ BLOCK = 128  # FlexAttention's own default, in slots
 
 @dataclass
 class TreeParams(PackedSeqParams):
-    """A row's mask: bool [S, S] for `sdpa`, a BlockMask for `flex`."""
+    """A row's mask: bool [S, S] for `sdpa`, Blocks for `flex`."""
 
-    mask: torch.Tensor | BlockMask | None = None
+    mask: torch.Tensor | Blocks | None = None
 
 
 def tree_params(subtree_end: torch.Tensor, kernel: Kernel, device: torch.device) -> TreeParams:
@@ -47,7 +45,22 @@ def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
     return (key <= query) & (query < subtree_end[None, :])
 
 
-def block_mask(subtree_end: torch.Tensor, device: torch.device) -> BlockMask:
+class Blocks(NamedTuple):
+    """The mask as FlexAttention has it: int32 [1, 1, blocks] how many blocks of keys each block of queries sees in part
+    (`kv`) and as a whole (`full_kv`), int32 [1, 1, blocks, blocks] which, and the same from the keys' side."""
+
+    ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end` with slots beyond the row as padding
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor
+    full_kv_indices: torch.Tensor
+    q_num_blocks: torch.Tensor
+    q_indices: torch.Tensor
+    full_q_num_blocks: torch.Tensor
+    full_q_indices: torch.Tensor
+
+
+def block_mask(subtree_end: torch.Tensor, device: torch.device) -> Blocks:
     """The same for FlexAttention, exact, from each block's smallest and largest `subtree_end`: no [S, S] is made.
 
     A block of keys before the queries' own is needed if any key's subtree reaches the first query, and needs no mask if
@@ -71,17 +84,11 @@ def block_mask(subtree_end: torch.Tensor, device: torch.device) -> BlockMask:
         # Of memory that isn't pinned the driver has a copy when this returns.
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    needed = {"kv": partial, "full_kv": full, "q": partial.T, "full_q": full.T}
-    fields: dict[str, Any] = {}
-    for name, which in needed.items():
-        counts, indices = _ragged(which)
-        fields |= {f"{name}_num_blocks": placed(counts), f"{name}_indices": placed(indices)}
-    here = placed(ends)
-
-    def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < here[key])
-
-    return BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    fields = [ends]
+    for which in (partial, full, partial.T, full.T):
+        fields += _ragged(which)
+    # Of memory that isn't pinned the driver has a copy when `to` returns.
+    return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
 
 def _ragged(blocks: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -92,44 +99,22 @@ def _ragged(blocks: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.in
     return counts[None, None], indices[None, None]
 
 
-def rehearse() -> None:
-    """Let torch.compile trace the attention once, for what that sets up in a process: half of what a first trace takes.
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *blocks: torch.Tensor
+) -> torch.Tensor:
+    ends, *indices = blocks
 
-    On the CPU and with a backend that computes nothing, so that no device is touched and no thread is started: for a
-    process that ranks are forked from.
-    """
-    query, key = torch.empty(1, 2, 2 * BLOCK, 16), torch.empty(1, 1, 2 * BLOCK, 16)
+    def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
 
-    def nothing(*_: Any) -> Callable[..., tuple[torch.Tensor]]:
-        return lambda *_: (torch.empty_like(query),)
-
-    # torch.compile looks after GPUs: their random state, their streams. It should see none, and not go and look.
-    with (
-        mock.patch.object(torch.cuda, "is_available", lambda: False),  # noqa: PT008 (a function, as before)
-        mock.patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None),  # noqa: PT008
-        torch.no_grad(),
-    ):
-        mask = block_mask(torch.arange(2 * BLOCK) + 1, query.device)
-        traced = _compile(backend=nothing)
-        traced(query, key, key, block_mask=mask, scale=1.0, enable_gqa=True)
-    torch._dynamo.reset()
-    for answer in vars(torch.utils._triton).values():
-        if hasattr(answer, "cache_clear"):  # whether there is Triton, asked while no GPU was to be seen
-            answer.cache_clear()
+    length = query.shape[2]
+    fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
+    mask = BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
 
-@functools.cache
-def _compiled_flex() -> Any:
-    return _compile()
-
-
-def _compile(**options: Any) -> Any:
-    from torch._dynamo import guards
-
-    # torch measures how long new guards take, flushing the processor's caches first: 30 to 130 ms, to log a number.
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *_: 0.0
-    return torch.compile(flex_attention, dynamic=False, **options)
+flex = Compiled(_attend)
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, Blocks."""
 
 
 class TreeAttention(MegatronModule):
@@ -152,8 +137,8 @@ class TreeAttention(MegatronModule):
         """[S, 1, heads * head_dim], of this rank's heads."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mask = packed_seq_params.mask
-        if isinstance(mask, BlockMask):
-            output = _compiled_flex()(query, key, value, block_mask=mask, scale=self.scale, enable_gqa=True)
+        if isinstance(mask, Blocks):
+            output = flex(query, key, value, self.scale, *mask)
         else:
             # Expanded by hand: with `enable_gqa` the backward of CUDA's kernels is many times slower.
             repeat = query.shape[1] // key.shape[1]

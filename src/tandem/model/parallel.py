@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,11 +37,7 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up to meet nobody
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    # torch has torch.compile forget what it knows of functions, lest it was asked before torch.distributed was there.
-    # It was not, and to learn it again takes a rank 40 ms.
-    with mock.patch.object(rules, "clear_lru_cache") if rules else nullcontext():
-        dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:

@@ -57,7 +57,7 @@ def _import() -> None:
     importlib.import_module("torch._inductor.config")
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.models.mimo.optimizer")  # to make any optimizer, Megatron asks it
-    from tandem.model import attention, device
+    from tandem.model import device
 
     if device.choose(Settings().device) == "cuda":
         # What torch.compile imports on its first call, another second. Not its worker processes, which it starts when
@@ -75,7 +75,7 @@ def _import() -> None:
             importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
         with contextlib.suppress(Exception):
             importlib.import_module("triton.backends.nvidia.driver").libcuda_dirs()  # asks ldconfig
-        attention.rehearse()
+        importlib.import_module("torch._dynamo.aot_compile")
 
 
 def resident() -> Callable[[Path, str, int], int]:
