@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from tandem.errors import InvalidInput
+from tandem.model import device
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
@@ -114,8 +115,7 @@ class _Task:
 
 
 def fill(pieces: Iterable[Piece], *, threads: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Copy every piece to its target. On return all of it is there; the buffers are left to torch's cache of pinned
-    memory, for a call that follows, until `device.release_cached`.
+    """Copy every piece to its target. On return all of it is there, and the buffers are gone.
 
     Raises InvalidInput where a file can't be read or has become shorter.
     """
@@ -184,12 +184,14 @@ def _work(pending: queue.SimpleQueue[list[_Task]], files: dict[Path, int], large
     piece that needs no laying out, two.
     """
     cuda = where.type == "cuda"
-    buffer = torch.empty(-(-largest // 16) * 16, dtype=torch.uint8, pin_memory=cuda)  # whole elements of any dtype
-    view = memoryview(buffer.numpy())
     typed: dict[torch.dtype, torch.Tensor] = {}
     with contextlib.ExitStack() as held, torch.no_grad():
+        whole = -(-largest // 16) * 16  # elements of any dtype
+        buffer = held.enter_context(device.staging(whole, pinned=cuda))
+        view = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if cuda else None
         if stream is not None:
+            held.callback(stream.synchronize)  # before the buffer goes
             # The targets' memory may still be in use by what was queued before.
             stream.wait_stream(torch.cuda.default_stream(where))
             held.enter_context(torch.cuda.stream(stream))
