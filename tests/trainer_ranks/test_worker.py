@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
-from tandem.errors import InvalidInput
+from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer import session, worker
+from tandem.trainer import session, state, worker
 from trainer_ranks import jobs
 
 
@@ -385,3 +387,22 @@ def test_sft_normalisations_differ(spool: Spool) -> None:
     for kind in ("token", "trajectory"):
         jobs.run_here(spool, jobs.submit_sft(spool, job_id=kind, loss=SFTLoss(normalisation=kind)))
     assert jobs.steps_of(spool, "token")[0]["loss"] != jobs.steps_of(spool, "trajectory")[0]["loss"]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, state.OPTIMIZER_FILE])
+def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "previous").mkdir()
+    (tmp_path / "previous" / CONFIG_FILE).write_text("{}")
+    saved = state.Snapshot({"a": torch.ones(3)}, {"b": torch.zeros(2)})
+    state.stage(saved, tmp_path / "previous", tmp_path / "good")
+    assert load_file(tmp_path / "good" / WEIGHTS_FILE)["a"].tolist() == [1, 1, 1]
+    write = Path.write_bytes
+
+    def flip(path: Path, content: bytes) -> int:
+        return write(path, content[:-1] + bytes([content[-1] ^ 1]) if path.match(f"*/{name}") else content)
+
+    monkeypatch.setattr(Path, "write_bytes", flip)
+    with pytest.raises(CheckpointDamaged, match=f"{name} does not read back"):
+        state.stage(saved, tmp_path / "previous", tmp_path / "bad")
