@@ -76,9 +76,7 @@ run() {
     wait
     # Alone on the machine: readers of other ranks would take from the memory's bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
-    restart data 240 --ranks 2 --jobs 3
-    restart tensor 240 --ranks 2 --tensor-parallel 2 --jobs 3
-    wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
+    restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py &
     {
         wants experts && tests 1 tests/inference/test_served_experts.py tests/model/test_experts.py \
@@ -86,6 +84,8 @@ run() {
         wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed
     } &
     wait
+    restart tensor 300 --ranks 2 --tensor-parallel 2 --jobs 4
+    wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
     nvidia-smi --query-gpu=index,memory.used --format=csv
     touch "$work/ended"
 }
