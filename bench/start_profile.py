@@ -33,7 +33,7 @@ PARTS = (
     ("tandem.trainer.state", "check"), ("tandem.trainer.kept", "build_policy"),
     ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.load_base"),
     ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
-    ("tandem.model.attention", "TreeAttention.forward"),
+    ("tandem.model.attention", "TreeAttention.forward"), ("tandem.model.compiled", "Compiled._load"),
     ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "load"), ("tandem.model.files", "read"),
     ("tandem.model.stream", "fill"), ("tandem.model.device", "release_cached"), ("tandem.trainer.probe", "logprobs"),
     ("tandem.trainer.session", "train"),

@@ -80,10 +80,6 @@ def block_mask(subtree_end: torch.Tensor, device: torch.device) -> Blocks:
     full = seen & (smallest[None, :] >= np.minimum(first + BLOCK, length)[:, None])
     partial = (seen & ~full) | np.eye(blocks, dtype=bool)
 
-    def placed(array: NDArray[Any]) -> torch.Tensor:
-        # Of memory that isn't pinned the driver has a copy when this returns.
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     fields = [ends]
     for which in (partial, full, partial.T, full.T):
         fields += _ragged(which)

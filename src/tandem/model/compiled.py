@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import os
 import platform
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,14 +78,12 @@ class Compiled[**P, T]:
             # What is asked of globals is about torch's own, and some of it can't be written.
             lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options={"guard_filter_fn": _own})
             made = lazy.aot_compile((arguments, {}))
-        temporary = file.with_suffix(f".{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            made.save_compiled_function(str(temporary))
-            temporary.replace(file)
+            with tempfile.TemporaryDirectory(dir=file.parent) as own:  # of containers, too, that share the volume
+                made.save_compiled_function(str(Path(own, file.name)))
+                Path(own, file.name).replace(file)
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             warnings.warn(f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2)
         return made
 

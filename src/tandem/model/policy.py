@@ -191,8 +191,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """What happens once in a process, in its first `forward`, happens here: kernels are loaded, torch.compile
-        traces the attention or finds it in its cache. One layer is enough for that, and whatever is in the weights'
+        """What happens once in a process, in its first `forward`, happens here: kernels are loaded, the attention's
+        among them, which may have to be compiled. One layer is enough for that, and whatever is in the weights'
         memory, which may be written meanwhile; all tensor-parallel ranks take part."""
         decoder = self.gpt.decoder
         hidden, _ = decoder.layers[0](**self._decoder_inputs(row.tokens, row.positions, row.subtree_end))

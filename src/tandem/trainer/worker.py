@@ -75,7 +75,10 @@ def _import() -> None:
             importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
         with contextlib.suppress(Exception):
             importlib.import_module("triton.backends.nvidia.driver").libcuda_dirs()  # asks ldconfig
-        importlib.import_module("torch._dynamo.aot_compile")
+        for name in ("_dynamo.aot_compile", "_inductor.codegen.memory_planning", "_inductor.hooks",
+                     "fx.experimental.validator"):  # fmt: skip
+            with contextlib.suppress(ImportError):  # to load what was compiled ahead
+                importlib.import_module(f"torch.{name}")
 
 
 def resident() -> Callable[[Path, str, int], int]:
