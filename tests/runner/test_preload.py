@@ -24,6 +24,7 @@ torch.cuda.device_count = lambda: 1
 from tandem.trainer import worker
 worker.preload()
 assert "torch._inductor.compile_fx" in sys.modules
+assert torch.utils._triton.has_triton.cache_info().currsize == 0, "with no GPU to be seen the answer was no"
 print("preloaded", file=sys.stderr)
 torch._C._cuda_getDeviceCount()
 """

@@ -65,11 +65,11 @@ def _import() -> None:
         os.environ.setdefault("TORCH_WARM_POOL", "0")
         importlib.import_module("torch._inductor.compile_fx")
         with contextlib.suppress(ImportError, AttributeError):
-            # Hashes of torch's and Triton's sources, part of every cache key: half a second, the same for every rank.
+            # Hashes of torch's and Triton's sources, for the keys of what is compiled: half a second.
             importlib.import_module("torch._inductor.codecache").torch_key()
             importlib.import_module("triton.runtime.cache").triton_key()
         with contextlib.suppress(ImportError, AttributeError):
-            # What it imports at its first graph, found in a cache or not.
+            # What it imports at its first graph.
             importlib.import_module("torch._inductor.fx_passes.quantization")
             importlib.import_module("torch._inductor.fx_passes.pre_grad").lazy_init()
             importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
