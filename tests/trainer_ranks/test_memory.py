@@ -164,6 +164,20 @@ def test_a_phase_that_comes_again_is_told_as_it_ended_last_and_at_its_highest(mo
     assert report.highest == {"step": {"allocated": 5, "reserved": 6, "device_used": 10, "host_pinned": 7, "peak": 90}}
 
 
+def test_what_ends_before_the_device_has_started_has_no_memory(monkeypatch) -> None:
+    allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
+    with monkeypatch.context() as early:
+        early.setattr(device, "started", lambda: False)
+        for name in ("uuid", "memory_stats", "reset_peaks", "allocated", "used"):
+            early.delattr(device, name)
+        watch.begin()
+        assert watch.beat() == watch.end("rendezvous") == {}
+    watch.begin()
+    allocator.allocate(10)
+    watch.end("build")
+    assert list(watch.report().phases) == ["build"]
+
+
 def test_a_phase_that_fails_is_told_as_well(monkeypatch) -> None:
     allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
     monkeypatch.setattr(device, "synchronize", lambda: None)

@@ -216,7 +216,8 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, gpu: Devices, 
                 assert held["allocated"] <= held["reserved"] < held["device_used"] <= attempt.most[uuid], phase
                 assert held["allocated"] <= held["peak"], phase
             assert rank.phases["state"]["allocated"] > 50 * 2**20
-            assert (rank.phases["data"]["allocated"], rank.phases["state"]["host_pinned"]) == (0, 0)
+            assert next(iter(rank.phases)) == "build"  # what came before has not used the device
+            assert rank.phases["state"]["host_pinned"] == 0
             # The driver is at it for a moment after the last process is gone.
             end = time.monotonic() + 20
             while (used := gpu.used()) != idle and time.monotonic() < end:

@@ -56,9 +56,10 @@ def build_policy(
     """The policy on this process's device, cut for its tensor-parallel rank. Its base weights are uninitialised memory
     until `Policy.load_base`, its adapter is zero until `Policy.load_adapter`.
 
-    `device.activate` and `parallel.init_parallel` came before. `dtype` is of base weights and activations (LoRA is
-    fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers` layers and
-    computes them again in the backward pass.
+    `device.activate` and `parallel.init_parallel` came before; the device may still be starting: all is made in host
+    memory that nobody touches, which takes none, and placed at the end. `dtype` is of base weights and activations
+    (LoRA is fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers`
+    layers and computes them again in the backward pass.
 
     Raises:
         InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
@@ -78,20 +79,18 @@ def build_policy(
             field="tensor_parallel",
         )
     dtype = dtype or device.default_dtype()
-    where = device.device()
-    with where:  # for the norms, which ask nobody where to be
-        gpt = GPTModel(
-            transformer_config(arch, dtype=dtype, recompute=recompute, recompute_layers=recompute_layers),
-            _layer_spec(arch),
-            vocab_size=arch.vocab_size,
-            max_sequence_length=arch.max_positions,
-            share_embeddings_and_output_weights=arch.tie_embeddings,
-            # Rows hold many sequences: `Policy` gives the layers each slot's own rotation.
-            position_embedding_type="none",
-        )
+    gpt = GPTModel(
+        transformer_config(arch, dtype=dtype, recompute=recompute, recompute_layers=recompute_layers),
+        _layer_spec(arch),
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_positions,
+        share_embeddings_and_output_weights=arch.tie_embeddings,
+        # Rows hold many sequences: `Policy` gives the layers each slot's own rotation.
+        position_embedding_type="none",
+    )
     gpt.to(dtype).requires_grad_(False)
     switch = Switch()
-    adapt = partial(LoraLinear, lora=lora, switch=switch, device=where)
+    adapt = partial(LoraLinear, lora=lora, switch=switch)
     q, kv = arch.num_heads * arch.head_dim // tp, arch.num_kv_heads * arch.head_dim // tp
     ffn = arch.ffn_hidden_size // tp
     qkv_parts = [Part("q_proj", q), Part("k_proj", kv), Part("v_proj", kv)]
@@ -105,7 +104,9 @@ def build_policy(
         mlp.linear_fc1 = adapt(mlp.linear_fc1, [Part("gate_proj", ffn), Part("up_proj", ffn)], join_stacked)
         mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
     recompute_fix.install(gpt)
-    return Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch).to(where))
+    policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
+    policy.place()
+    return policy
 
 
 def transformer_config(
@@ -135,6 +136,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
+        use_cpu_initialization=True,
         recompute_granularity="full" if recompute == "full" else None,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=recompute_layers if recompute == "full" else None,

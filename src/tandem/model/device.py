@@ -7,9 +7,11 @@ On the CPU `activate` answers for the CPU, for the whole process, before any mod
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,10 @@ from torch.utils._device import _device_constructors
 Kind = Literal["cpu", "cuda"]
 
 _kind: Kind | None = None
+_index = 0  # of the CUDA device among those that the process can see
+_starting: threading.Thread | None = None
+_started = False
+_thread = threading.local()  # `ready`: the thread's current device is this one
 
 
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
@@ -32,25 +38,42 @@ def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
 def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: `cuda:<local_rank>` of what the process can see, or the CPU.
 
+    CUDA takes a quarter of a second to start, half of one where two ranks start at a time. It does so in a thread, and
+    whatever here needs it waits for that; until then process groups connect and the model is made.
     Once per process, before anything is built. Calling it again with the same kind is harmless.
 
     Raises:
         RuntimeError: called before with the other kind; or no such CUDA device.
     """
-    global _kind
+    global _kind, _index, _starting
     if _kind not in (None, kind):
         raise RuntimeError(f"this process runs on {_kind} already; start another one for {kind}")
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+    if kind == "cuda" and _kind is None:
+        _index, _starting = local_rank, threading.Thread(target=_start_cuda, args=(local_rank,), daemon=True)
+        _starting.start()
+        if local_rank >= (count := torch.cuda.device_count()):  # which asks NVML
+            raise RuntimeError(f"there is no GPU {local_rank} for this rank: the process sees {count}")
     elif _kind is None:
         _answer_for_the_cpu()
     _kind = kind
-    return device()
+    return torch.device("cuda", _index) if kind == "cuda" else torch.device("cpu")
+
+
+def _start_cuda(index: int) -> None:
+    """Start the runtime and make the device's context, without the interpreter, which torch would keep to itself. What
+    goes wrong here goes wrong again when torch does it, and then it says what."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaSetDevice(index)
+
+
+def started() -> bool:
+    """Whether anything has waited for the device yet. Before that this process has nothing on it."""
+    return _active() == "cpu" or _started
 
 
 def device() -> torch.device:
     """The device that `activate` chose."""
-    return torch.device("cuda", torch.cuda.current_device()) if _active() == "cuda" else torch.device("cpu")
+    return torch.device("cuda", _index) if _ready() == "cuda" else torch.device("cpu")
 
 
 def is_cuda() -> bool:
@@ -80,19 +103,18 @@ def attention_kernel() -> Literal["flex", "sdpa"]:
 
 def synchronize() -> None:
     """Wait until all work given to the device is done."""
-    if _active() == "cuda":
+    if started() and _ready() == "cuda":
         torch.cuda.synchronize()
 
 
 def uuid() -> str:
     """The device's UUID as NVML has it; "cpu" on the CPU."""
-    if _active() == "cpu":
+    if _ready() == "cpu":
         return "cpu"
-    index = torch.cuda.current_device()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].startswith("MIG-"):
-        return visible[index]
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    if _index < len(visible) and visible[_index].startswith("MIG-"):
+        return visible[_index]
+    return f"GPU-{torch.cuda.get_device_properties(_index).uuid}"
 
 
 def memory_stats() -> dict[str, int]:
@@ -103,7 +125,7 @@ def memory_stats() -> dict[str, int]:
     process began: `alloc_retries`, `ooms`, `device_allocs`, `device_frees`. On the CPU only `allocated` and `reserved`,
     which are both the resident set.
     """
-    if _active() == "cpu":
+    if _ready() == "cpu":
         now, peak = _resident()
         return {"allocated": now, "reserved": now, "allocated_peak": peak, "reserved_peak": peak}
     stats = torch.cuda.memory_stats()
@@ -120,7 +142,7 @@ def memory_stats() -> dict[str, int]:
 
 def reset_peaks() -> None:
     """Let the peaks of `memory_stats` begin at what is in use now."""
-    if _active() == "cuda":
+    if _ready() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
         with contextlib.suppress(OSError):  # where it is forbidden, peaks are those since the process began
@@ -129,7 +151,7 @@ def reset_peaks() -> None:
 
 def release_cached() -> None:
     """Give back what the allocators keep for later: unused device memory and unused pinned host memory."""
-    if _active() == "cuda":
+    if _ready() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # what torch.accelerator.empty_host_cache, where there is one, calls
@@ -137,7 +159,7 @@ def release_cached() -> None:
 
 def release_workspaces() -> None:
     """Let the allocator have what cuBLAS keeps of it; made again at the next matrix product."""
-    if _active() == "cuda":
+    if _ready() == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -163,26 +185,23 @@ def staging(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
 
 
 def bound[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work` for another thread, on this one's device: a thread begins with the process's first."""
-    if _active() == "cpu":
-        return work
-    here = device()
+    """`work` for another thread, on this process's device: a thread begins with the first that there is."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.cuda.device(here):
-            return work(*args, **kwargs)
+        _ready()
+        return work(*args, **kwargs)
 
     return run
 
 
 def allocated() -> int:
     """`memory_stats()["allocated"]`, alone."""
-    return torch.cuda.memory_allocated() if _active() == "cuda" else _resident()[0]
+    return torch.cuda.memory_allocated() if _ready() == "cuda" else _resident()[0]
 
 
 def used() -> int:
     """Bytes in use on the whole device, by anybody."""
-    if _active() == "cuda":
+    if _ready() == "cuda":
         free, total = torch.cuda.mem_get_info()
         return total - free
     return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
@@ -199,6 +218,17 @@ def _active() -> Kind:
     if _kind is None:
         raise RuntimeError("no device yet: call tandem.model.device.activate first")
     return _kind
+
+
+def _ready() -> Kind:
+    """`_active()`, when it has started; it is then the calling thread's current one."""
+    global _started
+    if (kind := _active()) == "cuda" and not getattr(_thread, "ready", False):
+        if _starting is not None:
+            _starting.join()
+        torch.cuda.set_device(_index)
+        _thread.ready = _started = True
+    return kind
 
 
 class _Immediate:

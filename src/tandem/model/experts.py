@@ -53,13 +53,13 @@ class Experts(MegatronModule):
         self.switch, self.rank, self.scale = Switch(), 0, 0.0
 
     def adapt(self, lora: LoraShape, switch: Switch) -> None:
-        """Add the adapters that `lora` asks for, all zero: the base model's own function."""
+        """Add the adapters that `lora` asks for, uninitialised."""
         self.switch, self.rank, self.scale = switch, lora.rank, lora.alpha / lora.rank
-        experts, device = len(self.fc1), self.fc1.device
+        experts = len(self.fc1)
         for target, (in_features, out_features) in self.features.items():
             if target in lora.targets:
-                self.lora_a[target] = nn.Parameter(torch.zeros(experts, lora.rank, in_features, device=device))
-                self.lora_b[target] = nn.Parameter(torch.zeros(experts, out_features, lora.rank, device=device))
+                self.lora_a[target] = nn.Parameter(torch.empty(experts, lora.rank, in_features))
+                self.lora_b[target] = nn.Parameter(torch.empty(experts, out_features, lora.rank))
 
     def tensors(self) -> dict[tuple[str, Literal["A", "B"]], LoraTensor]:
         """(target, "A" or "B") -> tensor of all experts."""

@@ -62,7 +62,7 @@ Join = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class LoraLinear(nn.Module):
-    """A frozen Megatron linear layer and the adapters of its parts; called like the layer itself."""
+    """A frozen Megatron linear layer and the adapters of its parts, uninitialised; called like the layer itself."""
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class LoraLinear(nn.Module):
         join: Join,
         lora: LoraShape,
         switch: Switch,
-        device: torch.device,
     ) -> None:
         super().__init__()
         self.base, self.parts, self.join = base, parts, join
@@ -83,9 +82,8 @@ class LoraLinear(nn.Module):
         for part in parts:
             if part.target not in self.targets:
                 continue
-            # Zeros until an adapter is loaded: the base model's own function.
-            self.lora_a[part.target] = nn.Parameter(torch.zeros(lora.rank, in_features, device=device))
-            self.lora_b[part.target] = nn.Parameter(torch.zeros(part.out_features, lora.rank, device=device))
+            self.lora_a[part.target] = nn.Parameter(torch.empty(lora.rank, in_features))
+            self.lora_b[part.target] = nn.Parameter(torch.empty(part.out_features, lora.rank))
             # Megatron's optimizer counts replicated tensors once in norms; these marks say which are not replicated.
             if self.column:
                 set_tensor_model_parallel_attributes(self.lora_b[part.target], True, 0, 1)

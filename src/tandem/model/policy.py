@@ -87,6 +87,16 @@ class Policy(nn.Module):
 
     # ------------------------------------------------------------ weights in and out
 
+    @torch.no_grad()
+    def place(self) -> None:
+        """Give all parameters memory on the device, when it has started: the base weights uninitialised, the adapter
+        zero, which is the base model's own function."""
+        where = device.device()
+        for parameter in self.parameters():
+            parameter.data = torch.empty_like(parameter.data, device=where)
+        torch._foreach_zero_(list(self.lora_parameters().values()))
+        self._inv_freq = self._inv_freq.to(where)
+
     def load_base(self, model: str) -> None:
         """Fill the base weights from a Hugging Face directory or hub name; see `weights.load_weights` for errors."""
         load_weights(model_directory(model), self.arch, self._base(), tp=self._tp, tp_rank=self._tp_rank)

@@ -242,7 +242,8 @@ class Lease(Record):
 
 
 class RankMemory(BaseModel):
-    """What one rank held at the end of each phase of an attempt; the phases are in the order in which they came.
+    """What one rank held at the end of each phase of an attempt; the phases are in the order in which they came, from
+    the first that has used the device.
 
     Each is a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used` on the whole device by
     anybody, `host_pinned`, and `peak`, the most allocated within the phase. On the CPU `allocated`, `reserved` and

@@ -11,7 +11,7 @@ _PEAK = "_peak"
 
 
 class MemoryWatch:
-    """Nothing here waits for the device."""
+    """Nothing here waits for the device. What ends before it has started has no memory."""
 
     def __init__(self) -> None:
         self._peaks: dict[str, int] = {}
@@ -22,11 +22,14 @@ class MemoryWatch:
 
     def begin(self) -> None:
         """A phase begins: what peaked before belongs to the attempt only."""
-        self._stats()
-        device.reset_peaks()
+        if device.started():
+            self._stats()
+            device.reset_peaks()
 
     def end(self, phase: str) -> dict[str, int]:
         """A phase has ended; its bytes, as `tandem.spool.schema.RankMemory` has them."""
+        if not device.started():
+            return {}
         stats = self._stats()
         now = {name: stats[name] for name in ("allocated", "reserved")}
         now |= {"device_used": self._device(), "host_pinned": stats.get("host_pinned", 0)}
@@ -47,6 +50,8 @@ class MemoryWatch:
 
     def beat(self) -> dict[str, Any]:
         """The fields of a `tandem.spool.schema.Beat` that are about memory."""
+        if not device.started():
+            return {}
         return {
             **dict(self.report()),
             "memory": self._stats() | self._peaks,

@@ -1,0 +1,53 @@
+"""CUDA starts beside what a rank does first, and nothing of that waits for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny import write_random_model
+
+# Without a GPU CUDA fails to start, so whoever asks for it is seen.
+BUILD = """
+import sys, torch, traceback
+from tandem.model import device, parallel
+from tandem.model.arch import read_arch
+from tandem.model.build import build_policy
+from tandem.spool.schema import LoraShape
+from tandem.trainer.memory import MemoryWatch
+from tandem.trainer.metrics import Phases
+
+class Asked(Exception): ...
+
+def asked():
+    raise Asked
+
+torch.cuda.device_count = lambda: 1
+assert device.activate("cuda") == torch.device("cuda:0")
+device._ready, device.backend = asked, lambda: "gloo"  # NCCL's would ask for a GPU
+watch = MemoryWatch()
+with Phases(lambda phase: watch.beat(), watch).phase("rendezvous"):
+    parallel.init_parallel()
+try:
+    build_policy(read_arch(sys.argv[1]), LoraShape(rank=2, alpha=4))
+except Asked as error:
+    callers = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    print(callers[-3:], torch.cuda.is_initialized(), device.started(), watch.beat())
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_only_to_be_placed_the_model_needs_the_device(family: str, tmp_path: Path) -> None:
+    model = write_random_model(tmp_path, family=family)
+    ran = subprocess.run([sys.executable, "-c", BUILD, str(model)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "['place', 'device', 'asked'] False False {}"
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    activate = "from tandem.model import device; device.activate('cuda', 63)"
+    ran = subprocess.run([sys.executable, "-c", activate], capture_output=True, text=True, check=False)
+    assert "RuntimeError: there is no GPU 63 for this rank: the process sees " in ran.stderr
