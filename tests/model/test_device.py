@@ -32,7 +32,7 @@ watch = MemoryWatch()
 with Phases(lambda phase: watch.beat(), watch).phase("rendezvous"):
     parallel.init_parallel()
 try:
-    build_policy(read_arch(sys.argv[1]), LoraShape(rank=2, alpha=4))
+    build_policy(read_arch(sys.argv[1]), LoraShape(rank=2, alpha=4), base=dict)
 except Asked as error:
     callers = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     print(callers[-3:], torch.cuda.is_initialized(), device.started(), watch.beat())

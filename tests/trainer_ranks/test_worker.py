@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer import session, state, worker
+from tandem.trainer import kept, session, state, worker
 from trainer_ranks import jobs
 
 
@@ -100,19 +101,19 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
         jobs.make_run(spool, model, run)
     plain = [jobs.run_here(spool, jobs.submit_rl(spool, "at-once", f"at-once-{number}")) for number in range(2)]
     rehearsed, read = threading.Event(), []
-    rehearse, load_base = Policy.rehearse, Policy.load_base
+    rehearse, load_weights = Policy.rehearse, kept.load_weights
 
     def rehearsing(policy: Policy, row: RowTensors) -> None:
         rehearse(policy, row)
         rehearsed.set()
 
-    def load_late(policy: Policy, model: str) -> None:
+    def load_late(*arguments: Any, **cut: int) -> None:
         read.append(rehearsed.wait(60))
-        load_base(policy, model)
+        load_weights(*arguments, **cut)
 
     monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "rehearse", rehearsing)
-    monkeypatch.setattr(Policy, "load_base", load_late)
+    monkeypatch.setattr(kept, "load_weights", load_late)
     for number, checkpoint in enumerate(plain):
         rehearsed.clear()
         job = jobs.submit_rl(spool, "rehearsed", f"rehearsed-{number}")
@@ -123,11 +124,11 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
 
 
 def test_base_weights_that_can_t_be_read_are_told_of_whatever_else_goes_on(spool: Spool, monkeypatch) -> None:
-    def fails(policy: Policy, model: str) -> None:
+    def fails(*arguments: Any, **cut: int) -> None:
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
 
     monkeypatch.setattr(session, "device", jobs.gpu_like())
-    monkeypatch.setattr(Policy, "load_base", fails)
+    monkeypatch.setattr(kept, "load_weights", fails)
     error = jobs.fail_here(spool, jobs.submit_sft(spool))
     assert (error.type, error.retriable) == ("invalid_input", False)
     assert "ends at byte 7" in error.message

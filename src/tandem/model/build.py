@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from tandem.errors import InvalidInput
 from tandem.model import device, recompute_fix
 from tandem.model.arch import Arch
 from tandem.model.attention import TreeAttention
@@ -37,6 +37,7 @@ from tandem.model.mcore import (
     parallel_state,
 )
 from tandem.model.policy import Policy
+from tandem.model.weights import allocate, check_cut
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]
@@ -52,6 +53,7 @@ def build_policy(
     dtype: torch.dtype | None = None,
     recompute: Recompute = "none",
     recompute_layers: int = 1,
+    base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
     """The policy on this process's device, cut for its tensor-parallel rank. Its base weights are uninitialised memory
     until `Policy.load_base`, its adapter is zero until `Policy.load_adapter`.
@@ -59,25 +61,14 @@ def build_policy(
     `device.activate` and `parallel.init_parallel` came before; the device may still be starting: all is made in host
     memory that nobody touches, which takes none, and placed at the end. `dtype` is of base weights and activations
     (LoRA is fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers`
-    layers and computes them again in the backward pass.
+    layers and computes them again in the backward pass. `base()` gives the memory for the base weights, if it is not to
+    be allocated here: see `weights.allocate`.
 
     Raises:
         InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    for what, size in (
-        ("key/value heads", arch.num_kv_heads),
-        ("MLP features", arch.ffn_hidden_size),
-        ("vocabulary entries", arch.vocab_size),
-    ):
-        if size % tp:
-            raise InvalidInput(f"{size} {what} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
-    if arch.moe and tp > 1:
-        raise InvalidInput(
-            f"{arch.model_type} is not cut over tensor-parallel ranks yet, and there are {tp}: set "
-            "TANDEM_TENSOR_PARALLEL=1 and use the GPUs for data parallelism",
-            field="tensor_parallel",
-        )
+    check_cut(arch, tp)
     dtype = dtype or device.default_dtype()
     gpt = GPTModel(
         transformer_config(arch, dtype=dtype, recompute=recompute, recompute_layers=recompute_layers),
@@ -105,7 +96,7 @@ def build_policy(
         mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
     recompute_fix.install(gpt)
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
-    policy.place()
+    policy.place(base() if base is not None else allocate(arch, dtype, tp=tp))
     return policy
 
 

@@ -22,7 +22,7 @@ from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
 from tandem.model.offload import Offload
-from tandem.model.weights import load_weights, model_directory
+from tandem.model.weights import check_parameters, load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
 if TYPE_CHECKING:
@@ -88,24 +88,30 @@ class Policy(nn.Module):
     # ------------------------------------------------------------ weights in and out
 
     @torch.no_grad()
-    def place(self) -> None:
-        """Give all parameters memory on the device, when it has started: the base weights uninitialised, the adapter
-        zero, which is the base model's own function."""
-        where = device.device()
-        for parameter in self.parameters():
-            parameter.data = torch.empty_like(parameter.data, device=where)
+    def place(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Give all parameters memory on the device, when it has started: `base` the base weights (`weights.allocate`),
+        zeros the adapter, which is the base model's own function."""
+        where, own = device.device(), self._base()
+        check_parameters(self.arch, {name: parameter.shape for name, parameter in own.items()}, tp=self._tp)
+        for name, parameter in own.items():
+            parameter.data = base[name]
+        for parameter in self.lora_parameters().values():
+            parameter.data = torch.empty_like(parameter, device=where)
         torch._foreach_zero_(list(self.lora_parameters().values()))
         self._inv_freq = self._inv_freq.to(where)
 
+    def base(self) -> dict[str, torch.Tensor]:
+        """The base weights' memory, by the names that `weights` has for them."""
+        return {name: parameter.data for name, parameter in self._base().items()}
+
     def load_base(self, model: str) -> None:
         """Fill the base weights from a Hugging Face directory or hub name; see `weights.load_weights` for errors."""
-        load_weights(model_directory(model), self.arch, self._base(), tp=self._tp, tp_rank=self._tp_rank)
+        load_weights(model_directory(model), self.arch, self.base, tp=self._tp, tp_rank=self._tp_rank)
 
-    def _base(self) -> dict[str, torch.Tensor]:
-        """The frozen parameters, by the names that `weights` has for them."""
+    def _base(self) -> dict[str, nn.Parameter]:
         adapted = {id(tensor.parameter) for tensor in self._lora.values()}
         return {
-            name.replace(".base.", "."): parameter.data
+            name.replace(".base.", "."): parameter
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
@@ -119,7 +125,7 @@ class Policy(nn.Module):
         base weights are frozen and in files, so they are not copied: see `restore`. Nothing may be computed until then.
         """
         own = [*self.lora_parameters().values(), self._inv_freq]
-        return self._base_memory.park(self._base().values()) + self._own_memory.park(own)
+        return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
 
     def restore(self) -> None:
         """Undo `offload`: the same memory and the same adapter; the base weights are uninitialised until `load_base`

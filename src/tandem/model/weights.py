@@ -8,9 +8,10 @@ A rank holds whole groups, and for gate and up the same part of each.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,11 @@ from typing import Literal
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model import stream
+from tandem.model import device, stream
 from tandem.model.arch import Arch
+
+ALIGNMENT = 512  # bytes that each parameter begins at a multiple of, as it would in an allocation of its own
+SEGMENT = 2 * 2**20  # bytes that all together are a multiple of, so that nothing else is put beside them: see `Offload`
 
 Cut = Literal["whole", "rows", "columns"]
 """Along which dimension of the Hugging Face tensor ranks take equal consecutive parts; `whole`: all have all of it."""
@@ -37,9 +41,20 @@ class WeightRule:
     shapes: tuple[tuple[int, ...], ...]  # of the sources, uncut
     cut: Cut
     fusion: Fusion = "stack"
+    experts: int | None = None  # that it has, each with as many of the sources, one expert after the other
+
+    def shape(self, tp: int) -> tuple[int, ...]:
+        """Of the parameter, on each of `tp` ranks: [rows, columns], [experts, rows, columns] or [rows]."""
+        rows, rest = sum(shape[0] for shape in self.shapes), self.shapes[0][1:]
+        if self.cut == "rows":
+            rows //= tp
+        if self.cut == "columns":
+            rest = (rest[0] // tp,)
+        return (rows, *rest) if self.experts is None else (self.experts, rows // self.experts, *rest)
 
 
-def weight_rules(arch: Arch) -> list[WeightRule]:
+@functools.lru_cache(2)
+def weight_rules(arch: Arch) -> tuple[WeightRule, ...]:
     """The rules for every parameter of the model, embedding first."""
     hidden = arch.hidden_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -81,7 +96,7 @@ def weight_rules(arch: Arch) -> list[WeightRule]:
                 source = (f"{attention}{letter}_norm.weight",)
                 target = f"{to}self_attention.{letter}_layernorm.weight"
                 rules.append(WeightRule(target, source, ((arch.head_dim,),), "whole"))
-    return rules
+    return tuple(rules)
 
 
 def _mlp_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
@@ -99,9 +114,42 @@ def _mlp_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
     downs = tuple(f"{expert}down_proj.weight" for expert in each)
     return [
         WeightRule(to + "router.weight", (of + "gate.weight",), ((experts, hidden),), "whole"),
-        WeightRule(to + "experts.fc1", gates_and_ups, ((ffn, hidden),) * 2 * experts, "whole"),
-        WeightRule(to + "experts.fc2", downs, ((hidden, ffn),) * experts, "whole"),
+        WeightRule(to + "experts.fc1", gates_and_ups, ((ffn, hidden),) * 2 * experts, "whole", experts=experts),
+        WeightRule(to + "experts.fc2", downs, ((hidden, ffn),) * experts, "whole", experts=experts),
     ]
+
+
+def check_cut(arch: Arch, tp: int) -> None:
+    """Raise InvalidInput where the model can't be cut for `tp` tensor-parallel ranks."""
+    for what, size in (
+        ("key/value heads", arch.num_kv_heads),
+        ("MLP features", arch.ffn_hidden_size),
+        ("vocabulary entries", arch.vocab_size),
+    ):
+        if size % tp:
+            raise InvalidInput(f"{size} {what} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
+    if arch.moe and tp > 1:
+        raise InvalidInput(
+            f"{arch.model_type} is not cut over tensor-parallel ranks yet, and there are {tp}: set "
+            "TANDEM_TENSOR_PARALLEL=1 and use the GPUs for data parallelism",
+            field="tensor_parallel",
+        )
+
+
+def allocate(arch: Arch, dtype: torch.dtype, *, tp: int) -> dict[str, torch.Tensor]:
+    """Memory on this process's device for a rank's base weights, by parameter; uninitialised. InvalidInput where the
+    model can't be cut so.
+
+    It is one allocation: hundreds of them take as long as to read a tenth of the weights.
+    """
+    check_cut(arch, tp)
+    shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+    step = ALIGNMENT // dtype.itemsize
+    sizes = [-(-math.prod(shape) // step) * step for shape in shapes.values()]
+    spare = -sum(sizes) % (SEGMENT // dtype.itemsize)
+    parts = torch.empty(sum(sizes) + spare, dtype=dtype, device=device.device()).split([*sizes, spare])
+    named = zip(shapes.items(), parts[:-1], strict=True)
+    return {name: part[: math.prod(shape)].view(shape) for (name, shape), part in named}
 
 
 def model_directory(model: str) -> Path:
@@ -118,8 +166,11 @@ def model_directory(model: str) -> Path:
         ) from error
 
 
-def load_weights(directory: Path, arch: Arch, parameters: dict[str, torch.Tensor], *, tp: int, tp_rank: int) -> None:
-    """Fill `parameters` (Megatron name -> this rank's tensor, any dtype and device) from the directory's safetensors.
+def load_weights(
+    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], *, tp: int, tp_rank: int
+) -> None:
+    """Fill `parameters()` (Megatron name -> this rank's tensor, any dtype and device) from the directory's safetensors.
+    It is asked when it is known what is in the files.
 
     Each rank puts just its own part of each tensor on its device, and reads no more than the rows that hold it.
 
@@ -127,13 +178,8 @@ def load_weights(directory: Path, arch: Arch, parameters: dict[str, torch.Tensor
         InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
         AssertionError: the rules and the model disagree about which parameters there are.
     """
-    rules = {rule.parameter: rule for rule in weight_rules(arch)}
-    unfilled, unknown = parameters.keys() - rules.keys(), rules.keys() - parameters.keys()
-    assert not unfilled, f"no rule fills {sorted(unfilled)}"
-    assert not unknown, f"no parameter for {sorted(unknown)}"
-    stored = stream.headers(_files(directory))
-    pieces: list[stream.Piece] = []
-    for rule in rules.values():
+    rules, stored = weight_rules(arch), stream.headers(_files(directory))
+    for rule in rules:
         for name, shape in zip(rule.sources, rule.shapes, strict=True):
             if name not in stored:
                 raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
@@ -143,8 +189,21 @@ def load_weights(directory: Path, arch: Arch, parameters: dict[str, torch.Tensor
                     f"{list(shape)}",
                     field="base_model",
                 )
-        pieces += _pieces(rule, [stored[name] for name in rule.sources], parameters[rule.parameter], arch, tp, tp_rank)
-    stream.fill(pieces)
+    targets = parameters()
+    check_parameters(arch, {name: target.shape for name, target in targets.items()}, tp=tp)
+    stream.fill(
+        piece
+        for rule in rules
+        for piece in _pieces(rule, [stored[n] for n in rule.sources], targets[rule.parameter], arch, tp, tp_rank)
+    )
+
+
+def check_parameters(arch: Arch, shapes: Mapping[str, tuple[int, ...]], *, tp: int) -> None:
+    """AssertionError where a model's parameters are not those of the rules."""
+    rules = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+    for name in sorted(rules.keys() | shapes.keys()):
+        actual, expected = shapes.get(name), rules.get(name)
+        assert actual == expected, f"{name} is {actual} in the model and {expected} by the rules"
 
 
 def _pieces(
@@ -153,18 +212,14 @@ def _pieces(
     """This rank's part of each source, and the part of `target` it belongs to."""
     if rule.cut == "columns" and tp > 1:
         (source,) = sources
-        rows, columns = source.shape
+        columns = source.shape[1]
         mine = columns // tp
-        assert target.shape == (rows, mine), f"{rule.parameter}: {source.shape} cut for {tp} is not {target.shape}"
         yield stream.Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
         return
-    if target.dim() > len(sources[0].shape):
-        target = target.view(-1, *target.shape[2:])  # the experts one after the other
+    if rule.experts is not None:
+        target = target.view(-1, *target.shape[2:])
     parts = tp if rule.cut == "rows" else 1
     heights = [source.shape[0] // parts for source in sources]
-    assert target.shape == (sum(heights), *sources[0].shape[1:]), (
-        f"{rule.parameter}: {heights} don't fill {target.shape}"
-    )
     # qkv: one block of rows per group of heads, see above.
     groups = heights[1] // arch.head_dim if rule.fusion == "qkv" else 1
     blocks = target.view(groups, -1, *target.shape[1:])

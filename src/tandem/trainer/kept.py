@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tandem.config import Settings, resolve_model
 from tandem.model import device, parallel
@@ -23,7 +25,7 @@ from tandem.model.build import build_policy
 from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
-from tandem.model.weights import model_directory
+from tandem.model.weights import allocate, load_weights, model_directory
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, RLJob, RunSpec, SFTJob
 from tandem.trainer import state
@@ -144,24 +146,30 @@ class Kept:
         while its weights are read: for what a process's first pass over a device takes and later ones don't.
         """
         assert self._need is not None
-        model = self._need.model
+        assert self._topology is not None
+        model = Path(self._need.model)
+        tp, tp_rank = self._topology.tp, self._topology.tp_rank
         was: AdamState | None = None
 
-        def read(policy: Policy) -> Future[None]:
-            return beside.submit(device.bound(policy.load_base), model)
+        def read(base: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
+            return beside.submit(load_weights, model, arch, base, tp=tp, tp_rank=tp_rank)
 
         with ThreadPoolExecutor(2) as beside, _short_turns():
             with phases.phase("build"):
                 if self._model is None:
-                    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                    dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
+                    # Base weights are read from when there is memory for them; the model comes after.
+                    base = beside.submit(allocate, arch, dtype, tp=tp)
+                    reading = read(base.result)
                     with _beside(_first_uses) if rehearse is not None else contextlib.nullcontext():
-                        policy = build_policy(arch, self._need.lora, dtype=dtype, recompute=settings.recompute)
-                        reading = read(policy)
+                        policy = build_policy(
+                            arch, self._need.lora, dtype=dtype, recompute=settings.recompute, base=base.result
+                        )
                         optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
                     policy, optimizer = self._model
                     policy.restore()
-                    reading = read(policy)
+                    reading = read(policy.base)
                     optimizer.reload()
                     was = optimizer.state()
                     optimizer.begin(job.optimizer)
