@@ -130,11 +130,12 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
 
 @contextlib.contextmanager
 def sampled_memory(out: Path, device: str) -> Iterator[None]:
-    """Used MiB of every GPU with the time, ten times a second, as lines of `out`."""
+    """Used MiB of every GPU with the time, every second, as lines of `out`. Not more often: what starts CUDA or
+    allocates meanwhile waits for the driver to answer."""
     if device != "cuda":
         yield
         return
-    command = ["nvidia-smi", "--query-gpu=timestamp,index,memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
+    command = ["nvidia-smi", "--query-gpu=timestamp,index,memory.used", "--format=csv,noheader,nounits", "-lms", "1000"]
     with out.open("w") as file, subprocess.Popen(command, stdout=file) as sampler:
         try:
             yield
