@@ -30,9 +30,10 @@ from tandem.trainer import worker
 
 PARTS = (
     ("tandem.model.device", "activate"), ("tandem.trainer.session", "meet"), ("tandem.trainer.kept", "Kept.join"),
-    ("tandem.trainer.state", "check"), ("tandem.trainer.kept", "allocate"),
+    ("tandem.trainer.state", "check"), ("tandem.model.device", "_start_cuda"),
+    ("tandem.model.weights", "BaseWeights.__init__"), ("tandem.model.weights", "BaseWeights.exchange"),
     ("tandem.trainer.kept", "load_weights"), ("tandem.trainer.kept", "_first_uses"),
-    ("tandem.trainer.kept", "build_policy"),
+    ("tandem.trainer.kept", "_connect"), ("tandem.trainer.kept", "build_policy"),
     ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.place"),
     ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
     ("tandem.model.attention", "TreeAttention.forward"), ("tandem.model.compiled", "Compiled._load"),

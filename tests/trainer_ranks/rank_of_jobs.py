@@ -3,10 +3,12 @@
 import os
 import sys
 
+from tandem.model import parallel
 from tandem.trainer import session, worker
 from trainer_ranks import jobs
 
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # ranks rehearse together
+parallel.reading_group = parallel.data_parallel_group  # and share the reading
 for argument in sys.argv[2:]:
     job_id, tensor_parallel = argument.split("=")
     os.environ["TANDEM_TENSOR_PARALLEL"] = tensor_parallel

@@ -37,7 +37,7 @@ from tandem.model.mcore import (
     parallel_state,
 )
 from tandem.model.policy import Policy
-from tandem.model.weights import allocate, check_cut
+from tandem.model.weights import BaseWeights, check_cut
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]
@@ -62,7 +62,7 @@ def build_policy(
     memory that nobody touches, which takes none, and placed at the end. `dtype` is of base weights and activations
     (LoRA is fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers`
     layers and computes them again in the backward pass. `base()` gives the memory for the base weights, if it is not to
-    be allocated here: see `weights.allocate`.
+    be allocated here: see `weights.BaseWeights`.
 
     Raises:
         InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
@@ -96,7 +96,7 @@ def build_policy(
         mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
     recompute_fix.install(gpt)
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
-    policy.place(base() if base is not None else allocate(arch, dtype, tp=tp))
+    policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
     return policy
 
 

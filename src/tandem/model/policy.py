@@ -22,7 +22,7 @@ from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
 from tandem.model.offload import Offload
-from tandem.model.weights import check_parameters, load_weights, model_directory
+from tandem.model.weights import load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
 if TYPE_CHECKING:
@@ -89,11 +89,12 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Give all parameters memory on the device, when it has started: `base` the base weights (`weights.allocate`),
-        zeros the adapter, which is the base model's own function."""
+        """Give all parameters memory on the device, when it has started: `base` (`BaseWeights.parameters`) the base
+        weights, zeros the adapter, which is the base model's own function."""
         where, own = device.device(), self._base()
-        check_parameters(self.arch, {name: parameter.shape for name, parameter in own.items()}, tp=self._tp)
+        assert base.keys() == own.keys(), f"the rules and the model differ in {sorted(base.keys() ^ own.keys())}"
         for name, parameter in own.items():
+            assert parameter.shape == base[name].shape, f"{name} is {parameter.shape}, not {base[name].shape}"
             parameter.data = base[name]
         for parameter in self.lora_parameters().values():
             parameter.data = torch.empty_like(parameter, device=where)

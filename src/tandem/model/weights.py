@@ -9,6 +9,7 @@ A rank holds whole groups, and for gate and up the same part of each.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from tandem.errors import InvalidInput
 from tandem.model import device, stream
@@ -136,20 +138,51 @@ def check_cut(arch: Arch, tp: int) -> None:
         )
 
 
-def allocate(arch: Arch, dtype: torch.dtype, *, tp: int) -> dict[str, torch.Tensor]:
-    """Memory on this process's device for a rank's base weights, by parameter; uninitialised. InvalidInput where the
-    model can't be cut so.
+class BaseWeights:
+    """Memory on this process's device for a rank's base weights, uninitialised: one allocation, since hundreds of them
+    take as long as to read a tenth of the weights. And who of a group of ranks with the same weights reads which."""
 
-    It is one allocation: hundreds of them take as long as to read a tenth of the weights.
-    """
-    check_cut(arch, tp)
-    shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
-    step = ALIGNMENT // dtype.itemsize
-    sizes = [-(-math.prod(shape) // step) * step for shape in shapes.values()]
-    spare = -sum(sizes) % (SEGMENT // dtype.itemsize)
-    parts = torch.empty(sum(sizes) + spare, dtype=dtype, device=device.device()).split([*sizes, spare])
-    named = zip(shapes.items(), parts[:-1], strict=True)
-    return {name: part[: math.prod(shape)].view(shape) for (name, shape), part in named}
+    def __init__(self, arch: Arch, dtype: torch.dtype, *, tp: int, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: ranks that share the reading; None: this one reads all. Raises InvalidInput where the model can't be
+        cut for `tp` tensor-parallel ranks."""
+        check_cut(arch, tp)
+        shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+        step = ALIGNMENT // dtype.itemsize
+        sizes = [-(-math.prod(shape) // step) * step for shape in shapes.values()]
+        spare = -sum(sizes) % (SEGMENT // dtype.itemsize)
+        self.group = group
+        self._memory = torch.empty(sum(sizes) + spare, dtype=dtype, device=device.device())
+        self._ends = list(itertools.accumulate(sizes))
+        parts = self._memory.split([*sizes, spare])[:-1]
+        self.parameters: dict[str, torch.Tensor] = {
+            name: part[: math.prod(shape)].view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
+    def share(self) -> dict[str, torch.Tensor]:
+        """The parameters that this rank reads: about as many bytes as each other rank's, side by side."""
+        if self.group is None:
+            return self.parameters
+        owners, rank = self._owners(self.group.size()), self.group.rank()
+        return {
+            name: part for (name, part), owner in zip(self.parameters.items(), owners, strict=True) if owner == rank
+        }
+
+    def exchange(self) -> None:
+        """When all have read their shares: give everyone all of them. A collective of the group's ranks."""
+        if self.group is None:
+            return
+        owners, begin = self._owners(self.group.size()), 0
+        for rank in range(self.group.size()):
+            end = max((end for end, owner in zip(self._ends, owners, strict=True) if owner == rank), default=begin)
+            if end > begin:
+                dist.broadcast(self._memory[begin:end], group=self.group, group_src=rank)
+            begin = end
+
+    def _owners(self, ranks: int) -> list[int]:
+        """Of each parameter the rank in whose part of the whole its middle is; in ascending order."""
+        middles = [begin + end for begin, end in itertools.pairwise([0, *self._ends])]  # twice that
+        return [middle * ranks // (2 * self._ends[-1]) for middle in middles]
 
 
 def model_directory(model: str) -> Path:
@@ -169,14 +202,14 @@ def model_directory(model: str) -> Path:
 def load_weights(
     directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], *, tp: int, tp_rank: int
 ) -> None:
-    """Fill `parameters()` (Megatron name -> this rank's tensor, any dtype and device) from the directory's safetensors.
-    It is asked when it is known what is in the files.
+    """Fill `parameters()` (Megatron name -> this rank's tensor, any dtype and device), all of the model's or some, from
+    the directory's safetensors. It is asked when it is known what is in the files.
 
     Each rank puts just its own part of each tensor on its device, and reads no more than the rows that hold it.
 
     Raises:
         InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
-        AssertionError: the rules and the model disagree about which parameters there are.
+        AssertionError: a parameter is not the model's, or not of its shape.
     """
     rules, stored = weight_rules(arch), stream.headers(_files(directory))
     for rule in rules:
@@ -190,20 +223,14 @@ def load_weights(
                     field="base_model",
                 )
     targets = parameters()
-    check_parameters(arch, {name: target.shape for name, target in targets.items()}, tp=tp)
+    known = {rule.parameter: rule for rule in rules}
+    for name, target in targets.items():
+        assert target.shape == known[name].shape(tp), f"{name} is {target.shape}, not {known[name].shape(tp)}"
     stream.fill(
         piece
-        for rule in rules
-        for piece in _pieces(rule, [stored[n] for n in rule.sources], targets[rule.parameter], arch, tp, tp_rank)
+        for name, target in targets.items()
+        for piece in _pieces(known[name], [stored[n] for n in known[name].sources], target, arch, tp, tp_rank)
     )
-
-
-def check_parameters(arch: Arch, shapes: Mapping[str, tuple[int, ...]], *, tp: int) -> None:
-    """AssertionError where a model's parameters are not those of the rules."""
-    rules = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
-    for name in sorted(rules.keys() | shapes.keys()):
-        actual, expected = shapes.get(name), rules.get(name)
-        assert actual == expected, f"{name} is {actual} in the model and {expected} by the rules"
 
 
 def _pieces(

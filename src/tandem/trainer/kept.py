@@ -13,19 +13,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tandem.config import Settings, resolve_model
 from tandem.model import device, parallel
 from tandem.model.arch import Arch
 from tandem.model.build import build_policy
+from tandem.model.logprobs import item_logprobs
 from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
-from tandem.model.weights import allocate, load_weights, model_directory
+from tandem.model.weights import BaseWeights, load_weights, model_directory
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, RLJob, RunSpec, SFTJob
 from tandem.trainer import state
@@ -68,13 +71,28 @@ def _short_turns() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _first_uses() -> None:
+def _first_uses(vocabulary: int) -> None:
     """What takes a process a tenth of a second or more at its first use, most of it without the interpreter: to load
-    cuBLAS; to connect tensor-parallel ranks. Leaves no memory."""
+    cuBLAS and the softmax's kernels; to connect tensor-parallel ranks. Leaves no memory."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
-    parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
+    group = parallel_state.get_tensor_model_parallel_group()
+    parallel.all_reduce(square @ square, group=group)
+    vocabulary //= group.size()
+    item_logprobs(
+        square, torch.zeros(len(square), dtype=torch.int64, device=square.device),
+        lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
+        vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=group,
+    )  # fmt: skip
     device.synchronize()
     device.release_workspaces()
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Have NCCL make the communicator of `group`, which it does at its first collective."""
+    if group is not None:
+        one = torch.ones(1, device=device.device())
+        parallel.all_reduce(one, group=group)
+        one.item()
 
 
 @contextlib.contextmanager
@@ -102,7 +120,7 @@ class Kept:
     def __init__(self) -> None:
         self._need: Need | None = None
         self._topology: Topology | None = None
-        self._model: tuple[Policy, AdapterOptimizer] | None = None
+        self._model: tuple[Policy, AdapterOptimizer, BaseWeights] | None = None
         self.holds: tuple[str, int, str] | None = None
         """Run, step and job of the checkpoint whose state policy and optimizer are in."""
 
@@ -147,51 +165,61 @@ class Kept:
         """
         assert self._need is not None
         assert self._topology is not None
-        model = Path(self._need.model)
-        tp, tp_rank = self._topology.tp, self._topology.tp_rank
+        model, tp, tp_rank = Path(self._need.model), self._topology.tp, self._topology.tp_rank
+        dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         was: AdamState | None = None
+        new = self._model is None
+        with ThreadPoolExecutor(3) as beside, _short_turns():
 
-        def read(base: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-            return beside.submit(load_weights, model, arch, base, tp=tp, tp_rank=tp_rank)
+            def read(share: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
+                return beside.submit(load_weights, model, arch, share, tp=tp, tp_rank=tp_rank)
 
-        with ThreadPoolExecutor(2) as beside, _short_turns():
             with phases.phase("build"):
                 if self._model is None:
-                    dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
-                    # Base weights are read from when there is memory for them; the model comes after.
-                    base = beside.submit(allocate, arch, dtype, tp=tp)
-                    reading = read(base.result)
-                    with _beside(_first_uses) if rehearse is not None else contextlib.nullcontext():
+                    # Base weights are read from when there is memory for them; the model is made meanwhile.
+                    allocating = beside.submit(
+                        device.bound(lambda: BaseWeights(arch, dtype, tp=tp, group=parallel.reading_group()))
+                    )
+                    awaited = [read(lambda: allocating.result().share())]
+                    if tp == 1:  # else NCCL's collectives of several threads might wait for one another
+                        awaited.append(beside.submit(lambda: _connect(allocating.result().group)))
+                    first_uses = partial(_first_uses, arch.vocab_size)
+                    with _beside(first_uses) if rehearse is not None else contextlib.nullcontext():
                         policy = build_policy(
-                            arch, self._need.lora, dtype=dtype, recompute=settings.recompute, base=base.result
-                        )
+                            arch, self._need.lora, dtype=dtype, recompute=settings.recompute,
+                            base=lambda: allocating.result().parameters,
+                        )  # fmt: skip
                         optimizer = AdapterOptimizer(policy, job.optimizer)
+                    base = allocating.result()
                 else:
-                    policy, optimizer = self._model
+                    policy, optimizer, base = self._model
                     policy.restore()
-                    reading = read(policy.base)
+                    awaited = [read(base.share)]
                     optimizer.reload()
                     was = optimizer.state()
                     optimizer.begin(job.optimizer)
             loading = beside.submit(device.bound(_load_state), checking, policy, optimizer, was)
             del was
-            if rehearse is not None and self._model is None:
+            if rehearse is not None and new:
                 with phases.phase("rehearsal"):
                     rehearse(policy)
                     device.release_workspaces()
             with phases.phase("base_weights"):
-                reading.result()
+                for each in awaited:
+                    each.result()
+                base.exchange()
             with phases.phase("state"):
                 loading.result()
                 device.release_cached()  # what files and the rehearsal went through
-        self._model = policy, optimizer
+        self._model = policy, optimizer, base
         return policy, optimizer
 
     def offload(self) -> None:
         """Give back the device's memory, all but what a process can't give back while it lives."""
         if self._model is not None and not self._model[0].offloaded:
-            for part in self._model:
-                part.offload()
+            policy, optimizer, _ = self._model
+            policy.offload()
+            optimizer.offload()
         gc.collect()  # graphs and buffers in cycles
         device.release_cached()
         if hasattr(_libc, "malloc_trim"):

@@ -110,7 +110,7 @@ class AdapterOptimizer:
         for part in self._optimizer.chained_optimizers:
             for grad in part.get_grads_for_grad_norm():
                 square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        parallel.all_reduce(square, group=self._optimizer.get_grad_stats_parallel_group())
+        parallel.all_reduce(square, group=parallel.model_parallel_group())
         return float(square.sqrt())
 
     def non_finite(self) -> list[str]:

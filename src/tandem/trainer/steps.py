@@ -16,11 +16,10 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from tandem.data.packed import PackedBatch, PackedRow
-from tandem.model.parallel import Topology
+from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, row_tensors
 from tandem.spool.schema import RLJob, RunSpec, SFTJob
 from tandem.trainer.losses import Items, LossOutput, rl_loss, sft_loss
@@ -105,7 +104,7 @@ def _optimizer_step(setup: Setup, plan: Plan, step: int, denominator: float, pas
     with phases.phase("optimizer"):
         optimizer.reduce_gradients()
         norm = optimizer.gradient_norm()
-        group = parallel_state.get_data_parallel_group()
+        group = data_parallel_group()
         means = token_means(
             all_reduce(sums, dist.ReduceOp.SUM, group, setup.device),
             all_reduce(maxima, dist.ReduceOp.MAX, group, setup.device),
