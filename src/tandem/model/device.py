@@ -43,7 +43,7 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     Once per process, before anything is built. Calling it again with the same kind is harmless.
 
     Raises:
-        RuntimeError: called before with the other kind; or no such CUDA device.
+        RuntimeError: called before with the other kind. That there is no such CUDA device is told by what waits for it.
     """
     global _kind, _index, _starting
     if _kind not in (None, kind):
@@ -51,8 +51,6 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     if kind == "cuda" and _kind is None:
         _index, _starting = local_rank, threading.Thread(target=_start_cuda, args=(local_rank,), daemon=True)
         _starting.start()
-        if local_rank >= (count := torch.cuda.device_count()):  # which asks NVML
-            raise RuntimeError(f"there is no GPU {local_rank} for this rank: the process sees {count}")
     elif _kind is None:
         _answer_for_the_cpu()
     _kind = kind
@@ -226,7 +224,10 @@ def _ready() -> Kind:
     if (kind := _active()) == "cuda" and not getattr(_thread, "ready", False):
         if _starting is not None:
             _starting.join()
-        torch.cuda.set_device(_index)
+        try:
+            torch.cuda.set_device(_index)
+        except RuntimeError as error:
+            raise RuntimeError(f"GPU {_index} of those that this process sees can't be used: {error}") from error
         _thread.ready = _started = True
     return kind
 

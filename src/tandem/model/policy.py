@@ -14,6 +14,7 @@ from torch import nn
 
 from tandem.model import device
 from tandem.model.adapter import adapter_shapes, key_a, key_b, stacked_name
+from tandem.model.allocation import allocate
 from tandem.model.arch import Arch
 from tandem.model.attention import Kernel, tree_params
 from tandem.model.experts import Experts
@@ -96,9 +97,11 @@ class Policy(nn.Module):
         for name, parameter in own.items():
             assert parameter.shape == base[name].shape, f"{name} is {parameter.shape}, not {base[name].shape}"
             parameter.data = base[name]
-        for parameter in self.lora_parameters().values():
-            parameter.data = torch.empty_like(parameter, device=where)
-        torch._foreach_zero_(list(self.lora_parameters().values()))
+        adapter = self.lora_parameters()
+        whole, parts = allocate({name: tuple(p.shape) for name, p in adapter.items()}, torch.float32, where)
+        whole.zero_()
+        for name, parameter in adapter.items():
+            parameter.data = parts[name]
         self._inv_freq = self._inv_freq.to(where)
 
     def base(self) -> dict[str, torch.Tensor]:

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tandem.config import Settings, resolve_model
@@ -71,28 +69,25 @@ def _short_turns() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _first_uses(vocabulary: int) -> None:
+def _first_uses() -> None:
     """What takes a process a tenth of a second or more at its first use, most of it without the interpreter: to load
-    cuBLAS and the softmax's kernels; to connect tensor-parallel ranks. Leaves no memory."""
+    cuBLAS; to connect tensor-parallel ranks. Leaves no memory."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
-    group = parallel_state.get_tensor_model_parallel_group()
-    parallel.all_reduce(square @ square, group=group)
-    vocabulary //= group.size()
-    item_logprobs(
-        square, torch.zeros(len(square), dtype=torch.int64, device=square.device),
-        lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
-        vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=group,
-    )  # fmt: skip
+    parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
     device.synchronize()
     device.release_workspaces()
 
 
-def _connect(group: dist.ProcessGroup | None) -> None:
-    """Have NCCL make the communicator of `group`, which it does at its first collective."""
-    if group is not None:
-        one = torch.ones(1, device=device.device())
-        parallel.all_reduce(one, group=group)
-        one.item()
+@torch.no_grad()
+def _load_softmax(vocabulary: int) -> None:
+    """Another such: the kernels that make log-probs of logits. Without a collective, so it may go on beside any."""
+    hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
+    alone = parallel_state.get_context_parallel_group()
+    item_logprobs(
+        hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+        lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
+        vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=alone,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -169,7 +164,7 @@ class Kept:
         dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         was: AdamState | None = None
         new = self._model is None
-        with ThreadPoolExecutor(3) as beside, _short_turns():
+        with ThreadPoolExecutor(4) as beside, _short_turns():
 
             def read(share: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
                 return beside.submit(load_weights, model, arch, share, tp=tp, tp_rank=tp_rank)
@@ -182,9 +177,10 @@ class Kept:
                     )
                     awaited = [read(lambda: allocating.result().share())]
                     if tp == 1:  # else NCCL's collectives of several threads might wait for one another
-                        awaited.append(beside.submit(lambda: _connect(allocating.result().group)))
-                    first_uses = partial(_first_uses, arch.vocab_size)
-                    with _beside(first_uses) if rehearse is not None else contextlib.nullcontext():
+                        awaited.append(beside.submit(device.bound(lambda: allocating.result().connect())))
+                    if rehearse is not None:
+                        awaited.append(beside.submit(device.bound(_load_softmax), arch.vocab_size // tp))
+                    with _beside(_first_uses) if rehearse is not None else contextlib.nullcontext():
                         policy = build_policy(
                             arch, self._need.lora, dtype=dtype, recompute=settings.recompute,
                             base=lambda: allocating.result().parameters,

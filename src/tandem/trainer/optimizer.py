@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.errors import TandemError
 from tandem.model import parallel
+from tandem.model.allocation import allocate
 from tandem.model.offload import Offload
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
@@ -138,12 +139,14 @@ class AdapterOptimizer:
     @torch.no_grad()
     def load_state(self, saved: AdamState) -> None:
         """Continue from a copy of `saved` (local shards of every parameter)."""
-        moments: dict[str, list[Tensor]] = {}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        where = next(iter(self.parameters.values())).device
+        moments: dict[str, dict[str, Tensor]] = {}
         for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
-            moments[moment] = [torch.empty_like(parameter) for parameter in self.parameters.values()]
-            torch._foreach_copy_(moments[moment], [shards[name] for name in self.parameters])
-        for index, parameter in enumerate(self.parameters.values()):
+            _, moments[moment] = allocate(shapes, torch.float32, where)
+            torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
+        for name, parameter in self.parameters.items():
             self._adam_of[parameter].state[parameter] = {
                 "step": torch.tensor(float(saved.step)),
-                **{moment: copies[index] for moment, copies in moments.items()},
+                **{moment: copies[name] for moment, copies in moments.items()},
             }
