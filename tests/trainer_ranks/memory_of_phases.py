@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ import torch
 
 from tandem.model import device
 from tandem.model.policy import Policy
-from tandem.trainer import worker
+from tandem.trainer import kept, worker
 from tandem.trainer.memory import MemoryWatch
 from tandem.trainer.optimizer import AdapterOptimizer
 
 KINDS = ("base", "other", "lora", "gradients", "moments")
 
+# What goes on beside the rank's own work, through memory that it soon gives back; it has begun when a phase ends.
+BESIDE = "load_weights", "_load_softmax"
+
 rows: list[dict[str, Any]] = []
+going_on: set[threading.Event] = set()
 made: list[tuple[Policy, AdapterOptimizer]] = []
 
 
@@ -58,7 +63,21 @@ def held() -> dict[str, list[int]]:
     return {kind: sorted(found.values()) for kind, found in kinds.items()}
 
 
+def followed(work: Callable[..., None]) -> Callable[..., None]:
+    def outer(*arguments: Any, **options: Any) -> None:
+        done = threading.Event()
+        going_on.add(done)
+        try:
+            work(*arguments, **options)
+        finally:
+            done.set()
+
+    return outer
+
+
 def measure(at: str, phase: str | None = None, told: dict[str, int] | None = None) -> None:
+    for each in list(going_on):
+        assert each.wait(60)
     device.synchronize()
     gc.collect()
     if device.device().type == "cuda":
@@ -94,6 +113,8 @@ def watch() -> None:
         build(self, policy, *more, **options)
         made[:] = [(policy, self)]
 
+    for name in BESIDE:
+        setattr(kept, name, followed(getattr(kept, name)))
     MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor = measured_begin, measured_end, measured_floor
     AdapterOptimizer.__init__ = noted
 

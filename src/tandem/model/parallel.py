@@ -76,8 +76,8 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """Of all that Megatron has of these ranks, the one that gradients are summed over: each would make a communicator
-    of its own, for a third of a second and 0.9 GB."""
+    """Of all that Megatron has of these ranks, the one that gradients are summed over: each that is used makes a
+    communicator of its own, which takes time and half a gigabyte of device memory."""
     return parallel_state.get_data_parallel_group(
         with_context_parallel=True, with_gtp_remat=False, partial_data_parallel=True
     )

@@ -156,27 +156,17 @@ class BaseWeights:
     def connect(self) -> None:
         """What `exchange` takes a third of a second for at first, if it has not been done: NCCL connects the ranks."""
         if self.group is not None:
-            sent = torch.zeros(self.group.size(), device=self._memory.device)
-            self._send_each([sent[rank : rank + 1] for rank in range(len(sent))])
-            sent.sum().item()
+            one = torch.ones(1, device=self._memory.device)
+            dist.all_reduce(one, group=self.group)
+            one.item()
 
     def exchange(self) -> None:
         """When all have read their shares: give everyone all of them. A collective of the group's ranks."""
-        if self.group is not None:
-            self._send_each([self._range(list(share.values())) for share in self._shares()])
-
-    def _send_each(self, parts: list[torch.Tensor]) -> None:
-        """Every rank gets every rank's part, all at once."""
-        assert self.group is not None
-        me = self.group.rank()
-        transfers = []
-        for rank, part in enumerate(parts):
-            if rank != me and len(parts[me]):
-                transfers.append(dist.P2POp(dist.isend, parts[me], group=self.group, group_peer=rank))
-            if rank != me and len(part):
-                transfers.append(dist.P2POp(dist.irecv, part, group=self.group, group_peer=rank))
-        for transfer in dist.batch_isend_irecv(transfers) if transfers else []:
-            transfer.wait()
+        if self.group is None:
+            return
+        for rank, share in enumerate(self._shares()):
+            if share:
+                dist.broadcast(self._range(list(share.values())), group=self.group, group_src=rank)
 
     def _shares(self) -> list[dict[str, torch.Tensor]]:
         """By rank: the parameters whose middle is in its part of the whole."""
@@ -190,8 +180,6 @@ class BaseWeights:
 
     def _range(self, side_by_side: list[torch.Tensor]) -> torch.Tensor:
         """The part of the whole that these parameters are."""
-        if not side_by_side:
-            return self._memory[:0]
         end = side_by_side[-1].storage_offset() + side_by_side[-1].numel()
         return self._memory[side_by_side[0].storage_offset() : end]
 
