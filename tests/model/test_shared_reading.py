@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from ranks import run_ranks
 from tandem.model import device
 from tandem.model.arch import read_arch
 from tandem.model.weights import BaseWeights
@@ -48,23 +45,7 @@ def on_the_cpu() -> None:
 
 def test_each_rank_reads_its_share_and_gets_the_others(tmp_path: Path) -> None:
     model = write_random_model(tmp_path, num_hidden_layers=7)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(model)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    try:
-        told = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    told = [json.loads(out) for out in run_ranks(RANKS, "-c", RANK, str(model))]
     parameters = list(BaseWeights(read_arch(str(model)), torch.float32, tp=1).parameters)
     assert [name for read, _, _ in told for name in read] == parameters
     for read, same, count in told:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from policies import LORA, assert_close, make_policy, write_random_adapter
+from ranks import run_ranks
 from tandem.errors import InvalidInput
 from tandem.model import parallel
 from tandem.model.adapter import WEIGHTS_FILE
@@ -27,27 +24,7 @@ def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tp")
     model = write_random_model(directory / "model", seed=9)
     write_random_adapter(directory / "adapter", model, LORA, seed=9)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(TESTS / "tp_rank.py"), str(directory)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        logs = [rank.communicate(timeout=400)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, log in zip(ranks, logs, strict=True):
-        assert rank.returncode == 0, log[-3000:]
+    run_ranks(2, str(TESTS / "tp_rank.py"), str(directory))
     return directory
 
 

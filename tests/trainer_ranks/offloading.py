@@ -70,3 +70,8 @@ def adapter_for(model: Path, directory: Path) -> Path:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def total(tensors: list[Tensor]) -> int:
+    """Bytes of their storages."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

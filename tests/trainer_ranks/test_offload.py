@@ -14,7 +14,7 @@ from tandem.spool.schema import LoraShape
 from tandem.trainer import worker
 from tandem.trainer.kept import Kept
 from trainer_ranks import jobs
-from trainer_ranks.offloading import SETTINGS, Training, adapter_for, same
+from trainer_ranks.offloading import SETTINGS, Training, adapter_for, same, total
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, what: str, family: str, al
     for number in range(2):
         assert straight.step(number) == interrupted.step(number)
     before, base = interrupted.tensors(), [tensor.clone() for tensor in interrupted.base()]
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in _device_tensors(interrupted, what)
-    }
-    expected = sum(storage.nbytes() for storage in storages.values())
+    expected = total(_device_tensors(interrupted, what))
     assert interrupted.offload(what) == expected
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in _device_tensors(interrupted, what))
     if what == "optimizer":  # publishing weights needs just the parameters

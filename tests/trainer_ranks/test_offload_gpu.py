@@ -10,7 +10,7 @@ import torch
 
 from tandem.model import device, parallel
 from tandem.trainer import state
-from trainer_ranks.offloading import Training, adapter_for, same
+from trainer_ranks.offloading import Training, adapter_for, same, total
 
 pytestmark = pytest.mark.gpu
 
@@ -43,11 +43,6 @@ def training(model: Path, tmp_path: Path):
     training.before = before
     yield training
     parallel.destroy()
-
-
-def total(tensors: list[torch.Tensor]) -> int:
-    """Bytes of their storages."""
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def allocated() -> int:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.model import device
-
-_ALIGNMENT = 512  # bytes; what the device's allocator rounds to
+from tandem.model.allocation import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Offload:
         for storage in storages.values():
             if storage.nbytes():
                 self._parked.append(_Parked(storage, storage.nbytes(), offset))
-                offset += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if self._contents:
             if self._host is None or self._host.nbytes < offset:
                 self._host = None  # before the larger one is made

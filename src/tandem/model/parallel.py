@@ -84,7 +84,8 @@ def data_parallel_group() -> dist.ProcessGroup:
 
 
 def model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that a copy of the model is cut over: without pipeline stages, the tensor-parallel ones."""
+    """The ranks that a copy of the model is cut over: without pipeline stages, the tensor-parallel ones, whose
+    communicator there is already."""
     return parallel_state.get_tensor_model_parallel_group()
 
 

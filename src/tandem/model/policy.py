@@ -98,7 +98,7 @@ class Policy(nn.Module):
             assert parameter.shape == base[name].shape, f"{name} is {parameter.shape}, not {base[name].shape}"
             parameter.data = base[name]
         adapter = self.lora_parameters()
-        whole, parts = allocate({name: tuple(p.shape) for name, p in adapter.items()}, torch.float32, where)
+        whole, parts = allocate({name: parameter.shape for name, parameter in adapter.items()}, torch.float32, where)
         whole.zero_()
         for name, parameter in adapter.items():
             parameter.data = parts[name]

@@ -163,7 +163,6 @@ class Kept:
         model, tp, tp_rank = Path(self._need.model), self._topology.tp, self._topology.tp_rank
         dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         was: AdamState | None = None
-        new = self._model is None
         with ThreadPoolExecutor(4) as beside, _short_turns():
 
             def read(share: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
@@ -196,7 +195,7 @@ class Kept:
                     optimizer.begin(job.optimizer)
             loading = beside.submit(device.bound(_load_state), checking, policy, optimizer, was)
             del was
-            if rehearse is not None and new:
+            if rehearse is not None and self._model is None:
                 with phases.phase("rehearsal"):
                     rehearse(policy)
                     device.release_workspaces()

@@ -139,7 +139,7 @@ class AdapterOptimizer:
     @torch.no_grad()
     def load_state(self, saved: AdamState) -> None:
         """Continue from a copy of `saved` (local shards of every parameter)."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments: dict[str, dict[str, Tensor]] = {}
         for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):

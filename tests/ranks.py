@@ -1,0 +1,36 @@
+"""Ranks as processes of their own, as torchrun would start them, for what a test has one rank do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def run_ranks(count: int, *arguments: str) -> list[str]:
+    """Run `python <arguments>` as each of `count` ranks at once; what each wrote to stdout. All of them succeed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        told = [rank.communicate(timeout=400) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (out, errors) in zip(ranks, told, strict=True):
+        assert rank.returncode == 0, out[-3000:] + errors[-3000:]
+    return [out for out, _ in told]
