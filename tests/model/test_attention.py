@@ -8,6 +8,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import make_policy, write_random_adapter
 from tandem.model import attention
+from tandem.model.policy import row_tensors
+from tandem.trainer import probe
 from tiny import write_random_model
 
 
@@ -74,3 +76,24 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path):
             logits[kernel] = policy.logits(*row)
     assert torch.isfinite(logits["flex"]).all()
     assert (logits["flex"] - logits["sdpa"]).abs().max() <= 1e-4
+
+
+def test_a_turn_is_a_complex_number_s():
+    """Dimension i and i + head_dim / 2 of a head are a complex number, which position * frequency turns."""
+    generator = torch.Generator().manual_seed(3)
+    heads = torch.randn(7, 1, 3, 10, generator=generator, dtype=torch.float64)
+    positions, frequencies = torch.tensor([0, 1, 2, 3, 0, 1, 2]), torch.rand(5, generator=generator)
+    turned = attention.rotated(heads, *attention.rotation(positions, frequencies, torch.float64))
+    numbers = torch.complex(*heads.chunk(2, -1))
+    expected = numbers * torch.exp(1j * torch.outer(positions.double(), frequencies.double()))[:, None, None]
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-6)
+
+
+def test_what_is_beyond_the_slots_that_are_computed_changes_nothing(alone, tmp_path):
+    model = write_random_model(tmp_path)
+    policy = make_policy(model)
+    row = probe._as_row([[3, 1, 4, 1, 5], [9, 2, 6]], 40)
+    with torch.no_grad():
+        whole, few = (policy(row_tensors(row, torch.device("cpu"), slots)) for slots in (None, 8))
+    torch.testing.assert_close(few.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(few.entropy, whole.entropy, atol=1e-5, rtol=1e-5)

@@ -25,17 +25,38 @@ BLOCK = 128  # FlexAttention's own default, in slots
 
 @dataclass
 class TreeParams(PackedSeqParams):
-    """A row's mask: bool [S, S] for `sdpa`, Blocks for `flex`."""
+    """What all layers need of a row: its mask, bool [S, S] for `sdpa`, Blocks for `flex`; S, to which the layers' slots
+    are padded; and the slots' `rotation`."""
 
     mask: torch.Tensor | Blocks | None = None
+    length: int = 0
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def tree_params(subtree_end: torch.Tensor, kernel: Kernel, device: torch.device) -> TreeParams:
-    """The mask of one row for all its layers, on `device`. `subtree_end`: int [S], on the host, where it is read;
-    padding slots hold their own index + 1, so that each sees itself and no softmax is empty."""
-    mask = dense_mask(subtree_end.to(device)) if kernel == "sdpa" else block_mask(subtree_end, device)
-    # Not `thd`: a row is one sequence to Megatron. Positions are ours, see `Policy`.
-    return TreeParams(qkv_format="sbhd", mask=mask)
+def tree_params(subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor]) -> TreeParams:
+    """`subtree_end`: int [S], on the host, where it is read; padding slots hold their own index + 1, so that each sees
+    itself and no softmax is empty. `rotation`, of the slots that the layers compute: the first; the rest is padding."""
+    device, slots = rotation[0].device, len(rotation[0])
+    if kernel == "sdpa":
+        subtree_end = subtree_end[:slots]
+        mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device))
+    else:
+        mask = block_mask(subtree_end, device)
+    # Not `thd`: a row is one sequence to Megatron.
+    return TreeParams(qkv_format="sbhd", mask=mask, length=len(subtree_end), rotation=rotation)
+
+
+def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) for slots at `positions` [S] and pairs of dimensions
+    that turn by `inv_freq` [head_dim / 2] radians per position: [S, 1, 1, head_dim] each, as `rotated` takes them."""
+    angles = torch.outer(positions.float(), inv_freq)[:, None, None]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries or keys [S, 1, heads, head_dim], whose dimension i is paired with i + head_dim / 2, turned."""
+    return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
 
 
 def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
@@ -131,6 +152,11 @@ class TreeAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         """[S, 1, heads * head_dim], of this rank's heads."""
+        slots, length = len(query), packed_seq_params.length
+        assert packed_seq_params.rotation is not None
+        query, key = (rotated(heads, *packed_seq_params.rotation) for heads in (query, key))
+        if slots < length:
+            query, key, value = (_padded(tensor, length) for tensor in (query, key, value))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mask = packed_seq_params.mask
         if isinstance(mask, Blocks):
@@ -142,4 +168,11 @@ class TreeAttention(MegatronModule):
             output = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=self.scale
             )
-        return output.permute(2, 0, 1, 3).flatten(2)
+        return output.permute(2, 0, 1, 3)[:slots].flatten(2)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """[S, ...] -> [length, ...], then zeros, with the strides that it has: kernels are compiled for those too."""
+    whole = tensor.new_empty_strided((length, *tensor.shape[1:]), tensor.stride())
+    whole[: len(tensor)], whole[len(tensor) :] = tensor, 0
+    return whole

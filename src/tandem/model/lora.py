@@ -76,6 +76,7 @@ class LoraLinear(nn.Module):
         self.base, self.parts, self.join = base, parts, join
         self.scale, self.rank, self.switch = lora.alpha / lora.rank, lora.rank, switch
         self.column = isinstance(base, ColumnParallelLinear)
+        self.alone = base.tp_group.size() == 1
         self.targets = [part.target for part in parts if part.target in lora.targets]
         in_features = base.input_size if self.column else base.input_size_per_partition
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
@@ -100,18 +101,25 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x: [S, 1, in] (of this rank, for a row-parallel layer) -> (output [S, 1, out], Megatron's unadded bias)."""
-        output, bias = self.base(x)
+        output, bias = self._base(x) if self.alone else self.base(x)
         if self.targets and self.switch.on:
             output = output + self._delta(x)
         return output, bias
 
+    def _base(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's own, where no other rank has a part of it: Megatron's forward is the same product, and as much
+        Python as keeps a GPU waiting."""
+        output, bias = torch.nn.functional.linear(x, self.base.weight), self.base.bias
+        if bias is None or self.base.skip_bias_add:
+            return output, bias
+        return output + bias, None
+
     def _delta(self, x: torch.Tensor) -> torch.Tensor:
-        a = torch.cat([self.lora_a[target] for target in self.targets]).to(x.dtype)
+        a = join_stacked([self.lora_a[target] for target in self.targets], dim=0).to(x.dtype)
         hidden = torch.nn.functional.linear(x, a) * self.scale
-        if self.column:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.base.tp_group)
-        else:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, group=self.base.tp_group)
+        if not self.alone:
+            across = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
+            hidden = across(hidden, group=self.base.tp_group)
         per_target = dict(zip(self.targets, hidden.split(self.rank, dim=-1), strict=True))
         outputs = []
         for part in self.parts:
@@ -123,9 +131,9 @@ class LoraLinear(nn.Module):
         return self.join(outputs)
 
 
-def join_stacked(outputs: list[torch.Tensor]) -> torch.Tensor:
+def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
     """One after the other: gate, up; or a single part."""
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=dim)
 
 
 def join_qkv(groups: int) -> Join:

@@ -16,7 +16,7 @@ from tandem.model import device
 from tandem.model.adapter import adapter_shapes, key_a, key_b, stacked_name
 from tandem.model.allocation import allocate
 from tandem.model.arch import Arch
-from tandem.model.attention import Kernel, tree_params
+from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.experts import Experts
 from tandem.model.files import read_adapter
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
@@ -37,7 +37,7 @@ class RowTensors:
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # [S], on the host
+    subtree_end: torch.Tensor  # [S], or longer: see `row_tensors`; on the host
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_target: torch.Tensor  # [items], the slot of the predicted token
 
@@ -50,14 +50,23 @@ class ItemOutputs:
     entropy: torch.Tensor
 
 
-def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
+def row_tensors(row: PackedRow, device: torch.device, slots: int | None = None) -> RowTensors:
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18).
 
-    def copied(name: str) -> torch.Tensor:
-        return torch.tensor(getattr(row, name), dtype=torch.int64)
+    `slots`: compute just the first so many, beyond which all is padding. The attention, which is compiled for rows of
+    one length, gets them padded.
+    """
 
-    placed = {name: copied(name).to(device) for name in ("tokens", "positions", "item_source", "item_target")}
-    return RowTensors(subtree_end=copied("subtree_end"), **placed)
+    def copied(name: str, slots: int | None = None) -> torch.Tensor:
+        return torch.tensor(getattr(row, name)[:slots], dtype=torch.int64)
+
+    return RowTensors(
+        tokens=copied("tokens", slots).to(device),
+        positions=copied("positions", slots).to(device),
+        subtree_end=copied("subtree_end"),
+        item_source=copied("item_source").to(device),
+        item_target=copied("item_target").to(device),
+    )
 
 
 class Policy(nn.Module):
@@ -250,12 +259,11 @@ class Policy(nn.Module):
             # Under full recompute a layer whose input needs no gradient is run without a graph: with a frozen embedding
             # nothing would be trained, silently.
             embedded = embedded.detach().requires_grad_()
-        angles = torch.outer(positions.float(), self._inv_freq)
+        turns = rotation(positions, self._inv_freq, embedded.dtype)
         return {
             "hidden_states": embedded,
             "attention_mask": None,
-            "rotary_pos_emb": torch.cat((angles, angles), dim=-1)[:, None, None, :],
-            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, tokens.device),
+            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, turns),
         }
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,13 @@ import torch
 from numpy.typing import NDArray
 
 from tandem.data.packed import PackedBatch, PackedRow
-from tandem.model.policy import Policy, row_tensors
+from tandem.model.policy import Policy, RowTensors, row_tensors
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
 # Of those, how many come before the first trained token where a sequence is longer: trained tokens are what moves.
 CONTEXT = 24
+SLOTS = 64  # what is computed is a multiple of, as matrix products like it
 
 
 def choose(batch: PackedBatch) -> list[list[int]]:
@@ -41,12 +42,12 @@ def choose(batch: PackedBatch) -> list[list[int]]:
 def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> list[list[float]]:
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1.
 
-    As many sequences as fit share a row, which is as long as the job's own, so that kernels compiled for those serve
-    here too.
+    As many sequences as fit share a row, which to the attention is as long as the job's own, so that the kernels
+    compiled for those serve here too.
     """
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
-        result = policy(row_tensors(_as_row(together, row_length), device), temperature=1.0)
+        result = policy(_tensors(together, row_length, device), temperature=1.0)
         values = result.logprobs.float().cpu()
         out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
@@ -54,7 +55,12 @@ def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device
 
 def rehearse(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> None:
     """Do once what `logprobs` and the job's rows do for the first time; see `Policy.rehearse`."""
-    policy.rehearse(row_tensors(_as_row(_rows(sequences, row_length)[0], row_length), device))
+    policy.rehearse(_tensors(_rows(sequences, row_length)[0], row_length, device))
+
+
+def _tensors(sequences: list[list[int]], row_length: int, device: torch.device) -> RowTensors:
+    used = sum(map(len, sequences))
+    return row_tensors(_as_row(sequences, row_length), device, min(-(-used // SLOTS) * SLOTS, row_length))
 
 
 def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
