@@ -31,14 +31,15 @@ from tandem.trainer import worker
 PARTS = (
     ("tandem.model.device", "activate"), ("tandem.trainer.session", "meet"), ("tandem.trainer.kept", "Kept.join"),
     ("tandem.trainer.state", "check"), ("tandem.model.device", "_start_cuda"),
-    ("tandem.model.weights", "BaseWeights.__init__"), ("tandem.model.weights", "BaseWeights.exchange"),
+    ("tandem.model.weights", "BaseWeights.__init__"), ("tandem.model.weights", "BaseWeights.connect"),
+    ("tandem.model.weights", "BaseWeights.exchange"),
     ("tandem.trainer.kept", "load_weights"), ("tandem.trainer.kept", "_first_uses"),
-    ("tandem.trainer.kept", "_load_softmax"), ("tandem.model.weights", "BaseWeights.connect"),
+    ("tandem.trainer.kept", "_load_softmax"),
     ("tandem.trainer.kept", "build_policy"),
     ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.place"),
     ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
     ("tandem.model.attention", "TreeAttention.forward"), ("tandem.model.compiled", "Compiled._load"),
-    ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "load"), ("tandem.model.files", "read"),
+    ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "read"), ("tandem.trainer.state", "load"),
     ("tandem.model.stream", "fill"), ("tandem.model.device", "release_cached"), ("tandem.trainer.probe", "logprobs"),
     ("tandem.trainer.session", "train"),
 )  # fmt: skip

@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,16 @@ import torch
 
 from tandem.model import device
 from tandem.model.policy import Policy
-from tandem.trainer import kept, worker
+from tandem.trainer import kept, state, worker
 from tandem.trainer.memory import MemoryWatch
 from tandem.trainer.optimizer import AdapterOptimizer
 
-KINDS = ("base", "other", "lora", "gradients", "moments")
-
-# What goes on beside the rank's own work, through memory that it soon gives back; it has begun when a phase ends.
-BESIDE = "load_weights", "_load_softmax"
+KINDS = ("base", "other", "lora", "gradients", "moments", "read")
 
 rows: list[dict[str, Any]] = []
-going_on: set[threading.Event] = set()
+beside: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 made: list[tuple[Policy, AdapterOptimizer]] = []
+read: list[weakref.ref[torch.Tensor]] = []  # of the checkpoint, to be copied into those
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -47,6 +46,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def held() -> dict[str, list[int]]:
     """Kind -> size of each of its allocations."""
     kinds: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
+    kinds["read"] = storages(tensor for each in read if (tensor := each()) is not None)
     for policy, optimizer in made:
         lora = list(policy.lora_parameters().values())
         kinds["lora"] = storages(lora)
@@ -63,21 +63,16 @@ def held() -> dict[str, list[int]]:
     return {kind: sorted(found.values()) for kind, found in kinds.items()}
 
 
-def followed(work: Callable[..., None]) -> Callable[..., None]:
-    def outer(*arguments: Any, **options: Any) -> None:
-        done = threading.Event()
-        going_on.add(done)
-        try:
-            work(*arguments, **options)
-        finally:
-            done.set()
+class Followed(ThreadPoolExecutor):
+    """Of what goes on beside the rank's own work, through memory that it soon gives back."""
 
-    return outer
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
+        future = super().submit(*arguments, **options)
+        beside.add(future)
+        return future
 
 
 def measure(at: str, phase: str | None = None, told: dict[str, int] | None = None) -> None:
-    for each in list(going_on):
-        assert each.wait(60)
     device.synchronize()
     gc.collect()
     if device.device().type == "cuda":
@@ -95,12 +90,14 @@ def measure(at: str, phase: str | None = None, told: dict[str, int] | None = Non
 def watch() -> None:
     """Measure wherever the rank's own report does; its numbers are taken first."""
     begin, end, floor, build = MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor, AdapterOptimizer.__init__
+    read_state = state.read
 
     def measured_begin(self: MemoryWatch) -> None:
         measure("begin")
         begin(self)
 
     def measured_end(self: MemoryWatch, phase: str) -> dict[str, int]:
+        assert not wait(list(beside), timeout=60).not_done
         told = end(self, phase)
         measure("end", phase, told)
         return told
@@ -113,8 +110,12 @@ def watch() -> None:
         build(self, policy, *more, **options)
         made[:] = [(policy, self)]
 
-    for name in BESIDE:
-        setattr(kept, name, followed(getattr(kept, name)))
+    def noted_read(checked: state.Checked) -> state.State:
+        found = read_state(checked)
+        read.extend(map(weakref.ref, [*found.adapter.values(), *(found.optimizer or {}).values()]))
+        return found
+
+    kept.ThreadPoolExecutor, state.read = Followed, noted_read
     MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor = measured_begin, measured_end, measured_floor
     AdapterOptimizer.__init__ = noted
 

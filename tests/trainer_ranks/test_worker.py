@@ -396,7 +396,7 @@ def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
 ) -> None:
     (tmp_path / "previous").mkdir()
     (tmp_path / "previous" / CONFIG_FILE).write_text("{}")
-    saved = state.Snapshot({"a": torch.ones(3)}, {"b": torch.zeros(2)})
+    saved = state.State({"a": torch.ones(3)}, {"b": torch.zeros(2)})
     state.stage(saved, tmp_path / "previous", tmp_path / "good")
     assert load_file(tmp_path / "good" / WEIGHTS_FILE)["a"].tolist() == [1, 1, 1]
     write = Path.write_bytes

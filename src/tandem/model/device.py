@@ -22,6 +22,7 @@ from torch.utils._device import _device_constructors
 Kind = Literal["cpu", "cuda"]
 
 _kind: Kind | None = None
+_seen = False  # a GPU, by `choose`
 _index = 0  # of the CUDA device among those that the process can see
 _starting: threading.Thread | None = None
 _started = False
@@ -29,9 +30,15 @@ _thread = threading.local()  # `ready`: the thread's current device is this one
 
 
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
-    """The device that a setting means: "auto" is CUDA where there is a usable GPU."""
+    """The device that a setting means: "auto" is CUDA where there is a usable GPU.
+
+    A GPU that this process, or what it is forked from, has seen is not looked for again, which would take each rank 36
+    ms: if it has gone, to start CUDA there says so.
+    """
+    global _seen
     if setting == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        _seen = _seen or torch.cuda.is_available()
+        return "cuda" if _seen else "cpu"
     return setting
 
 
@@ -61,7 +68,7 @@ def _start_cuda(index: int) -> None:
     """Start the runtime and make the device's context, without the interpreter, which torch would keep to itself. What
     goes wrong here goes wrong again when torch does it, and then it says what."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaSetDevice(index)
+        _runtime().cudaSetDevice(index)
 
 
 def started() -> bool:
@@ -182,6 +189,66 @@ def staging(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
         runtime.cudaHostUnregister(buffer.data_ptr())
 
 
+class NotShared(RuntimeError):
+    """The driver does not let this process have another's memory."""
+
+
+Export = tuple[bytes, int]
+"""CUDA's handle of an allocation (cudaIpcMemHandle_t), and a byte in it."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+def exported(tensor: torch.Tensor) -> Export | None:
+    """What other processes of this machine need for `imported`: the first byte of `tensor`, whose memory must stay as
+    long. None where memory can't be shared, as with the allocator's `expandable_segments`."""
+    if _ready() == "cpu":
+        return None
+    handle, base, address = _Handle(), ctypes.c_uint64(), ctypes.c_uint64(tensor.data_ptr())
+    try:
+        _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(handle), address))
+    except NotShared:
+        return None
+    if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(base), None, address):
+        return None
+    return bytes(handle), address.value - base.value
+
+
+@contextlib.contextmanager
+def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
+    """`copy(tensor, at)`: fill a contiguous tensor from byte `at` on of what another process has `exported`; the copy
+    is queued. On leaving the block, when it should have been made, the other's memory is let go. Raises NotShared."""
+    _ready()
+    if export is None:
+        raise NotShared("the other process can't share it")
+    handle, begin = export
+    pointer, runtime = ctypes.c_void_p(), _runtime()
+    lazily = 1  # cudaIpcMemLazyEnablePeerAccess: from this process's device, without a context on the other's
+    _check(runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), lazily))
+
+    def copy(tensor: torch.Tensor, at: int) -> None:
+        source, target = ctypes.c_void_p((pointer.value or 0) + begin + at), ctypes.c_void_p(tensor.data_ptr())
+        _check(runtime.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, None))  # device to device
+
+    try:
+        yield copy
+    finally:
+        _check(runtime.cudaIpcCloseMemHandle(pointer))
+
+
+def _runtime() -> ctypes.CDLL:
+    """CUDA's runtime, the one that torch has loaded. Its calls leave the interpreter to others."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+
+
+def _check(code: int) -> None:
+    if code:
+        _runtime().cudaGetLastError()  # else torch would find it at its next call
+        raise NotShared(f"CUDA error {code}")
+
+
 def bound[**P, T](work: Callable[P, T]) -> Callable[P, T]:
     """`work` for another thread, on this process's device: a thread begins with the first that there is."""
 
@@ -225,6 +292,8 @@ def _ready() -> Kind:
         if _starting is not None:
             _starting.join()
         try:
+            # torch 2.11 asks NVML eight times as it starts, 3 ms each.
+            torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
             torch.cuda.set_device(_index)
         except RuntimeError as error:
             raise RuntimeError(f"GPU {_index} of those that this process sees can't be used: {error}") from error

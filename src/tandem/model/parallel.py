@@ -111,11 +111,12 @@ def all_reduce(
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def gather_objects[T](value: T) -> list[T]:
-    """The `value` of every rank of the world, by rank. Pickled, and by way of the host; a collective of all ranks."""
-    found = [value] * dist.get_world_size()
+def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of the group (the world), by rank. Pickled, and by way of the host; a collective of all
+    its ranks."""
+    found = [value] * dist.get_world_size(group)
     if len(found) > 1:
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=group)
     return found
 
 

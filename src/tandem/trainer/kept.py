@@ -78,6 +78,11 @@ def _first_uses() -> None:
     device.release_workspaces()
 
 
+def _rehearse(rehearse: Callable[[Policy], None], policy: Policy) -> None:
+    rehearse(policy)
+    device.release_workspaces()
+
+
 @torch.no_grad()
 def _load_softmax(vocabulary: int) -> None:
     """Another such: the kernels that make log-probs of logits. Without a collective, so it may go on beside any."""
@@ -90,20 +95,17 @@ def _load_softmax(vocabulary: int) -> None:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _beside(work: Callable[[], None]) -> Iterator[None]:
-    """Beside the block, `work` in a thread that ends with it, since a thread keeps what it has of cuBLAS."""
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(device.bound(work))
-        yield
-        done.result()
+def _read_state(checking: Future[state.Checked | None]) -> state.State | None:
+    checked = checking.result()
+    return None if checked is None else state.read(checked)
 
 
 def _load_state(
-    checking: Future[state.Checked | None], policy: Policy, optimizer: AdapterOptimizer, was: AdamState | None
+    reading: list[Future[state.State | None]], policy: Policy, optimizer: AdapterOptimizer, was: AdamState | None
 ) -> None:
-    if (checked := checking.result()) is not None:
-        state.load(checked, policy, optimizer)
+    """`reading` is emptied: a pool keeps its arguments for a moment longer than the result, and with them memory."""
+    if (saved := reading.pop().result()) is not None:
+        state.load(saved, policy, optimizer)
     else:
         assert was is not None, "the state is to be in memory, and the model that had it is not"
         optimizer.load_state(was)
@@ -155,15 +157,19 @@ class Kept:
     ) -> tuple[Policy, AdapterOptimizer]:
         """Policy and optimizer on the device, in the state of the checkpoint that the job starts from.
 
-        `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy
-        while its weights are read: for what a process's first pass over a device takes and later ones don't.
+        `checking`: the result of what `self.checking` gave. `rehearse(policy)`, if given, is called with a new policy,
+        in a thread while its weights are read: for what a process's first pass over a device takes and later ones
+        don't.
         """
         assert self._need is not None
         assert self._topology is not None
         model, tp, tp_rank = Path(self._need.model), self._topology.tp, self._topology.tp_rank
         dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         was: AdamState | None = None
-        with ThreadPoolExecutor(4) as beside, _short_turns():
+        warmed: list[Future[None]] = []
+        # `warming` ends here, since a thread keeps what it has of cuBLAS. Of one thread: tensor-parallel ranks have
+        # collectives in it, in the same order.
+        with ThreadPoolExecutor(4) as beside, ThreadPoolExecutor(1) as warming, _short_turns():
 
             def read(share: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
                 return beside.submit(load_weights, model, arch, share, tp=tp, tp_rank=tp_rank)
@@ -175,34 +181,38 @@ class Kept:
                         device.bound(lambda: BaseWeights(arch, dtype, tp=tp, group=parallel.reading_group()))
                     )
                     awaited = [read(lambda: allocating.result().share())]
-                    if tp == 1:  # else NCCL's collectives of several threads might wait for one another
-                        awaited.append(beside.submit(device.bound(lambda: allocating.result().connect())))
                     if rehearse is not None:
                         awaited.append(beside.submit(device.bound(_load_softmax), arch.vocab_size // tp))
-                    with _beside(_first_uses) if rehearse is not None else contextlib.nullcontext():
-                        policy = build_policy(
-                            arch, self._need.lora, dtype=dtype, recompute=settings.recompute,
-                            base=lambda: allocating.result().parameters,
-                        )  # fmt: skip
-                        optimizer = AdapterOptimizer(policy, job.optimizer)
+                        warmed.append(warming.submit(device.bound(_first_uses)))
+                    policy = build_policy(
+                        arch, self._need.lora, dtype=dtype, recompute=settings.recompute,
+                        base=lambda: allocating.result().parameters,
+                    )  # fmt: skip
+                    reading = beside.submit(device.bound(_read_state), checking)
                     base = allocating.result()
+                    awaited.append(beside.submit(device.bound(base.connect)))
+                    if rehearse is not None:
+                        warmed.append(warming.submit(device.bound(_rehearse), rehearse, policy))
+                    optimizer = AdapterOptimizer(policy, job.optimizer)
                 else:
                     policy, optimizer, base = self._model
+                    reading = beside.submit(device.bound(_read_state), checking)
                     policy.restore()
-                    awaited = [read(base.share)]
+                    awaited = [read(base.share), beside.submit(device.bound(base.connect))]
                     optimizer.reload()
                     was = optimizer.state()
                     optimizer.begin(job.optimizer)
-            loading = beside.submit(device.bound(_load_state), checking, policy, optimizer, was)
-            del was
-            if rehearse is not None and self._model is None:
-                with phases.phase("rehearsal"):
-                    rehearse(policy)
-                    device.release_workspaces()
+            loading = beside.submit(device.bound(_load_state), [reading], policy, optimizer, was)
+            del reading, was
+            if warmed:
+                with phases.phase("rehearsal"):  # what is left of it
+                    for each in warmed:
+                        each.result()
             with phases.phase("base_weights"):
                 for each in awaited:
                     each.result()
-                base.exchange()
+                if left := base.exchange():
+                    read(lambda: left).result()
             with phases.phase("state"):
                 loading.result()
                 device.release_cached()  # what files and the rehearsal went through

@@ -63,48 +63,57 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
     return Checked(adapter, optimizer)
 
 
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds: whole tensors, by PEFT key and by the names in its files."""
+
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Tensor] | None  # None if it was never trained
+
+
 @torch.no_grad()
-def load(checked: Checked, policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Put a checkpoint into policy and optimizer, which are of its run. CheckpointDamaged names a tensor that is not
-    finite."""
+def read(checked: Checked) -> State:
+    """A checkpoint's tensors on the device. CheckpointDamaged names one that is not finite."""
     where = device.device()
-    policy.set_adapter(files.read(checked.adapter, where))
-    if checked.optimizer is not None:
-        adam = files.read(checked.optimizer, where)
-        if (step := int(adam["step"])) < 1:
-            raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
+    adapter = files.read(checked.adapter, where)
+    if checked.optimizer is None:
+        return State(adapter, None)
+    adam = files.read(checked.optimizer, where)
+    if (step := int(adam["step"])) < 1:
+        raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
+    return State(adapter, adam)
+
+
+@torch.no_grad()
+def load(saved: State, policy: Policy, optimizer: AdapterOptimizer) -> None:
+    """Put a checkpoint into policy and optimizer, which are of its run."""
+    policy.set_adapter(saved.adapter)
+    if (adam := saved.optimizer) is not None:
 
         def shards(moment: str) -> dict[str, Tensor]:
             return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
 
-        optimizer.load_state(AdamState(step, *map(shards, _MOMENTS)))
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Full tensors on the CPU, the same on every rank: what a checkpoint holds."""
-
-    adapter: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+        optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
 
 
 @torch.no_grad()
-def snapshot(policy: Policy, optimizer: AdapterOptimizer) -> Snapshot:
+def snapshot(policy: Policy, optimizer: AdapterOptimizer) -> State:
     """Gather adapter and Adam's state from all ranks. Collective: every rank calls it."""
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
     for moment, shards in zip(_MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
         for name, shard in shards.items():
             tensors |= {f"{key}.{moment}": whole for key, whole in policy.gather(name, shard).items()}
-    return Snapshot(policy.adapter_tensors(), tensors)
+    return State(policy.adapter_tensors(), tensors)
 
 
-def stage(saved: Snapshot, previous: Path, directory: Path) -> None:
+def stage(saved: State, previous: Path, directory: Path) -> None:
     """Write a checkpoint's files into the new `directory` and read them back; `previous` is the one before it.
 
     Raises SpoolUnusable when the volume can't take them, CheckpointDamaged when what was read back is not, bit for bit,
     what was written.
     """
+    assert saved.optimizer is not None
     with fs.volume_errors(directory):
         fs.remove_tree(directory)
         (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
