@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,8 @@ def test_the_same_processes_run_job_after_job(stack):
         log = stack.job_log(job_id)  # each job has its own
         assert log.count("[rank 0] rank 0 of 2 says hello") == log.count("[rank 1] rank 1 of 2 says hello") == 1
         assert ranks(stack) == before
+    for pid in before:  # or each job's threads would leave some of their own heaps
+        assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 @pytest.mark.parametrize(("do", "says"), [("segfault", "SIGSEGV"), ("raise", "ValueError")])

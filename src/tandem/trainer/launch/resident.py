@@ -30,7 +30,8 @@ class ResidentLauncher:
     name = "resident"
 
     def __init__(self, environment: dict[str, str], *, entry: str, ranks: int) -> None:
-        self._environment = environment
+        # One heap for all threads: each job's threads leave pieces in those that they take, which then grow for ever.
+        self._environment = {"MALLOC_ARENA_MAX": "1"} | environment
         self._entry = entry
         self._count = ranks
         self._ranks: _Ranks | None = None
