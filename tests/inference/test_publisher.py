@@ -81,6 +81,7 @@ class Stage:
             tokens=PROMPTS,
             logprobs=[fake_vllm.logprobs(tokens, moved) for tokens in PROMPTS],
             previous=[fake_vllm.logprobs(tokens, before) for tokens in PROMPTS],
+            base=[fake_vllm.logprobs(tokens, 0.0) for tokens in PROMPTS],
         )
 
     def step(self, moved: float, *, weights: float | None = None, job: str | None = None) -> None:

@@ -60,7 +60,7 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_not(
             adapter = write_random_adapter(tmp_path / run, experts.model, lora)
             trained = logprobs(lora, adapter)
             assert np.mean(np.abs(np.array(trained) - base)) > 0.5
-            commit(spool, run, adapter, Probe(tokens=[TOKENS], logprobs=[trained], previous=[base]))
+            commit(spool, run, adapter, Probe(tokens=[TOKENS], logprobs=[trained], previous=[base], base=[base]))
         publisher.once()
         served = spool.served.get("attention")
         assert served is not None

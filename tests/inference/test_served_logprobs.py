@@ -63,7 +63,12 @@ class Trainer:
         return [policy(linear_row(tokens)).logprobs.tolist() for tokens in self.sequences]
 
     def probe(self, adapter: Path, previous: Path | None) -> Probe:
-        return Probe(tokens=self.sequences, logprobs=self.logprobs(adapter), previous=self.logprobs(previous))
+        return Probe(
+            tokens=self.sequences,
+            logprobs=self.logprobs(adapter),
+            previous=self.logprobs(previous),
+            base=self.logprobs(None),
+        )
 
 
 @pytest.fixture

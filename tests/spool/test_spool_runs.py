@@ -20,7 +20,7 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe, Served
 
-PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]])
+PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]], base=[[-0.7]])
 
 
 def test_a_run_is_made_with_its_step_0(tmp_path):

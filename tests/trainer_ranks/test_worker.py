@@ -144,6 +144,7 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
     groups = [Group(trajectories=[Trajectory(turns=[turn(t)], reward=r) for t, r in answers.items()])]
     before: dict[int, float] = {}
     after: dict[int, float] = {}
+    bases = []
     for step in range(3):
         job = jobs.submit_rl(
             spool, job_id=f"rl{step}", groups=groups, loss=RLLoss(policy="cispo", old_logprobs="trainer"), epochs=4
@@ -156,6 +157,8 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
             answer = tokens[3]
             before.setdefault(answer, previous[2])
             after[answer] = now[2]
+        bases += [probe.base] if bases else [probe.previous, probe.base]
+    assert all(base == bases[0] for base in bases), "the base model, whatever the adapter has become"
     assert set(after) == set(answers)
     gain = {answer: after[answer] - before[answer] for answer in answers}
     assert gain[30] > 1.0

@@ -324,12 +324,15 @@ class Probe(Record):
     """What the trainer computed for fixed token sequences, so that the publisher can check what vLLM really serves.
 
     `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint, at temperature 1;
-    `previous` is the same under the checkpoint it started from.
+    `previous` is the same under the checkpoint it started from, `base` with the adapter switched off (empty in
+    manifests of before it was kept). All three are the trainer's: rounding that trainer and vLLM do not share would
+    otherwise pass for a way that the adapter moved.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     previous: list[list[float]]
+    base: list[list[float]] = Field(default_factory=list)
 
 
 class Manifest(Record):

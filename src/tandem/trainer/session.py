@@ -145,6 +145,8 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         with phases.phase("checkpoint"):
             start = time.perf_counter()
             now = probe.logprobs(policy, sequences, batch.sequence_length, where)
+            with policy.adapter_disabled():
+                base = probe.logprobs(policy, sequences, batch.sequence_length, where)
             saved = state.snapshot(policy, optimizer)
             if topology.rank == 0:
                 staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
@@ -152,7 +154,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
                 manifest = spool.checkpoints.commit(
                     staged, run.name, job.base_step + 1, job_id,
                     topology=topology.sizes(), versions=versions, metrics=metrics,
-                    probe=Probe(tokens=sequences, logprobs=now, previous=previous),
+                    probe=Probe(tokens=sequences, logprobs=now, previous=previous, base=base),
                 )  # fmt: skip
                 event(
                     "checkpoint",
