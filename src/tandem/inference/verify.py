@@ -7,8 +7,9 @@ the right layers, or didn't keep an older adapter. Log-probs of fixed token sequ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from tandem.inference.args import BASE_MODEL_NAME
@@ -78,14 +79,12 @@ def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float)
     (0.28 of the way, give or take 0.05, seen with Qwen3-8B's shape). Passes on InferenceUnavailable and
     InferenceRefused of the scorer.
     """
-
-    def scored(name: str, prompts: Sequence[Sequence[int]]) -> list[float]:
-        return [value for tokens in prompts for value in scorer.prompt_logprobs(name, tokens)]
-
+    prompts = IDENTITY_PROMPTS if probe is None else probe.tokens
+    served = _flat(scorer.prompt_logprobs(model, tokens) for tokens in prompts)
     if probe is None:
-        served, expected = scored(model, IDENTITY_PROMPTS), scored(BASE_MODEL_NAME, IDENTITY_PROMPTS)
+        expected = _flat(scorer.prompt_logprobs(BASE_MODEL_NAME, tokens) for tokens in prompts)
     else:
-        served, expected = scored(model, probe.tokens), _flat(probe.logprobs)
+        expected = _flat(probe.logprobs)
     if len(served) != len(expected) or not served:
         return Verification(
             math.inf, len(served), f"the probe is malformed: {len(expected)} log-probs for {len(served)} predictions"
@@ -103,10 +102,11 @@ def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float)
         )
     if probe is None:
         return Verification(error, len(served))
-    for field, name in (("previous", "the checkpoint before it"), ("base", "the base model")):
-        reference = _flat(getattr(probe, field))
-        if field == "base" and not reference:
-            continue
+    references = [("previous", "the checkpoint before it", probe.previous)]
+    if probe.base:
+        references.append(("base", "the base model", probe.base))
+    for field, name, rows in references:
+        reference = _flat(rows)
         if len(reference) != len(served):
             return Verification(error, len(served), f"the probe is malformed: `{field}` has another length")
         moved = movement(served, expected, reference)
@@ -119,5 +119,5 @@ def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float)
     return Verification(error, len(served))
 
 
-def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [value for row in rows for value in row]
+def _flat(rows: Iterable[Sequence[float]]) -> list[float]:
+    return list(chain.from_iterable(rows))

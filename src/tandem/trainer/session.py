@@ -124,6 +124,10 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
             probe.rehearse(policy, sequences, batch.sequence_length, where)
 
         policy, optimizer = kept.load(settings, arch, job, checking, phases, rehearse if device.is_cuda() else None)
+
+        def probed() -> list[list[float]]:
+            return probe.logprobs(policy, sequences, batch.sequence_length, where)
+
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         setup = Setup(
             run, job, batch, policy, optimizer, topology, where, phases,
@@ -132,7 +136,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         # What is wrong with the settings should show before the work.
         beat.steps = len(make_plan(run, job, batch, topology).steps)
         with phases.phase("probe"):
-            previous = probe.logprobs(policy, sequences, batch.sequence_length, where)
+            previous = probed()
         seconds, _ = phases.take()
         memory = phases.gather()
         event("loaded", seconds=seconds, memory=memory)
@@ -144,9 +148,9 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
         metrics = train(setup, report)
         with phases.phase("checkpoint"):
             start = time.perf_counter()
-            now = probe.logprobs(policy, sequences, batch.sequence_length, where)
+            now = probed()
             with policy.adapter_disabled():
-                base = probe.logprobs(policy, sequences, batch.sequence_length, where)
+                base = probed()
             saved = state.snapshot(policy, optimizer)
             if topology.rank == 0:
                 staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
