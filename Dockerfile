@@ -66,7 +66,7 @@ RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transfor
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8080
-HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "tandem.health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "tandem.supervise.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown
@@ -132,11 +132,11 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
-RUN python -c "import tandem.trainer.runner, tandem.metrics.exporter, tandem.up, tandem.trainer.launch.rank; from tandem.trainer.worker import preload; preload()"
+RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.worker import preload; preload()"
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 9400
-HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=3 CMD ["python", "-m", "tandem.health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=3 CMD ["python", "-m", "tandem.supervise.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown
@@ -168,11 +168,11 @@ COPY --chmod=755 entrypoints/inference /entrypoint
 ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/tmp \
     # Not the trainer's: the two may share a network.
     TANDEM_METRICS_PORT=9401
-RUN python -c "import tandem.inference.publisher, tandem.metrics.exporter, tandem.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"
+RUN python -c "import tandem.inference.publisher.publisher, tandem.metrics.exporter, tandem.supervise.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8000 9401
-HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "tandem.health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=1800s --retries=3 CMD ["python", "-m", "tandem.supervise.health"]
 ENTRYPOINT ["/entrypoint"]
 ARG VERSION=0.1.0
 ARG REVISION=unknown

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tandem.model import device, parallel
-from tandem.model.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
-from tandem.model.arch import Arch, arch_from_config, read_arch
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
+from tandem.families.arch import Arch, arch_from_config, read_arch
+from tandem.model import parallel
 from tandem.model.build import build_policy
+from tandem.model.device import device
 from tandem.model.policy import Policy, RowTensors
-from tandem.model.weights import weight_rules
+from tandem.model.weights.base import weight_rules
 from tandem.spool.schema import LoraShape
 
 SMALL = {

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from bench.report import report
-from tandem import processes
 from tandem.data.prepare import prepare_sft
 from tandem.data.trajectories import PackingSettings, SFTExample
-from tandem.model.arch import EXPERT_TARGETS, read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import EXPERT_TARGETS, read_arch
+from tandem.families.identity import write_identity_adapter
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
+from tandem.system import processes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 WAYS = ("torchrun", "fork", "resident")
@@ -71,8 +71,8 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from tandem.model.arch import read_arch
-from tandem.model.weights import weight_rules
+from tandem.families.arch import read_arch
+from tandem.model.weights.base import weight_rules
 directory, where = Path(sys.argv[1]), sys.argv[2]
 generator = torch.Generator(where).manual_seed(0)
 shards, shard, size = [], {}, 0

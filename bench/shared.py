@@ -32,11 +32,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.report import report
 from bench.restart import LONG_ROW, ROW_LENGTH, SHAPES, make_model, sampled_memory, submit
-from tandem import ports, processes
-from tandem.model.arch import read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import read_arch
+from tandem.families.identity import write_identity_adapter
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, LoraShape, RunSpec, Served
+from tandem.system import ports, processes
 
 RUN = "bench"
 GIB = 2**30
@@ -274,7 +274,7 @@ def main() -> None:
     with ExitStack() as held:
         held.enter_context(sampled_memory(options.out / "memory.csv", "cuda"))
         made = held.enter_context(parts(root, model, options))
-        for name, module in (("vllm", "tandem.inference.serve"), ("publisher", "tandem.inference.publisher"),
+        for name, module in (("vllm", "tandem.inference.server.serve"), ("publisher", "tandem.inference.publisher"),
                              ("runner", "tandem.trainer.runner")):  # fmt: skip
             made.start(name, module)
         made.until("vLLM is ready", READY_SECONDS, made.healthy)

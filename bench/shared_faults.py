@@ -30,8 +30,8 @@ import tiny_model
 
 from bench.report import report
 from local_stack import ADMIN_TOKEN, API_KEY, LocalStack
-from tandem import processes
 from tandem.spool.schema import TERMINAL
+from tandem.system import processes
 
 RUN = "faults"
 PHASES = ("sleeping", "starting", "loading", "stepping", "checkpoint", "releasing", "waking")

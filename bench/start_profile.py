@@ -26,23 +26,35 @@ from pathlib import Path
 from typing import Any
 
 from bench import restart
-from tandem.trainer import worker
+from tandem.trainer.rank import worker
 
 PARTS = (
-    ("tandem.model.device", "activate"), ("tandem.trainer.session", "meet"), ("tandem.trainer.kept", "Kept.join"),
-    ("tandem.trainer.state", "check"), ("tandem.model.device", "_start_cuda"),
-    ("tandem.model.weights", "BaseWeights.__init__"), ("tandem.model.weights", "BaseWeights.connect"),
-    ("tandem.model.weights", "BaseWeights.exchange"),
-    ("tandem.trainer.kept", "load_weights"), ("tandem.trainer.kept", "_first_uses"),
-    ("tandem.trainer.kept", "_load_softmax"),
-    ("tandem.trainer.kept", "build_policy"),
-    ("tandem.trainer.kept", "AdapterOptimizer.__init__"), ("tandem.model.policy", "Policy.place"),
-    ("tandem.model.policy", "Policy.rehearse"), ("tandem.model.policy", "tree_params"),
-    ("tandem.model.attention", "TreeAttention.forward"), ("tandem.model.compiled", "Compiled._load"),
-    ("tandem.model.policy", "Policy._outputs"), ("tandem.trainer.state", "read"), ("tandem.trainer.state", "load"),
-    ("tandem.model.stream", "fill"), ("tandem.model.device", "release_cached"), ("tandem.trainer.probe", "logprobs"),
-    ("tandem.trainer.session", "train"),
-)  # fmt: skip
+    ("tandem.model.device.device", "activate"),
+    ("tandem.trainer.rank.session", "meet"),
+    ("tandem.trainer.rank.kept", "Kept.join"),
+    ("tandem.trainer.rank.checkpoint", "check"),
+    ("tandem.model.device.device", "_start_cuda"),
+    ("tandem.model.weights.base", "BaseWeights.__init__"),
+    ("tandem.model.weights.base", "BaseWeights.connect"),
+    ("tandem.model.weights.base", "BaseWeights.exchange"),
+    ("tandem.trainer.rank.kept", "load_weights"),
+    ("tandem.trainer.rank.kept", "_first_uses"),
+    ("tandem.trainer.rank.kept", "_load_softmax"),
+    ("tandem.trainer.rank.kept", "build_policy"),
+    ("tandem.trainer.rank.kept", "AdapterOptimizer.__init__"),
+    ("tandem.model.policy", "Policy.place"),
+    ("tandem.model.policy", "Policy.rehearse"),
+    ("tandem.model.policy", "tree_params"),
+    ("tandem.model.attention", "TreeAttention.forward"),
+    ("tandem.model.compiled", "Compiled._load"),
+    ("tandem.model.policy", "Policy._outputs"),
+    ("tandem.trainer.rank.checkpoint", "read"),
+    ("tandem.trainer.rank.checkpoint", "load"),
+    ("tandem.model.weights.stream", "fill"),
+    ("tandem.model.device.device", "release_cached"),
+    ("tandem.trainer.rank.probe", "logprobs"),
+    ("tandem.trainer.rank.session", "train"),
+)
 _marks: list[dict[str, Any]] = []
 
 

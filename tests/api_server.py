@@ -16,11 +16,11 @@ import httpx
 import uvicorn
 from tiny_model import write_tiny_qwen3
 
-from tandem import ports
 from tandem.config import Settings
 from tandem.controller.app import create_app
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, Probe
+from tandem.system import ports
 
 KEY = "key-one"
 BASE_MODEL = "models/tiny"

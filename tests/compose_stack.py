@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from tandem import ports
 from tandem.client import Tandem
+from tandem.system import ports
 
 ROOT = Path(__file__).parent.parent
 MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.environment import omp_waiting
+from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
 os.environ.update(omp_waiting(os.environ))
@@ -30,7 +30,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[object]:
     """This process as the only rank, on the CPU."""
-    from tandem.model import device, parallel
+    from tandem.model import parallel
+    from tandem.model.device import device
 
     device.activate("cpu")
     yield parallel.init_parallel()

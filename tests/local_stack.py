@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import tiny_model
 
-from tandem import ports
 from tandem.client import Tandem
 from tandem.spool import Spool
+from tandem.system import ports
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
 # `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.

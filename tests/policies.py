@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tandem.model.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
-from tandem.model.arch import read_arch
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
+from tandem.families.arch import read_arch
 from tandem.model.build import build_policy
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool.schema import LoraShape

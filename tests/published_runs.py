@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.inference.store import WEIGHTS_FILE
-from tandem.model.arch import read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import read_arch
+from tandem.families.identity import write_identity_adapter
+from tandem.inference.publisher.store import WEIGHTS_FILE
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape, Manifest, Probe, RunSpec
 

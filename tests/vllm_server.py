@@ -12,13 +12,13 @@ from pathlib import Path
 
 import httpx
 
-from tandem import ports
+from tandem.system import ports
 
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 
 
 class VllmServer:
-    """`python -m tandem.inference.serve` for one model, on a port of its own, which it keeps over restarts."""
+    """`python -m tandem.inference.server.serve` for one model, on a port of its own, which it keeps over restarts."""
 
     def __init__(self, directory: Path, model: Path, **environment: str) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class VllmServer:
         began = time.monotonic()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.inference.serve"],
+                [sys.executable, "-m", "tandem.inference.server.serve"],
                 env=self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

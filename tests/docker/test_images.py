@@ -100,7 +100,7 @@ def test_what_an_image_says_of_itself(image):
     assert config["StopSignal"] == "SIGTERM"
     assert config["Entrypoint"] == ["/entrypoint"]
     assert not config["Cmd"]
-    assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "tandem.health"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "python", "-m", "tandem.supervise.health"]
     assert config["Healthcheck"]["Timeout"] < config["Healthcheck"]["Interval"]
     ports = {"controller": {"8080/tcp"}, "trainer": {"9400/tcp"}, "inference": {"8000/tcp", "9401/tcp"}}
     assert set(config["ExposedPorts"]) == ports[role]

@@ -24,8 +24,8 @@ from helm.renders import (
     volume,
     with_values,
 )
-from tandem import supervision
 from tandem.controller.__main__ import GRACE_SECONDS
+from tandem.supervise import supervisord
 
 GPU_ROLES = ("trainer", "inference")
 VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}
@@ -128,7 +128,7 @@ def stop_seconds(role: str) -> int:
     """The longest that a role's container may take after SIGTERM."""
     if role == "controller":
         return GRACE_SECONDS
-    return supervision.stop_seconds(supervision.programs(role))
+    return supervisord.stop_seconds(supervisord.programs(role))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,7 +170,7 @@ def test_probes(name):
             assert paths["readiness"] == {"path": "/readyz", "port": "http"}
             continue
         commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
-        health = ["python", "-m", "tandem.health"]
+        health = ["python", "-m", "tandem.supervise.health"]
         assert commands == {"startup": [*health, "--started"], "readiness": health, "liveness": [*health, "--live"]}
         # Patient enough that one slow answer of a busy machine kills nothing.
         assert probes["liveness"]["periodSeconds"] * probes["liveness"]["failureThreshold"] >= 60

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.inference.args import server_command
+from tandem.inference.server.args import server_command
 
 
 def settings(**values: object) -> Settings:
@@ -26,7 +26,7 @@ def test_cpu() -> None:
     assert option(command.argv, "--served-model-name") == "base"
     assert option(command.argv, "--dtype") == "float32"
     assert option(command.argv, "--logprobs-mode") == "processed_logprobs"
-    assert option(command.argv, "--middleware") == "tandem.inference.guard.AdminGuard"
+    assert option(command.argv, "--middleware") == "tandem.inference.server.guard.AdminGuard"
     assert "--gpu-memory-utilization" not in command.argv
     assert "--lora-target-modules" in command.argv
     assert "lm_head" not in command.argv

@@ -14,7 +14,8 @@ from fastapi import FastAPI, WebSocket
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from tandem.inference.guard import ADMIN_HEADER, KEYED, PUBLIC, AdminGuard
+from tandem.inference.server.guard import KEYED, PUBLIC, AdminGuard
+from tandem.vllm_client.names import ADMIN_HEADER
 
 ADMIN = {ADMIN_HEADER: "s3cret-token"}
 API = {"Authorization": "Bearer the-key"}
@@ -119,7 +120,7 @@ def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> i
 def test_root_path(path: str, root_path: str, status: int) -> None:
     from starlette._utils import get_route_path
 
-    from tandem.inference.guard import route_path
+    from tandem.inference.server.guard import route_path
 
     assert _asgi(path, "", root_path) == status
     scope = {"type": "http", "path": path, "root_path": root_path}
@@ -171,6 +172,6 @@ def test_token_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_guard_needs_only_the_standard_library() -> None:
-    code = "import sys, json; import tandem.inference.guard; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json; import tandem.inference.server.guard; print(json.dumps(sorted(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "vllm", "pydantic", "httpx", "numpy"} & set(json.loads(out))

@@ -9,12 +9,12 @@ import sys
 import time
 from importlib.metadata import entry_points
 
-from tandem import processes
+from tandem.system import processes
 
 # A server that starts its engine as vLLM does on the CPU: a spawned child that loads the plugins.
 SERVER = """
 import multiprocessing, time
-from tandem.inference.plugin import register
+from tandem.inference.server.plugin import register
 
 def engine(pipe):
     register()
@@ -53,4 +53,4 @@ def test_engine_dies_with_its_server(tmp_path) -> None:
 
 def test_vllm_finds_the_plugin() -> None:
     (entry,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "tandem")
-    assert entry.value == "tandem.inference.plugin:register"
+    assert entry.value == "tandem.inference.server.plugin:register"

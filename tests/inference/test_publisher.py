@@ -20,13 +20,13 @@ import fake_vllm
 from fake_vllm import FakeVllm
 from published_runs import LORA, commit, make_run, weights_of
 from tandem.errors import Unauthorized
-from tandem.inference.admin import AdminClient
-from tandem.inference.publisher import Publisher
-from tandem.inference.store import AdapterStore
-from tandem.model.arch import read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import read_arch
+from tandem.families.identity import write_identity_adapter
+from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.publisher.store import AdapterStore
 from tandem.spool import Spool
 from tandem.spool.schema import Probe, Served
+from tandem.vllm_client.admin import AdminClient
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], list(range(40, 60))]
 

@@ -15,13 +15,14 @@ import pytest
 
 from published_runs import LORA
 from tandem.errors import Unauthorized
-from tandem.inference.admin import AdminClient, InferenceRefused, InferenceUnavailable
-from tandem.inference.guard import ADMIN_HEADER, KEYED, PUBLIC
-from tandem.inference.retention import Retention
-from tandem.model.arch import read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import read_arch
+from tandem.families.identity import write_identity_adapter
+from tandem.inference.publisher.retention import Retention
+from tandem.inference.server.guard import KEYED, PUBLIC
 from tandem.spool.schema import LoraShape
-from tandem.watchdog import parse
+from tandem.supervise.watchdog import parse
+from tandem.vllm_client.admin import AdminClient, InferenceRefused, InferenceUnavailable
+from tandem.vllm_client.names import ADMIN_HEADER
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 
 pytestmark = pytest.mark.slow

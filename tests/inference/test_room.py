@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tandem import processes
+from tandem.system import processes
 
 MIB = 2**20
-# Becomes, as `tandem.inference.serve` does, a "vLLM" that leaves a child in a session of its own.
+# Becomes, as `tandem.inference.server.serve` does, a "vLLM" that leaves a child in a session of its own.
 START = """
 import os, sys
 from tandem.config import load_settings
 from tandem.errors import TandemError
-from tandem.inference.room import make_room
-from tandem.logs import configure
+from tandem.inference.server.room import make_room
+from tandem.system.logs import configure
 configure()
 try:
     variables = make_room(load_settings(), free_seconds=float(os.environ["FREE_SECONDS"]))

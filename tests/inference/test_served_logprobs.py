@@ -13,11 +13,11 @@ import pytest
 
 from policies import linear_row, make_policy, write_random_adapter
 from published_runs import LORA, commit, make_run
-from tandem.inference.admin import AdminClient
-from tandem.inference.publisher import Publisher
-from tandem.inference.store import AdapterStore
+from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.publisher.store import AdapterStore
 from tandem.spool import Spool
 from tandem.spool.schema import Probe
+from tandem.vllm_client.admin import AdminClient
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 
 pytestmark = pytest.mark.slow

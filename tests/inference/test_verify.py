@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tandem.inference.verify import movement, verify
+from tandem.inference.publisher.verify import movement, verify
 from tandem.spool.schema import Probe
 
 RNG = np.random.default_rng(0)

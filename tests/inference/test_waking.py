@@ -15,11 +15,11 @@ from fake_vllm import FakeVllm
 from published_runs import make_run
 from runner import fake_gpu
 from tandem.config import Settings
-from tandem.inference.admin import AdminClient, InferenceRefused
-from tandem.inference.publisher import Publisher
-from tandem.inference.store import AdapterStore
-from tandem.inference.waking import SharedTurns
+from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.publisher.store import AdapterStore
 from tandem.spool import Spool
+from tandem.vllm_client.admin import AdminClient, InferenceRefused
+from tandem.vllm_client.waking import SharedTurns
 
 MIB = 2**20
 # A runner that holds the spool's lock, writes a hold, and says so; it ends with its standard input.

@@ -17,7 +17,6 @@ import pytest
 
 from metrics.metric_tools import Scraped, fetch, rig, until
 from spool.spool_tools import spool_with_run
-from tandem import ports
 from tandem.config import Settings
 from tandem.metrics import collector
 from tandem.metrics.catalogue import BY_NAME
@@ -27,7 +26,8 @@ from tandem.metrics.host import BuildCollector, SupervisorCollector, VolumesColl
 from tandem.metrics.samples import Counts, Distribution
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
-from tandem.supervision import Status
+from tandem.supervise.supervisord import Status
+from tandem.system import ports
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
 from tandem.errors import CheckpointDamaged
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
-from tandem.model.arch import arch_from_config
-from tandem.model.files import read_adapter
-from tandem.model.identity import write_identity_adapter
+from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.families.arch import arch_from_config
+from tandem.families.identity import write_identity_adapter
+from tandem.model.weights.adapter_files import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import SHAPE
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from tandem.errors import InvalidInput, UnknownArchitecture
-from tandem.model.adapter import adapter_shapes
-from tandem.model.arch import FAMILIES, RopeScaling, arch_from_config, lora_modules, read_arch
-from tandem.model.arch import MoE as MoeShape
+from tandem.families.adapter import adapter_shapes
+from tandem.families.arch import FAMILIES, RopeScaling, arch_from_config, lora_modules, read_arch
+from tandem.families.arch import MoE as MoeShape
 from tandem.spool.schema import LoraShape
 from tiny import MOE, SHAPE, write_random_model
 
@@ -134,6 +134,6 @@ def test_lora_modules_and_shapes():
 
 
 def test_the_controllers_part_of_the_model_needs_no_torch():
-    code = "import sys, tandem.model.arch, tandem.model.identity; print({'torch', 'megatron'} & set(sys.modules))"
+    code = "import sys, tandem.families.arch, tandem.families.identity; print({'torch', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from policies import make_policy, write_random_adapter
 from tandem.model import attention
 from tandem.model.policy import row_tensors
-from tandem.trainer import probe
+from tandem.trainer.rank import probe
 from tiny import write_random_model
 
 

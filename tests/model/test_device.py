@@ -14,11 +14,11 @@ from tiny import write_random_model
 BUILD = """
 import sys, torch, traceback
 from tandem.model import device, parallel
-from tandem.model.arch import read_arch
+from tandem.families.arch import read_arch
 from tandem.model.build import build_policy
 from tandem.spool.schema import LoraShape
-from tandem.trainer.memory import MemoryWatch
-from tandem.trainer.metrics import Phases
+from tandem.training.memory import MemoryWatch
+from tandem.training.phases import Phases
 
 class Asked(Exception): ...
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from ranks import run_ranks
-from tandem.model import device
-from tandem.model.arch import read_arch
-from tandem.model.weights import BaseWeights
+from tandem.families.arch import read_arch
+from tandem.model.device import device
+from tandem.model.weights.base import BaseWeights
 from tiny import write_random_model
 
 RANK = """
 import json, os, sys, torch
 from pathlib import Path
 from tandem.model import device, parallel
-from tandem.model.arch import read_arch
-from tandem.model.weights import BaseWeights, load_weights
+from tandem.families.arch import read_arch
+from tandem.model.weights.base import BaseWeights, load_weights
 device.activate(sys.argv[2], int(os.environ["LOCAL_RANK"]))
 parallel.init_parallel(timeout_seconds=300)
 group = parallel.data_parallel_group() if sys.argv[2] == "cpu" else parallel.reading_group()

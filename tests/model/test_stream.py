@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.errors import InvalidInput
-from tandem.model import device, stream
-from tandem.model.stream import Piece, fill, headers
+from tandem.model.device import device
+from tandem.model.weights import stream
+from tandem.model.weights.stream import Piece, fill, headers
 
 
 @pytest.fixture(autouse=True)

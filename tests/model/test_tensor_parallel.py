@@ -10,8 +10,8 @@ import torch
 from policies import LORA, assert_close, make_policy, write_random_adapter
 from ranks import run_ranks
 from tandem.errors import InvalidInput
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model import parallel
-from tandem.model.adapter import WEIGHTS_FILE
 from tiny import write_random_model
 from tp_rank import outputs_and_gradients
 

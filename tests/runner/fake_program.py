@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from tandem import logs
+from tandem.system import logs
 
 
 def main(name: str) -> None:

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from tandem.processes import die_with_parent
 from tandem.spool import Spool
+from tandem.system.processes import die_with_parent
 
 
 def preload():

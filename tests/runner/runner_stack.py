@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem import processes
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, Job, LoraShape, PackedData, RunSpec, SFTJob
+from tandem.system import processes
 
 HERE = Path(__file__).parent
 

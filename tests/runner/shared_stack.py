@@ -10,7 +10,7 @@ import httpx
 from fake_vllm import ADMIN_TOKEN, API_KEY
 from runner import fake_gpu
 from runner.runner_stack import HERE, Stack
-from tandem import ports, processes
+from tandem.system import ports, processes
 
 MIB = 2**20
 

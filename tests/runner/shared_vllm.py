@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fake_vllm import FakeVllm
 from runner import fake_gpu
-from tandem import logs
 from tandem.config import load_settings
-from tandem.inference.room import make_room
+from tandem.inference.server.room import make_room
+from tandem.system import logs
 
 
 def main() -> None:

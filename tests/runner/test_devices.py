@@ -6,8 +6,8 @@ import pytest
 
 from runner.runner_stack import Stack
 from tandem.config import Settings
-from tandem.devices import FREE_BYTES, MIB, Devices
 from tandem.errors import InvalidInput
+from tandem.system.gpus import FREE_BYTES, MIB, Devices
 
 ROWS = "0, GPU-aaaa1111, 3\n1, GPU-bbbb2222, 70000\n2, GPU-bbcc3333, 0\n"
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runner.runner_stack import Stack
-from tandem.trainer.echo import Echo
+from tandem.trainer.runner.echo import Echo
 
 
 @pytest.fixture

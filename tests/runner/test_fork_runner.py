@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runner.runner_stack import HERE, Stack
-from tandem import processes
+from tandem.system import processes
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tandem.config import Settings
-from tandem.gpupath import describe, topology
+from tandem.system.gpu_links import describe, topology
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

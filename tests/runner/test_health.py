@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tandem import ports
 from tandem.config import Settings
-from tandem.health import troubles
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
-from tandem.supervision import Status
+from tandem.supervise.health import troubles
+from tandem.supervise.supervisord import Status
+from tandem.system import ports
 
 HERE = Path(__file__).parent
 START = """
 import os, sys
 from tandem.config import Settings
-from tandem.supervision import Program
-from tandem.up import up
+from tandem.supervise.supervisord import Program
+from tandem.supervise.up import up
 names = os.environ["NAMES"].split()
 modules = ["fake_program_a", "fake_program_b"]
 sys.exit(up(Settings(), os.environ["ROLE"], [Program(n, m, i, 2) for i, (n, m) in enumerate(zip(names, modules))]))
@@ -34,8 +34,10 @@ sys.exit(up(Settings(), os.environ["ROLE"], [Program(n, m, i, 2) for i, (n, m) i
 
 def check(environment, role):
     """(exit status, the line)"""
-    done = subprocess.run([sys.executable, "-m", "tandem.health"], check=False, env=environment | {"TANDEM_ROLE": role},
-                          capture_output=True, text=True, timeout=30)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.supervise.health"],
+        check=False, env=environment | {"TANDEM_ROLE": role}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
     return done.returncode, done.stdout.strip()
@@ -135,7 +137,7 @@ def test_a_controller_is_healthy_when_it_is_ready(tmp_path):
 def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
     Spool.create(tmp_path)
     found = {"runner": Status("runner", "BACKOFF", 0), "exporter": Status("exporter", "FATAL", 0)}
-    monkeypatch.setattr("tandem.health.statuses", lambda settings: found)
+    monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: found)
     assert next(troubles(Settings(root=tmp_path), "trainer")) == "runner is BACKOFF"
     del found["runner"]
     assert next(troubles(Settings(root=tmp_path), "trainer")) == "runner is absent"
@@ -144,7 +146,7 @@ def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
 def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
     spool, now = Spool.create(tmp_path), time.time()
     running = {name: Status(name, "RUNNING", 1) for name in ("vllm", "publisher")}
-    monkeypatch.setattr("tandem.health.statuses", lambda settings: running)
+    monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: running)
     settings = Settings(root=tmp_path, gpu_mode="shared")
     code = f"""if True:
         import sys

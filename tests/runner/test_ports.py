@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from tandem.errors import Conflict
-from tandem.ports import reserve
+from tandem.system.ports import reserve
 
 
 def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def checkpoints(tmp_path, launch: str, ranks: int) -> list[dict[str, str]]:
     """sha256 of every file of the checkpoints that an SFT job and an RL job after it make."""
-    stack = Stack(tmp_path / f"{launch}-{ranks}", launch, ranks, entry="tandem.trainer.worker")
+    stack = Stack(tmp_path / f"{launch}-{ranks}", launch, ranks, entry="tandem.trainer.rank.worker")
     # One path for all: the base model's is written into the adapter's configuration.
     model = tmp_path / "model"
     if not model.exists():

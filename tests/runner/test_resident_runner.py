@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.runner_stack import HERE, Stack
-from tandem import processes
+from tandem.system import processes
 
 
 @pytest.fixture(scope="module")

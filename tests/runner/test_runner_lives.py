@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.runner_stack import Stack, read_lease_pids
-from tandem import processes
-from tandem.trainer import runner
+from tandem.system import processes
+from tandem.trainer.runner import loop
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(make):
     stack.until_beating(job_id)
     begin = time.monotonic()
     assert stack.stop() == 0
-    assert time.monotonic() - begin < runner.STOP_SECONDS
+    assert time.monotonic() - begin < loop.STOP_SECONDS
     assert stack.marked() == []
     state, job = stack.spool.jobs.get(job_id)
     assert (state, job.attempt, job.stopped, job.last_error.type) == ("queued", 1, 1, "runner_stopped")
@@ -156,7 +156,7 @@ def test_a_really_full_volume(make, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", volume]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mounting needs privileges that are not here")
-    stack = make(log=tmp_path / "runner.log")
+    stack = make(log=tmp_path / "loop.log")
     try:
         stack.run()
         job_id = stack.submit("run", do="wait", until=1, attempts=1)

@@ -10,8 +10,8 @@ import pytest
 from fake_vllm import ADMIN_TOKEN
 from runner import fake_gpu
 from runner.shared_stack import MIB, SharedStack
-from tandem import processes
-from tandem.trainer import runner
+from tandem.system import processes
+from tandem.trainer.runner import loop
 
 CYCLE = ["vllm falls asleep", "vllm sleeps", "rank runs", "vllm wakes", "vllm is awake"]
 
@@ -207,8 +207,8 @@ def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
     job_id = stack.submit("run", do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
     begin = time.monotonic()
-    assert stack.stop(timeout=runner.STOP_SECONDS) == 0
-    assert time.monotonic() - begin < runner.STOP_SECONDS
+    assert stack.stop(timeout=loop.STOP_SECONDS) == 0
+    assert time.monotonic() - begin < loop.STOP_SECONDS
     assert stack.spool.jobs.get(job_id)[0] == "queued"
     awake_and_unheld(stack)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.runner_stack import Stack
-from tandem import processes
+from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
 
 pytestmark = pytest.mark.slow

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tandem import ports, processes
-from tandem.supervision import runtime_dir
+from tandem.supervise.supervisord import runtime_dir
+from tandem.system import ports, processes
 
 HERE = Path(__file__).parent
 START = """
 import os, sys
 from tandem.config import Settings
-from tandem.supervision import Program
-from tandem.up import up
-module = sys.modules['tandem.up']
+from tandem.supervise.supervisord import Program
+from tandem.supervise.up import up
+module = sys.modules['tandem.supervise.up']
 module.CRASHES = int(os.environ.get("FAKE_CRASHES", 2))
 module.TRY_AGAIN_SECONDS = 3
 essential = "FAKE_B_EXTRA" not in os.environ

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tandem import processes
+from tandem.system import processes
 
 HERE = Path(__file__).parent
 START = """
 import sys
 from tandem.config import Settings
-from tandem.supervision import Program
-from tandem.up import up
+from tandem.supervise.supervisord import Program
+from tandem.supervise.up import up
 sys.exit(up(Settings(), "trainer", [Program("a", "fake_program_a", 1, 2), Program("b", "fake_program_b", 2, 2)]))
 """
 # What the interpreter needs may lie where only root looks: it gets other parents, in this mount namespace only.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem import ports, processes
-from tandem.watchdog import Progress, Sample, parse
+from tandem.supervise.watchdog import Progress, Sample, parse
+from tandem.system import ports, processes
 
 HERE = Path(__file__).parent
 LIFE = (7, 1)
@@ -102,8 +102,8 @@ def test_time_in_which_nobody_watched_does_not_count():
 START = """
 import sys
 from tandem.config import Settings
-from tandem.supervision import Program
-from tandem.up import up
+from tandem.supervise.supervisord import Program
+from tandem.supervise.up import up
 sys.exit(up(Settings(), "inference", [Program("vllm", "fake_program_v", 1, 2, port="inference")]))
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem import ports
+from tandem.system import ports
 
 ROOT = Path(__file__).parent.parent.parent
 

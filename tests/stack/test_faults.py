@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from local_stack import ADMIN_TOKEN, API_KEY, LocalStack, until
-from tandem import processes
 from tandem.errors import SpoolUnusable
 from tandem.spool.schema import TERMINAL, Event
+from tandem.system import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"

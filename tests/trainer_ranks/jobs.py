@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
-from tandem.model import device, parallel
-from tandem.model.arch import read_arch
-from tandem.model.identity import write_identity_adapter
+from tandem.families.arch import read_arch
+from tandem.families.identity import write_identity_adapter
+from tandem.model import parallel
+from tandem.model.device import device
 from tandem.spool import Spool
 from tandem.spool.schema import (
     Beat,
@@ -34,7 +35,7 @@ from tandem.spool.schema import (
     SFTJob,
     SFTLoss,
 )
-from tandem.trainer import worker
+from tandem.trainer.rank import worker
 from tiny import SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
@@ -160,7 +161,16 @@ def run_here(spool: Spool, job_id: str) -> Path:
 def run_in_process(spool: Spool, job_id: str) -> Path:
     """As `run_here`, in a new process."""
     job = claim(spool, job_id)
-    command = [sys.executable, "-m", "tandem.trainer.worker", "--root", str(spool.root), "--job", job_id, "--attempt=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tandem.trainer.rank.worker",
+        "--root",
+        str(spool.root),
+        "--job",
+        job_id,
+        "--attempt=1",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     finish(spool, job)

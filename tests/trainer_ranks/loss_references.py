@@ -1,6 +1,6 @@
 """The losses again, from their papers, in float64 NumPy: value and analytic gradient, token by token in plain loops.
 
-Nothing here is shared with `tandem.trainer.losses`. `lp`, `old`, `sampler`, `ref`, `adv`, `entropy` are float64 [n],
+Nothing here is shared with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`, `entropy` are float64 [n],
 `sequences`, `trajectories`, `groups` are lists of index arrays that partition the items.
 """
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from tandem.model import device
+from tandem.model.device import device
 from tandem.model.policy import Policy
-from tandem.trainer import kept, state, worker
-from tandem.trainer.memory import MemoryWatch
-from tandem.trainer.optimizer import AdapterOptimizer
+from tandem.trainer.rank import checkpoint, kept, worker
+from tandem.training.memory import MemoryWatch
+from tandem.training.optimizer import AdapterOptimizer
 
 KINDS = ("base", "other", "lora", "gradients", "moments", "read")
 
@@ -90,7 +90,7 @@ def measure(at: str, phase: str | None = None, told: dict[str, int] | None = Non
 def watch() -> None:
     """Measure wherever the rank's own report does; its numbers are taken first."""
     begin, end, floor, build = MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor, AdapterOptimizer.__init__
-    read_state = state.read
+    read_state = checkpoint.read
 
     def measured_begin(self: MemoryWatch) -> None:
         measure("begin")
@@ -110,12 +110,12 @@ def watch() -> None:
         build(self, policy, *more, **options)
         made[:] = [(policy, self)]
 
-    def noted_read(checked: state.Checked) -> state.State:
+    def noted_read(checked: checkpoint.Checked) -> checkpoint.State:
         found = read_state(checked)
         read.extend(map(weakref.ref, [*found.adapter.values(), *(found.optimizer or {}).values()]))
         return found
 
-    kept.ThreadPoolExecutor, state.read = Followed, noted_read
+    kept.ThreadPoolExecutor, checkpoint.read = Followed, noted_read
     MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor = measured_begin, measured_end, measured_floor
     AdapterOptimizer.__init__ = noted
 

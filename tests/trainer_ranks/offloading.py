@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from policies import linear_row, make_policy, write_random_adapter
-from tandem.model import device
+from tandem.model.device import device
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
-from tandem.trainer.optimizer import AdapterOptimizer
+from tandem.training.optimizer import AdapterOptimizer
 
 SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1)
 

@@ -4,7 +4,7 @@ import os
 import sys
 
 from tandem.model import parallel
-from tandem.trainer import session, worker
+from tandem.trainer.rank import session, worker
 from trainer_ranks import jobs
 
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # ranks rehearse together

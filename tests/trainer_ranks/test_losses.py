@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.spool.schema import RLLoss
-from tandem.trainer import losses
+from tandem.training import losses
 from trainer_ranks import loss_references as reference
 
 CONSTANT = 17.0

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tandem.metrics.catalogue import PHASES
-from tandem.model import device
+from tandem.model.device import device
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RLLoss
-from tandem.trainer import session, steps, worker
-from tandem.trainer.memory import MemoryWatch
-from tandem.trainer.metrics import Phases
+from tandem.trainer.rank import session, worker
+from tandem.training import steps
+from tandem.training.memory import MemoryWatch
+from tandem.training.phases import Phases
 from trainer_ranks import jobs
 
 

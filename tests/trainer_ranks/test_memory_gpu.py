@@ -26,11 +26,11 @@ import tandem
 from runner.runner_stack import HERE, Stack
 from tandem.client.memory import by_attempt
 from tandem.config import Settings
-from tandem.devices import FREE_BYTES, Devices
-from tandem.model.adapter import adapter_shapes
-from tandem.model.arch import read_arch
-from tandem.model.weights import SEGMENT
+from tandem.families.adapter import adapter_shapes
+from tandem.families.arch import read_arch
+from tandem.model.weights.base import SEGMENT
 from tandem.spool import Spool
+from tandem.system.gpus import FREE_BYTES, Devices
 from trainer_ranks import jobs
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")]
@@ -200,7 +200,7 @@ def gpu() -> Devices:
 def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, gpu: Devices, tmp_path: Path) -> None:
     """With the fork server still there; and the job's report agrees with nvidia-smi."""
     idle = gpu.used()
-    stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.worker")
+    stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.rank.worker")
     path = [str(Path(tandem.__file__).parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     stack.environment |= {
         "TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "0", "PYTHONPATH": os.pathsep.join(path),

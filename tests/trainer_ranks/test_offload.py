@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.model import device, parallel
-from tandem.model.offload import Offload
+from tandem.model import parallel
+from tandem.model.device import device
+from tandem.model.device.offload import Offload
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape
-from tandem.trainer import worker
-from tandem.trainer.kept import Kept
+from tandem.trainer.rank import worker
+from tandem.trainer.rank.kept import Kept
 from trainer_ranks import jobs
 from trainer_ranks.offloading import SETTINGS, Training, adapter_for, same, total
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.model import device, parallel
-from tandem.trainer import state
+from tandem.model import parallel
+from tandem.model.device import device
+from tandem.trainer.rank import checkpoint
 from trainer_ranks.offloading import Training, adapter_for, same, total
 
 pytestmark = pytest.mark.gpu
@@ -105,11 +106,11 @@ def test_offloading_after_a_save_gives_back_what_it_gave_before(training, tmp_pa
     training.step(0, LENGTH)
     training.optimizer.zero_grad()
     before = allocated()
-    saved = state.snapshot(training.policy, training.optimizer)
+    saved = checkpoint.snapshot(training.policy, training.optimizer)
     previous = tmp_path / "previous"
     previous.mkdir()
     (previous / "adapter_config.json").write_text("{}")
-    state.stage(saved, previous, tmp_path / "staged")
+    checkpoint.stage(saved, previous, tmp_path / "staged")
     assert allocated() == before
     del saved
     training.offload("both")

@@ -12,7 +12,7 @@ from tandem.data.prepare import prepare_rl
 from tandem.data.trajectories import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import RLLoss
-from tandem.trainer.schedule import denominators, plan_steps
+from tandem.training.schedule import denominators, plan_steps
 from trainer_ranks.jobs import VOCAB, random_groups
 
 

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file
 
 from tandem.data.trajectories import Group, Trajectory, Turn
 from tandem.errors import CheckpointDamaged, InvalidInput
-from tandem.model.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer import kept, session, state, worker
+from tandem.trainer.rank import checkpoint, kept, session, worker
 from trainer_ranks import jobs
 
 
@@ -114,10 +114,10 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
     monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "rehearse", rehearsing)
     monkeypatch.setattr(kept, "load_weights", load_late)
-    for number, checkpoint in enumerate(plain):
+    for number, expected in enumerate(plain):
         rehearsed.clear()
         job = jobs.submit_rl(spool, "rehearsed", f"rehearsed-{number}")
-        assert jobs.same_bytes(jobs.run_here(spool, job), checkpoint)
+        assert jobs.same_bytes(jobs.run_here(spool, job), expected)
         loaded = next(event for event in spool.events.read(job) if event.type == "loaded")
         assert "rehearsal" in loaded.data["seconds"]
     assert read == [True, True]
@@ -393,14 +393,14 @@ def test_sft_normalisations_differ(spool: Spool) -> None:
     assert jobs.steps_of(spool, "token")[0]["loss"] != jobs.steps_of(spool, "trajectory")[0]["loss"]
 
 
-@pytest.mark.parametrize("name", [WEIGHTS_FILE, state.OPTIMIZER_FILE])
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, checkpoint.OPTIMIZER_FILE])
 def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "previous").mkdir()
     (tmp_path / "previous" / CONFIG_FILE).write_text("{}")
-    saved = state.State({"a": torch.ones(3)}, {"b": torch.zeros(2)})
-    state.stage(saved, tmp_path / "previous", tmp_path / "good")
+    saved = checkpoint.State({"a": torch.ones(3)}, {"b": torch.zeros(2)})
+    checkpoint.stage(saved, tmp_path / "previous", tmp_path / "good")
     assert load_file(tmp_path / "good" / WEIGHTS_FILE)["a"].tolist() == [1, 1, 1]
     write = Path.write_bytes
 
@@ -409,4 +409,4 @@ def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
 
     monkeypatch.setattr(Path, "write_bytes", flip)
     with pytest.raises(CheckpointDamaged, match=f"{name} does not read back"):
-        state.stage(saved, tmp_path / "previous", tmp_path / "bad")
+        checkpoint.stage(saved, tmp_path / "previous", tmp_path / "bad")

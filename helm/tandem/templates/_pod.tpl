@@ -235,7 +235,7 @@ volumeMounts:
 {{/* (dict "root" $ "role" "trainer"): the container of a role's programs. */}}
 {{- define "tandem.container" -}}
 {{- $role := index .root.Values .role -}}
-{{- $health := list "python" "-m" "tandem.health" -}}
+{{- $health := list "python" "-m" "tandem.supervise.health" -}}
 - name: {{ .role }}
   image: {{ include "tandem.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}

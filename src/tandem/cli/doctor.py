@@ -227,7 +227,7 @@ def _gpus() -> list[str]:
 
 
 def model_checks(settings: Settings) -> Iterator[Check]:
-    from tandem.model.arch import read_arch  # late: numpy-free, but only this check needs it
+    from tandem.families.arch import read_arch  # late: numpy-free, but only this check needs it
 
     if settings.base_model is None:
         yield Check("fail", "base model", "TANDEM_BASE_MODEL is not set", "name a Hugging Face directory or a hub name")

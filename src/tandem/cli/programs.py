@@ -23,8 +23,8 @@ def up(
     TANDEM_BASE_MODEL names the model, TANDEM_ROOT the directory where everything is kept. Exit status: 0 stopped; 2
     wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
-    from tandem.supervision import Role
-    from tandem.up import up as start  # late: only this command needs supervisord
+    from tandem.supervise.supervisord import Role
+    from tandem.supervise.up import up as start  # late: only this command needs supervisord
 
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
     try:
@@ -52,7 +52,7 @@ def runner() -> None:
 
 def serve() -> None:
     """Run vLLM as the deployment's settings say."""
-    _become("tandem.inference.serve")
+    _become("tandem.inference.server.serve")
 
 
 def publisher() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tandem.devices import beyond
 from tandem.spool.schema import Event, RankMemory
+from tandem.system.gpus import beyond
 
 KINDS = ("allocated", "reserved", "device_used", "host_pinned", "peak")
 """Of the bytes in `RankMemory`."""

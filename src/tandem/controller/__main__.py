@@ -14,7 +14,7 @@ from tandem.config import Settings, load_settings, split_keys
 from tandem.controller.app import create_app
 from tandem.controller.gate import is_loopback
 from tandem.errors import TandemError, Unauthorized
-from tandem.logs import as_json, configure
+from tandem.system.logs import as_json, configure
 
 # Requests under way when the process is told to stop get this long, in seconds; the spool loses nothing either way.
 GRACE_SECONDS = 10

@@ -10,9 +10,9 @@ from fastapi import Depends, Request
 
 from tandem.config import Settings, resolve_model
 from tandem.errors import InvalidInput
+from tandem.families.arch import Arch, read_arch
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.samples import Counts
-from tandem.model.arch import Arch, read_arch
 from tandem.spool import Spool
 
 # Parsing and packing a batch takes a core and several times the request's size in memory: two at a time, others wait.

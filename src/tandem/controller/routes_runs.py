@@ -14,7 +14,7 @@ from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
 from tandem.controller.submit import check_run, lora_of, submit
 from tandem.errors import Conflict
-from tandem.model.identity import write_identity_adapter
+from tandem.families.identity import write_identity_adapter
 from tandem.spool.schema import Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])

@@ -13,7 +13,7 @@ from tandem.controller.refusals import invalid_body
 from tandem.controller.schemas import RLRequest, SFTRequest, TrainRequest
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
-from tandem.model.arch import EXPERT_TARGETS
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.spool.schema import Job, JobSpec, LoraShape, RLJob, RunSpec, SFTJob
 
 _request: TypeAdapter[RLRequest | SFTRequest] = TypeAdapter(TrainRequest)

@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector as PrometheusCollector
 from pydantic import ValidationError
 
 from tandem.errors import TandemError
-from tandem.logs import Log
 from tandem.metrics.catalogue import BY_NAME, CATALOGUE, STALE_SECONDS, CollectorName, Metric
 from tandem.metrics.samples import Counts, Gauges, LabelValues, Series, Value, families
+from tandem.system.logs import Log
 
 log = Log("exporter")
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
-from tandem.logs import Log, configure
 from tandem.metrics.catalogue import BOTH, Exporter
 from tandem.metrics.collector import Collector, Loop, Scrape
 from tandem.metrics.demo import pages as demo_pages
@@ -27,7 +26,8 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector, Publish
 from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
-from tandem.supervision import current_role
+from tandem.supervise.supervisord import current_role
+from tandem.system.logs import Log, configure
 
 log = Log("exporter")
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import tandem
-from tandem import processes
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.metrics.catalogue import PROGRAM_STATES, CollectorName
 from tandem.metrics.collector import Collector, PartlyFailed
 from tandem.metrics.samples import Gauges
 from tandem.spool import Spool
-from tandem.supervision import Status, statuses
+from tandem.supervise.supervisord import Status, statuses
+from tandem.system import processes
 
 PROBE_SECONDS = 60.0
 """Between two writes to the shared volume."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tandem.devices import beyond
 from tandem.metrics.catalogue import ERRORS, PHASES, CollectorName
 from tandem.metrics.collector import Collector, PartlyFailed, each
 from tandem.metrics.samples import Gauges
 from tandem.spool import Spool
 from tandem.spool.jobfiles import PENDING
 from tandem.spool.schema import TERMINAL, Event, JobState
+from tandem.system.gpus import beyond
 
 # What is told of the last optimizer step, and the step's own name for it.
 _LAST_STEP = {

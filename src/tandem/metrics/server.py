@@ -36,7 +36,7 @@ class MetricsServer(ThreadingHTTPServer):
 
     @override
     def server_bind(self) -> None:
-        # `tandem up` holds the number for us (tandem.ports), and a connection of before may still linger on it.
+        # `tandem up` holds the number for us (tandem.system.ports), and a connection of before may still linger on it.
         self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)  # without looking up the host's name, which may take seconds
         self.server_address = self.socket.getsockname()

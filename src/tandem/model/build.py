@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.model import device, recompute_fix
-from tandem.model.arch import Arch
+from tandem.families.arch import Arch
+from tandem.model import recompute_fix
 from tandem.model.attention import TreeAttention
+from tandem.model.device import device
 from tandem.model.experts import Experts, ExpertsLayer
 from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
 from tandem.model.mcore import (
@@ -37,7 +38,7 @@ from tandem.model.mcore import (
     parallel_state,
 )
 from tandem.model.policy import Policy
-from tandem.model.weights import BaseWeights, check_cut
+from tandem.model.weights.base import BaseWeights, check_cut
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]

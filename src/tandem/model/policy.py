@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tandem.model import device
-from tandem.model.adapter import adapter_shapes, key_a, key_b, stacked_name
-from tandem.model.allocation import allocate
-from tandem.model.arch import Arch
+from tandem.families.adapter import adapter_shapes, key_a, key_b, stacked_name
+from tandem.families.arch import Arch
 from tandem.model.attention import Kernel, rotation, tree_params
+from tandem.model.device import device
+from tandem.model.device.allocation import allocate
+from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
-from tandem.model.files import read_adapter
 from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
 from tandem.model.lora import LoraLinear, LoraTensor, Switch
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
-from tandem.model.offload import Offload
-from tandem.model.weights import load_weights, model_directory
+from tandem.model.weights.adapter_files import read_adapter
+from tandem.model.weights.base import load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ class RunSpec(Record):
 
 
 class RLLoss(Record):
-    """The policy loss. Formulas and sources: `tandem.trainer.losses`."""
+    """The policy loss. Formulas and sources: `tandem.training.losses`."""
 
     policy: Literal["cispo", "ppo", "gspo"] = "cispo"
     # Ratio bounds are [1 - clip_low, 1 + clip_high]; None means the policy's own default (see `clip_bounds`).

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.config import Settings
-from tandem.environment import of as variables_of
-from tandem.environment import omp_waiting
-from tandem.processes import Process
+from tandem.system.environment import of as variables_of
+from tandem.system.environment import omp_waiting
+from tandem.system.processes import Process
 
-DEFAULT_ENTRY = "tandem.trainer.worker"
+DEFAULT_ENTRY = "tandem.trainer.rank.worker"
 """Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; `preload()` imports what a rank needs."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}

@@ -16,9 +16,9 @@ import subprocess
 import sys
 from typing import Any
 
-from tandem import processes
-from tandem.logs import Log
-from tandem.processes import Process
+from tandem.system import processes
+from tandem.system.logs import Log
+from tandem.system.processes import Process
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.fingerprint import fingerprint
 

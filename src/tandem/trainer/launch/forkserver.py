@@ -36,9 +36,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.processes import adopt_orphans, describe_exit, die_with_parent
+from tandem.system.processes import adopt_orphans, describe_exit, die_with_parent
 from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch
-from tandem.trainer.launch.rank import redirect, run
+from tandem.trainer.launch.bootstrap import redirect, run
 
 _POLL_SECONDS = 0.02
 

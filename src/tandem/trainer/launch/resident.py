@@ -16,9 +16,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-from tandem import processes
-from tandem.logs import Log
-from tandem.processes import Process
+from tandem.system import processes
+from tandem.system.logs import Log
+from tandem.system.processes import Process
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.fingerprint import fingerprint
 from tandem.trainer.launch.torchrun import TorchrunHandle, torchrun
@@ -76,7 +76,7 @@ class _Ranks:
         self._listener.listen(count)
         self._connections: list[_Connection] = []
         self._message = b""
-        rank = ["-m", "tandem.trainer.launch.rank", "--entry", entry, "--control", str(path)]
+        rank = ["-m", "tandem.trainer.launch.bootstrap", "--entry", entry, "--control", str(path)]
         self.agent = TorchrunHandle(self._directory, [*torchrun(count, "resident"), *rank], environment)
         self._closed = False
 

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from tandem import processes
-from tandem.processes import Process
+from tandem.system import processes
+from tandem.system.processes import Process
 from tandem.trainer.launch import Launch
 
 _MARKER = "TANDEM_ATTEMPT"
@@ -90,7 +90,7 @@ class TorchrunHandle:
 def command(launch: Launch) -> list[str]:
     """The whole command line of one attempt."""
     return [
-        *torchrun(launch.ranks, f"{launch.job}-{launch.attempt}"), "-m", "tandem.trainer.launch.rank",
+        *torchrun(launch.ranks, f"{launch.job}-{launch.attempt}"), "-m", "tandem.trainer.launch.bootstrap",
         "--entry", launch.entry, "--root", str(launch.root), "--job", launch.job, "--attempt", str(launch.attempt),
         "--work", str(launch.work),
     ]  # fmt: skip

@@ -1,0 +1,107 @@
+"""The adapter's files: PEFT's own format, names and shapes. No torch here.
+
+`adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear layer:
+`lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha / rank * B (A x)`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointDamaged
+from tandem.families.arch import Arch, lora_modules
+from tandem.spool.schema import LoraShape
+
+_EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def key_a(module: str) -> str:
+    """PEFT's name of A of the linear layer at Hugging Face path `module`."""
+    return f"base_model.model.{module}.lora_A.weight"
+
+
+def key_b(module: str) -> str:
+    return f"base_model.model.{module}.lora_B.weight"
+
+
+def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
+    """Every tensor an adapter of this shape consists of: PEFT key -> shape, in layer order, A before B."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for module, (in_features, out_features) in lora_modules(arch, lora).items():
+        shapes[key_a(module)] = (lora.rank, in_features)
+        shapes[key_b(module)] = (out_features, lora.rank)
+    return shapes
+
+
+def stacked_name(key: str) -> str:
+    """What holds the tensor of PEFT key `key` in the policy: the key itself, or with `*` for the expert's number the
+    stack of all experts of the layer, in their order."""
+    return _EXPERT.sub(r"\1*\2", key)
+
+
+def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:
+    """Write `adapter_config.json` as PEFT and vLLM read it."""
+    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_config(directory: Path, lora: LoraShape) -> None:
+    """Raises CheckpointDamaged where the adapter's config is missing, unreadable or of another shape than `lora`."""
+    path = directory / CONFIG_FILE
+    try:
+        config: Any = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointDamaged(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointDamaged(f"{path} holds no JSON object")
+    # PEFT may write target_modules as a list in any order; the other keys change the formula if they are set.
+    targets = config.get("target_modules")
+    actual = {
+        "peft_type": config.get("peft_type"),
+        "r": config.get("r"),
+        "lora_alpha": config.get("lora_alpha"),
+        "target_modules": sorted(map(str, targets)) if isinstance(targets, list) else targets,
+        "bias": config.get("bias", "none"),
+        **{key: config.get(key) or None for key in _CHANGE_THE_FORMULA},
+    }
+    expected = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "bias": "none",
+        **dict.fromkeys(_CHANGE_THE_FORMULA),
+    }
+    for key, value in expected.items():
+        if actual[key] != value:
+            raise CheckpointDamaged(f"{path}: {key} is {actual[key]!r}, the run's is {value!r}")
+
+
+_CHANGE_THE_FORMULA = (
+    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
+    "layers_to_transform", "exclude_modules", "target_parameters",
+)  # fmt: skip

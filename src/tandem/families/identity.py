@@ -1,0 +1,33 @@
+"""The adapter of step 0: it changes nothing. Made from the config alone, on the CPU, without torch (R1)."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tandem.families.adapter import WEIGHTS_FILE, key_a, key_b, write_adapter_config
+from tandem.families.arch import Arch, lora_modules
+from tandem.spool.schema import LoraShape
+
+__all__ = ["write_adapter_config", "write_identity_adapter"]
+
+
+def write_identity_adapter(directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int) -> None:
+    """Write both adapter files into `directory`, which exists.
+
+    As PEFT initialises: B is zero, A is Kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)). Every A
+    has its own random stream, drawn from `seed` and the layer's name: the same seed gives the same bytes anywhere.
+    """
+    tensors = {}
+    for module, (in_features, out_features) in lora_modules(arch, lora).items():
+        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(module.encode())])))
+        bound = in_features**-0.5
+        uniform = stream.random((lora.rank, in_features), dtype=np.float32)
+        tensors[key_a(module)] = (uniform * np.float32(2 * bound) - np.float32(bound)).astype(np.float32)
+        tensors[key_b(module)] = np.zeros((out_features, lora.rank), dtype=np.float32)
+    # PEFT's own files carry this metadata; without it some readers refuse the file.
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_adapter_config(directory, lora, base_model)

@@ -1,0 +1,152 @@
+"""Adam on the LoRA parameters: Megatron's gradient buffers and its optimizer, our gradient clipping.
+
+The policy's LoRA parameters are fp32 and cast in use, so they are the master weights themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from tandem.errors import TandemError
+from tandem.model import parallel
+from tandem.model.device.allocation import allocate
+from tandem.model.device.offload import Offload
+from tandem.model.policy import Policy
+from tandem.spool.schema import OptimizerSettings
+
+
+class NonFinite(TandemError):
+    """A loss or a gradient is NaN or infinite. Nothing of the step was applied."""
+
+    code = "non_finite"
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """Steps taken, and name -> first and second moment, fp32. No names where no step was taken yet."""
+
+    step: int
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+
+
+class AdapterOptimizer:
+    """The LoRA parameters' gradients and Adam's state, in this rank's shards.
+
+    Gradients are accumulated over micro steps and *summed* over data-parallel ranks: losses are divided by a global
+    denominator beforehand.
+    """
+
+    def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
+        self.parameters = policy.lora_parameters()
+        policy.config.calculate_per_token_loss = True  # Megatron's word for: sum over data-parallel ranks, no average
+        self._gradients = DistributedDataParallel(
+            config=policy.config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            module=policy,
+        )
+        self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
+        self.begin(settings)
+
+    def begin(self, settings: OptimizerSettings) -> None:
+        """A new Adam that has taken no step; the gradient buffers stay."""
+        self.settings = settings
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=0.0,  # Megatron's clipping takes CUDA tensors only
+        )
+        self._optimizer = get_megatron_optimizer(config, [self._gradients], use_gloo_process_groups=False)
+        self._adam_of = {
+            parameter: part.optimizer
+            for part in self._optimizer.chained_optimizers
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+
+    def offload(self) -> int:
+        """Give back the device memory of gradients and Adam's state; the bytes given back. Gradients go with the
+        optimizer, because publishing weights needs only the parameters (R23). They are dropped: `reload` zeroes them.
+        """
+        self._optimizer.zero_grad()  # `.grad` of a parameter is a view of the buffers
+        buffers = self._gradients.buffers + self._gradients.expert_parallel_buffers
+        state = self.state()
+        return self._gradient_memory.park(buffer.grad_data for buffer in buffers) + self._adam_memory.park(
+            [*state.exp_avg.values(), *state.exp_avg_sq.values()]
+        )
+
+    def reload(self) -> None:
+        """Undo `offload`: buffers of the exact sizes, zeroed, and Adam's state as it was."""
+        self._gradient_memory.restore()
+        self._adam_memory.restore()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self._gradients.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def reduce_gradients(self) -> None:
+        """Sum the accumulated gradients over data-parallel ranks; afterwards they are the parameters' `.grad`."""
+        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron's would make a communicator for one rank, too
+            self._gradients.finish_grad_sync()
+        self._optimizer.prepare_grads()
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the whole gradient: each shard counts, a replicated parameter counts once.
+
+        Collective over the model-parallel ranks, the same on all of them; NaN or infinite where any gradient is.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        for part in self._optimizer.chained_optimizers:
+            for grad in part.get_grads_for_grad_norm():
+                square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        parallel.all_reduce(square, group=parallel.model_parallel_group())
+        return float(square.sqrt())
+
+    def non_finite(self) -> list[str]:
+        """Names of this rank's parameters whose gradient holds NaN or infinity."""
+        return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+
+    def step(self, norm: float) -> None:
+        """Scale the gradient down to `max_grad_norm` where `norm` is above it, and apply it."""
+        if norm > self.settings.max_grad_norm:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.settings.max_grad_norm / norm)
+        self._optimizer.step_with_ready_grads()
+
+    def state(self) -> AdamState:
+        """References to Adam's state, not copies."""
+        exp_avg, exp_avg_sq, steps = {}, {}, {0}
+        for name, parameter in self.parameters.items():
+            state = self._adam_of[parameter].state[parameter]
+            if state:
+                exp_avg[name], exp_avg_sq[name] = state["exp_avg"], state["exp_avg_sq"]
+                steps.add(int(state["step"]))
+        return AdamState(max(steps), exp_avg, exp_avg_sq)
+
+    @torch.no_grad()
+    def load_state(self, saved: AdamState) -> None:
+        """Continue from a copy of `saved` (local shards of every parameter)."""
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        where = next(iter(self.parameters.values())).device
+        moments: dict[str, dict[str, Tensor]] = {}
+        for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
+            _, moments[moment] = allocate(shapes, torch.float32, where)
+            torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
+        for name, parameter in self.parameters.items():
+            self._adam_of[parameter].state[parameter] = {
+                "step": torch.tensor(float(saved.step)),
+                **{moment: copies[name] for moment, copies in moments.items()},
+            }

@@ -1,0 +1,8 @@
+"""Names that Tandem and its vLLM server agree on. Standard library only: vLLM's own process imports this."""
+
+ADMIN_HEADER = "x-tandem-admin-token"
+"""The request header with the admin token. `Authorization` carries the API key, which vLLM checks itself."""
+
+BASE_MODEL_NAME = "base"
+"""The name under which vLLM serves the base model without an adapter. Checkpoints are `<run>@<step>`, so no
+run can have this name."""
