@@ -8,7 +8,7 @@ RUN := $(UV) run --frozen --no-sync
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-fast lint images images-cpu bench clean
+.PHONY: help setup demo test test-all test-fast lint images images-cpu bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ lint: setup  ## ruff and mypy --strict
 
 test: lint  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
 	$(RUN) pytest -m "not gpu" --durations=15
+
+test-all: lint  ## the same with every case of the large matrices, of which `make test` runs a sample
+	$(RUN) pytest -m "not gpu" --all-cases --durations=15
 
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
 	$(RUN) pytest -m "not gpu and not docker and not slow"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from helm.cluster_http import merged
+from helm.charts import merged
 from helm.matrix import BASE, at, defaults, leaves, schema_of
 
 PATTERNED = (

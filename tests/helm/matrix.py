@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from helm.charts import CHART, load_values
-from helm.cluster_http import merged
+from helm.charts import CHART, load_values, merged
 
 BASE: dict[str, Any] = {"baseModel": "Qwen/Qwen3-8B"}
 """The least that must be set."""

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any
 
 from helm import charts, matrix
-from helm.charts import CHART, Object, Rendered
-from helm.cluster_http import merged
+from helm.charts import CHART, Object, Rendered, merged
 
 ROLES = ("controller", "trainer", "inference")
 NAMESPACE = "ns"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from helm import compose_file, documented, matrix
-from helm.charts import Rendered
-from helm.cluster_http import merged
+from helm.charts import Rendered, merged
 from helm.matrix import at
 from helm.pods import quantity
 from helm.renders import ROLES, VALUES, case, container_of, environment, of, pod_of, preflight_of, volume

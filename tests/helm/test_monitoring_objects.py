@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from helm.charts import CHART, Object, Rendered
-from helm.cluster_http import merged
+from helm.charts import CHART, Object, Rendered, merged
 from helm.reachability import selects
 from helm.renders import CASES, COMPONENT, NAMESPACE, RELEASES, case, component_of, of, value, with_values
 

@@ -7,8 +7,7 @@ from functools import cache
 import pytest
 
 from helm import matrix
-from helm.charts import Rendered
-from helm.cluster_http import merged
+from helm.charts import Rendered, merged
 from helm.reachability import Network, Pod
 from helm.renders import NAMESPACE, RELEASES, VALUES, component, containers, of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helm import charts
-from helm.charts import CHART
-from helm.cluster_http import merged
+from helm.charts import CHART, merged
 from helm.pods import quantity
 from helm.renders import (
     CASES,

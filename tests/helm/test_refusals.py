@@ -8,7 +8,7 @@ import helm_sdkpy
 import pytest
 
 from helm import charts, matrix
-from helm.cluster_http import merged
+from helm.charts import merged
 from helm.matrix import HOSTS, at
 
 KUBERNETES_OWN = ("resources.requests", "resources.limits")

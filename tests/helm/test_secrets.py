@@ -8,7 +8,7 @@ import json
 import pytest
 
 from helm import charts
-from helm.cluster_http import merged
+from helm.charts import merged
 from helm.renders import (
     CASES,
     NAMESPACE,

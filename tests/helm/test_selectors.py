@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from helm import charts, matrix
-from helm.cluster_http import merged
+from helm.charts import merged
 from helm.reachability import selects
 from helm.renders import CASES, COMPONENT, EVERYTHING, INSTANCE, NAME, RELEASES, SHARED, case, component, of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from helm import charts, marks
-from helm.cluster_http import merged
+from helm.charts import merged
 
 ROLES = ("controller", "trainer", "inference")
 OVER_OTHERS = {

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from helm import charts, matrix
-from helm.cluster_http import merged
+from helm.charts import merged
 from helm.reachability import selects
 from helm.renders import CASES, ONE_NODE, ROLES, SHARED, case, component, container_of, of, pod_of, value, volume
 

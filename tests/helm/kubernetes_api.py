@@ -1,0 +1,243 @@
+"""The Kubernetes API server that the Helm library needs to render or to keep a release: objects in memory, no pods.
+
+It serves discovery, single objects, lists of Secrets by label, and refuses changes to immutable fields. Schemas are
+checked elsewhere (`helm.schemas`). It does not check quotas, limit ranges, admission, claim templates or Kueue.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import gzip
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+Object = dict[str, Any]
+
+OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
+SINCE = {"resource.k8s.io": (1, 34)}
+"""The Kubernetes version from which on a group is served."""
+KINDS = {
+    "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
+    "apps/v1": ("Deployment", "StatefulSet"),
+    "networking.k8s.io/v1": ("Ingress", "NetworkPolicy"),
+    "policy/v1": ("PodDisruptionBudget",),
+    "resource.k8s.io/v1": ("ResourceClaim", "ResourceClaimTemplate"),
+    "monitoring.coreos.com/v1": ("PodMonitor", "ServiceMonitor", "PrometheusRule"),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+}
+IMMUTABLE = {
+    "Deployment": lambda field: field == "selector",
+    "PersistentVolumeClaim": lambda field: field not in ("resources", "volumeName", "volumeAttributesClassName"),
+    "StatefulSet": lambda field: field not in ("replicas", "template", "updateStrategy", "minReadySeconds", "ordinals",
+                                               "persistentVolumeClaimRetentionPolicy", "revisionHistoryLimit"),
+}  # fmt: skip
+"""Whether a field of a kind's spec may not change."""
+
+_PATH = re.compile(
+    r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?"
+    r"(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?$"
+)
+
+
+class Refused(Exception):
+    """An answer that is not success."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": reason,
+                       "code": code, "message": message}  # fmt: skip
+
+
+def minor(version: str) -> tuple[int, int]:
+    """`1.37.0` → (1, 37)."""
+    major, minor_ = version.split(".")[:2]
+    return int(major), int(minor_)
+
+
+class ApiServer:
+    """`with ApiServer("1.37.0") as server:`; `groups` are the optional API groups that it serves."""
+
+    def __init__(self, version: str = "1.37.0", groups: tuple[str, ...] = OPTIONAL_GROUPS) -> None:
+        self.version = version
+        self.records = True
+        """Whether Helm may store a release. If not, `recorded` is what it tried to store, and Helm stops there."""
+        self.recorded: Object = {}
+        self._objects: dict[tuple[str, str], Object] = {}
+        self._lock = threading.Lock()
+        self._kinds = {
+            (api_version, _plural(kind)): kind
+            for api_version, kinds in KINDS.items()
+            for kind in kinds
+            if (group := api_version.rpartition("/")[0]) not in OPTIONAL_GROUPS or group in groups
+            if minor(version) >= SINCE.get(group, (0, 0))
+        }
+        handler = type("BoundHandler", (_Handler,), {"api": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> ApiServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def kubeconfig(self) -> str:
+        """A kubeconfig, as YAML."""
+        cluster = {"server": f"http://127.0.0.1:{self.port}"}
+        return yaml.safe_dump({
+            "apiVersion": "v1", "kind": "Config", "current-context": "memory",
+            "clusters": [{"name": "memory", "cluster": cluster}], "users": [{"name": "memory", "user": {}}],
+            "contexts": [{"name": "memory", "context": {"cluster": "memory", "user": "memory"}}],
+        })  # fmt: skip
+
+    def reset(self, *objects: Object) -> None:
+        """Forget every object but these."""
+        self._objects = {}
+        for obj in objects:
+            self._objects[_plural(obj["kind"]), obj["metadata"]["name"]] = copy.deepcopy(obj)
+
+    def objects(self, kind: str | None = None) -> list[Object]:
+        """Copies of what is stored, without the records of releases."""
+        return [
+            copy.deepcopy(obj)
+            for obj in self._objects.values()
+            if kind in (None, obj["kind"]) and obj.get("type") != "helm.sh/release.v1"
+        ]
+
+    # ---------------------------------------------------------------- what a client asks
+
+    def answer(self, method: str, url: str, body: bytes) -> Object:
+        """The answer to one request. Raises Refused."""
+        split = urlsplit(url)
+        if split.path == "/version":
+            major, minor_ = minor(self.version)
+            return {"major": str(major), "minor": str(minor_), "gitVersion": f"v{self.version}"}
+        if split.path in ("/api", "/apis"):
+            return self._groups(core=split.path == "/api")
+        found = _PATH.match(split.path)
+        if found is None:
+            if split.path == "/api/v1":
+                # A template's `lookup` asks for the core group's kinds.
+                core = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
+                         "singularName": kind.lower()} for kind in KINDS["v1"]]  # fmt: skip
+                return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1", "resources": core}
+            raise Refused(404, "NotFound", f"the server could not find {split.path}")
+        kind = self._kinds.get((found["core"] or found["group"], found["plural"]))
+        if kind is None:
+            raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")
+        with self._lock:
+            if found["name"] is None and method == "GET":
+                return self._list(kind, found["plural"], parse_qs(split.query).get("labelSelector", [""])[0])
+            return self._one(method, found["plural"], kind, found["name"], body)
+
+    def _list(self, kind: str, plural: str, selector: str) -> Object:
+        wanted = dict(term.split("=") for term in selector.split(",") if term)
+        items = [
+            obj
+            for (of, _), obj in self._objects.items()
+            if of == plural and wanted.items() <= obj["metadata"].get("labels", {}).items()
+        ]
+        return {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
+
+    def _one(self, method: str, plural: str, kind: str, name: str | None, body: bytes) -> Object:
+        if method in ("POST", "PUT", "PATCH"):
+            obj = _release_secret(body) if body.startswith(b"k8s\x00") else yaml.safe_load(body)
+            name = obj["metadata"]["name"]
+            if obj.get("type") == "helm.sh/release.v1" and not self.records:
+                self.recorded = obj
+                raise Refused(403, "Forbidden", "this server records no releases")
+            if old := self._objects.get((plural, name)):
+                _check_immutable(kind, name, old.get("spec", {}), obj.get("spec", {}))
+            obj["metadata"] |= {"uid": f"{plural}-{name}", "resourceVersion": "1"}
+            self._objects[plural, name] = obj
+            return obj
+        if (plural, name) not in self._objects:
+            raise Refused(404, "NotFound", f'{plural} "{name}" not found')
+        if method == "DELETE":
+            return self._objects.pop((plural, str(name)))
+        return self._objects[plural, str(name)]
+
+    def _groups(self, *, core: bool) -> Object:
+        """Discovery in its aggregated form."""
+        groups: dict[str, list[Object]] = {}
+        for (api_version, plural), kind in self._kinds.items():
+            if core == (api_version == "v1"):
+                group, _, version = api_version.rpartition("/")
+                groups.setdefault(api_version, []).append({
+                    "resource": plural, "singularResource": kind.lower(),
+                    "responseKind": {"group": group, "version": version, "kind": kind},
+                    "scope": "Cluster" if kind == "Namespace" else "Namespaced",
+                    "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
+                })  # fmt: skip
+        items = [
+            {"metadata": {"name": api_version.rpartition("/")[0]},
+             "versions": [{"version": "v1", "freshness": "Current", "resources": resources}]}
+            for api_version, resources in groups.items()
+        ]  # fmt: skip
+        return {"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items}
+
+
+def _plural(kind: str) -> str:
+    lower = kind.lower()
+    return lower[:-1] + "ies" if lower.endswith("y") else lower + ("es" if lower.endswith("s") else "s")
+
+
+def _release_secret(body: bytes) -> Object:
+    """The Secret in which Helm records a release. Helm sends it as protobuf; only its text fields are needed."""
+    (data,) = re.findall(rb"H4sI[A-Za-z0-9+/=]+", body)
+    name = re.search(rb"sh\.helm\.release\.v1\.[a-z0-9.-]+\.v[0-9]+", body)
+    assert name, "Helm sends one object as protobuf: its record of a release"
+    release = json.loads(gzip.decompress(base64.b64decode(data)))
+    labels = {"owner": "helm", "name": release["name"], "version": str(release["version"]),
+              "status": release["info"]["status"]}  # fmt: skip
+    return {"apiVersion": "v1", "kind": "Secret", "type": "helm.sh/release.v1",
+            "metadata": {"name": name[0].decode(), "labels": labels},
+            "data": {"release": base64.b64encode(data).decode()}}  # fmt: skip
+
+
+def _check_immutable(kind: str, name: str, old: Object, new: Object) -> None:
+    fixed = IMMUTABLE.get(kind, lambda field: False)
+    changed = [field for field in sorted({*old, *new}) if fixed(field) and old.get(field) != new.get(field)]
+    if changed:
+        where = ", ".join(f"spec.{field}" for field in changed)
+        raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: {where}: field is immutable')
+
+
+class _Handler(BaseHTTPRequestHandler):
+    api: ApiServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Silent: a render makes dozens of requests."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            code, answer = 200, self.api.answer(self.command, self.path, body)
+        except Refused as refused:
+            code, answer = refused.code, refused.status
+        data = json.dumps(answer).encode()
+        discovery = ";g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+        kind = discovery if answer.get("kind") == "APIGroupDiscoveryList" else ""
+        self.send_response(code)
+        self.send_header("Content-Type", f"application/json{kind}")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
