@@ -1,4 +1,4 @@
-"""`tandem memory`: from a job's events, attempt by attempt, to tables; events of older versions are understood."""
+"""`tandem memory`: from a job's events, attempt by attempt, to tables."""
 
 from __future__ import annotations
 
@@ -129,14 +129,3 @@ def test_on_the_cpu_it_is_the_resident_set_and_says_so() -> None:
     assert ["build", "0", "100.0 MiB", "102.0 MiB"] in lines
     assert any("On the CPU: each rank's resident set." in line[0] for line in lines if line)
     assert not any("Left on the device" in line[0] for line in lines if line)
-
-
-def test_events_of_older_versions() -> None:
-    """Rank 0 of `loaded` was flat, the steps' maxima were there, and `released` told no rank."""
-    old = {f"build_{kind}": size for kind, size in held(50).items() if kind != "host_pinned"}
-    released = {"processes": 0, "before": {A: 7 * MIB}, "bytes": 0, "devices": {A: 0}, "seconds": 0.1}
-    lines = printed(*LOADED[:2], ("loaded", 1, {"memory": old}), ("step", 1, STEP), ("released", 1, released))
-    assert row("build", 0, 50, "") in lines
-    assert row("optimizer, last", "fullest", 320) in lines
-    assert [A, "", "7.0 MiB", "0 B"] in lines
-    assert by_attempt(events(("claimed", 1, {}), ("loaded", 1, {"seconds": {}}), ("released", 1, {})))[0].released

@@ -15,7 +15,8 @@ import pytest
 from api_server import KEY, rl_request, run_one, tree
 from tandem import client as package
 from tandem.client import AsyncTandem, Tandem, sampling_options
-from tandem.client.wire import connection, error_of
+from tandem.client.errors import error_of
+from tandem.client.http import connection
 from tandem.errors import (
     CheckpointDamaged,
     Conflict,
@@ -40,8 +41,8 @@ def test_importing_it_imports_nothing_heavy():
 
 def test_both_clients_have_the_same_methods():
     def methods(kind: type) -> dict[str, list[str]]:
-        public = {n: m for n, m in vars(kind).items() if not n.startswith("_") and inspect.isfunction(m)}
-        return {name: [str(p) for p in inspect.signature(m).parameters.values()] for name, m in public.items()}
+        public = [(n, m) for n, m in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")]
+        return {name: [str(p) for p in inspect.signature(m).parameters.values()] for name, m in public}
 
     assert methods(Tandem) == methods(AsyncTandem)
     assert set(package.__all__) <= set(dir(package))

@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 
 from tandem.cli.output import Json, out, show, size
-from tandem.client.wire import connection
+from tandem.client.http import connection
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 

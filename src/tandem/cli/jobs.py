@@ -10,7 +10,7 @@ import typer
 
 from tandem.cli.output import PATIENCE, Json, details, err, fields, show, show_line, table, when
 from tandem.client import Event, JobStatus, Tandem
-from tandem.client.calls import outcome
+from tandem.client.errors import raise_if_failed
 from tandem.errors import InvalidInput
 from tandem.spool.schema import TERMINAL, JobState
 
@@ -98,7 +98,7 @@ def logs(
                     sys.stdout.write(text)
                     sys.stdout.flush()
             if ended:
-                outcome(status)
+                raise_if_failed(status)
                 return
             time.sleep(_POLL_SECONDS)
             status = tandem.get_job(job)

@@ -13,10 +13,10 @@ tandem.train_rl("my-run", [{"trajectories": trajectories}], wait="served")
 
 from typing import Any
 
-from tandem.client.aio import AsyncTandem
-from tandem.client.calls import LogPart, RLOptions, SFTOptions
+from tandem.client.async_client import AsyncTandem
 from tandem.client.memory import AttemptMemory
-from tandem.client.sync import Tandem
+from tandem.client.sync_client import Tandem
+from tandem.client.types import LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.trajectories import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
 from tandem.spool.schema import (
@@ -64,6 +64,9 @@ __all__ = [
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
-    """What a chat completion of the openai package needs so that its answer can be trained on: the ids of the prompt's
-    and the sampled tokens, and the latter's log-probs. `extra_body` goes along (`top_k`, ...)."""
+    """Arguments with which a chat completion of the openai package returns what training needs.
+
+    These are the token ids of the prompt and of the answer, and the answer's log-probs. `extra_body` is passed on
+    (`top_k`, ...).
+    """
     return {"logprobs": True, "extra_body": {"return_token_ids": True, **extra_body}}

@@ -9,13 +9,12 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from tandem.controller.deployment import Deployment, Here
-from tandem.controller.schemas import JobStatus
+from tandem.controller.schemas import LOG_OFFSET_HEADER, JobStatus
 from tandem.controller.streams import follow
 from tandem.spool.schema import JobId, JobState, RunName
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_CHUNK = 2**20
-LOG_OFFSET = "Tandem-Log-Offset"
 
 
 def job_status(here: Deployment, job_id: str) -> JobStatus:
@@ -91,7 +90,7 @@ async def follow_events(
     response_class=Response,
     responses={
         200: {
-            "description": f"At most {LOG_CHUNK} bytes; the header {LOG_OFFSET} says where the next ones begin.",
+            "description": f"At most {LOG_CHUNK} bytes; the header {LOG_OFFSET_HEADER} says where the next ones begin.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
         }
     },
@@ -112,7 +111,7 @@ def get_log(
                 offset = max(0, path.stat().st_size - tail)
             file.seek(offset)
             data = file.read(LOG_CHUNK)
-    return Response(data, media_type="text/plain; charset=utf-8", headers={LOG_OFFSET: str(offset + len(data))})
+    return Response(data, media_type="text/plain; charset=utf-8", headers={LOG_OFFSET_HEADER: str(offset + len(data))})
 
 
 @router.post("/{job}/cancel", status_code=202)

@@ -23,6 +23,8 @@ from tandem.spool.schema import (
     SFTLoss,
 )
 
+LOG_OFFSET_HEADER = "Tandem-Log-Offset"
+
 
 class ErrorDetail(Record):
     """Why a request was refused."""

@@ -1,0 +1,290 @@
+"""Every method of the client, written once: `AsyncTandem` inherits them, `Tandem` runs the same coroutines blocking."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import httpx
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from tandem.client.download import Download
+from tandem.client.errors import RETRIED_STATUSES, error_of, raise_if_failed, unreachable
+from tandem.client.event_cursor import EventCursor
+from tandem.client.http import ANSWER_SECONDS, CONNECT_SECONDS, AsyncHttp, Backoff, BlockingHttp, path
+from tandem.client.memory import AttemptMemory, by_attempt
+from tandem.client.types import LogPart, OnEvent, RLOptions, SFTOptions, Wait
+from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
+from tandem.data.trajectories import Group, SFTExample
+from tandem.errors import NotServed, TandemError
+from tandem.spool.fs import new_ulid
+from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served
+
+JOB_SECONDS = 24 * 3600.0
+SERVED_SECONDS = 600.0
+# The answer to a training request comes once its batch is packed, after the batches before it.
+_PACKING_SECONDS = 900.0
+_SERVED_POLL_SECONDS = 0.25
+_ENDED_POLL_SECONDS = 0.05
+
+
+class Api:
+    """The controller's API.
+
+    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable when the controller
+    has not answered for `patience` seconds.
+    """
+
+    def __init__(self, http: AsyncHttp | BlockingHttp, patience: float) -> None:
+        self._http = http
+        self._patience = patience
+
+    # ------------------------------------------------------------ runs
+
+    async def create_run(
+        self,
+        name: str,
+        *,
+        base_model: str | None = None,
+        lora: LoraShape | Mapping[str, Any] | None = None,
+        weights: Literal["lora", "merged"] | None = None,
+        seed: int | None = None,
+    ) -> RunStatus:
+        """Create a run, whose step 0 equals the base model. Creating the same run again changes nothing."""
+        if isinstance(lora, LoraShape):
+            lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
+        body = {"name": name, "base_model": base_model, "lora": lora, "weights": weights, "seed": seed}
+        return await self._call(RunStatus, "POST", "runs", body=body)
+
+    async def get_run(self, run: str) -> RunStatus:
+        """A run's specification, its newest step, what vLLM serves, and its queued and running jobs."""
+        return await self._call(RunStatus, "GET", "runs", run)
+
+    async def list_runs(self) -> list[RunStatus]:
+        """All runs."""
+        return await self._call(list[RunStatus], "GET", "runs")
+
+    async def fork(self, run: str, step: int, name: str) -> RunStatus:
+        """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
+        return await self._call(RunStatus, "POST", "runs", run, "fork", body={"step": step, "name": name})
+
+    async def rollback(self, run: str, step: int) -> RolledBack:
+        """Make `step` the newest again. The request is not repeated: after Unreachable, look at the run first."""
+        return await self._call(RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False)
+
+    async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
+        """Wait until vLLM serves step `step` of `run`, or a later one, and the publisher has verified it.
+
+        Raises NotServed when the publisher refused it, or after `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            status = await self.get_run(run)
+            served = status.served
+            if served is not None and served.step >= step:
+                return served
+            if served is not None and served.refused_step == step:
+                raise NotServed(f"the publisher refused {run}@{step}: {served.refused_reason}")
+            if time.monotonic() >= until:
+                now = f"vLLM serves {run}@{served.step}" if served else "vLLM serves no step of this run"
+                raise NotServed(
+                    f"{run}@{step} was not served within {timeout:g} s ({now}; the newest step is "
+                    f"{status.newest_step}); check that vLLM and the publisher run"
+                )
+            await self._http.sleep(_SERVED_POLL_SECONDS)
+
+    # ------------------------------------------------------------ training
+
+    async def train_rl(
+        self,
+        run: str,
+        groups: Sequence[Group | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RLOptions],
+    ) -> JobStatus:
+        """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is served ("served").
+
+        Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed, TimeoutError after
+        `timeout` seconds of waiting for the job.
+        """
+        status = await self.train(run, {"kind": "rl", "groups": groups, **options})
+        return await self._wait(status, wait, timeout, on_event)
+
+    async def train_sft(
+        self,
+        run: str,
+        examples: Sequence[SFTExample | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[SFTOptions],
+    ) -> JobStatus:
+        """Queue an SFT job; otherwise like `train_rl`."""
+        status = await self.train(run, {"kind": "sft", "examples": examples, **options})
+        return await self._wait(status, wait, timeout, on_event)
+
+    async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
+        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl" or "sft")."""
+        # With an id from here, a request that is repeated after a lost answer is the same job.
+        body = {**request, "id": request.get("id") or new_ulid()}
+        return await self._call(JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS)
+
+    async def _wait(self, job: JobStatus, wait: Wait | None, timeout: float, on_event: OnEvent | None) -> JobStatus:
+        if wait is not None:
+            job = await self.wait_job(job.id, timeout, on_event)
+        if wait == "served":
+            await self.wait_served(job.run, job.spec.base_step + 1)
+        return job
+
+    # ------------------------------------------------------------ jobs
+
+    async def get_job(self, job: str) -> JobStatus:
+        """A job's present state."""
+        return await self._call(JobStatus, "GET", "jobs", job)
+
+    async def list_jobs(
+        self, run: str | None = None, states: Sequence[JobState] = (), limit: int = 200
+    ) -> list[JobStatus]:
+        """The newest `limit` jobs, oldest first; only of `run` and only in `states` where these are given."""
+        params = {"state": list(states), "limit": limit} | ({} if run is None else {"run": run})
+        return await self._call(list[JobStatus], "GET", "jobs", params=params)
+
+    async def cancel(self, job: str) -> JobStatus:
+        """Request that a job stops; a job that has ended stays as it is."""
+        return await self._call(JobStatus, "POST", "jobs", job, "cancel")
+
+    async def wait_job(self, job: str, timeout: float = JOB_SECONDS, on_event: OnEvent | None = None) -> JobStatus:
+        """Wait until a job has succeeded; raises JobFailed with the reason and the end of its log, or TimeoutError."""
+        until = time.monotonic() + timeout
+        async for event in self.events(job, timeout=timeout):
+            if on_event is not None:
+                on_event(event)
+        # The terminal event comes a moment before the terminal state.
+        while (status := await self.get_job(job)).state not in TERMINAL:
+            if time.monotonic() > until:
+                raise TimeoutError(f"job {job} is still {status.state} after {timeout:g} s; it goes on")
+            await self._http.sleep(_ENDED_POLL_SECONDS)
+        raise_if_failed(status)
+        return status
+
+    def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> AsyncGenerator[Event, None]:
+        """A job's events as they happen, from the beginning or after seq `after`, to the terminal event.
+
+        Reconnects where a connection breaks. Raises TimeoutError after `timeout` seconds.
+        """
+        return self._events(EventCursor(job, after, True, timeout, self._patience))
+
+    async def job_events(self, job: str, after: int = -1) -> list[Event]:
+        """The events written so far, `served` included."""
+        return [event async for event in self._events(EventCursor(job, after, False, JOB_SECONDS, self._patience))]
+
+    async def memory(self, job: str) -> list[AttemptMemory]:
+        """For each attempt: the memory of each rank after each phase, and what was left on the devices."""
+        return by_attempt(await self.job_events(job))
+
+    async def logs(self, job: str) -> str:
+        """Everything that the job's ranks have printed."""
+        data = b""
+        while (part := await self.log_part(job, len(data))).data:
+            data += part.data
+        return data.decode(errors="replace")
+
+    async def log_part(self, job: str, offset: int = 0, tail: int | None = None) -> LogPart:
+        """The log from byte `offset` on, or its last `tail` bytes; at most 1 MiB."""
+        params = {"offset": offset} if tail is None else {"tail": tail}
+        response = await self._request("GET", "jobs", job, "log", params=params)
+        return LogPart(response.content, int(response.headers[LOG_OFFSET_HEADER]))
+
+    # ------------------------------------------------------------ checkpoints
+
+    async def checkpoints(self, run: str) -> list[CheckpointInfo]:
+        """The run's checkpoints, oldest first."""
+        return await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints")
+
+    async def checkpoint(self, run: str, step: int) -> Manifest:
+        """A checkpoint's manifest."""
+        return await self._call(Manifest, "GET", "runs", run, "checkpoints", str(step))
+
+    async def download(self, run: str, step: int, dest: Path | str) -> Manifest:
+        """Fetch a checkpoint into the new directory `dest`, which PEFT can load; checks each file's SHA-256."""
+        backoff = Backoff(self._patience)
+        with Download(Path(dest)) as download:
+            while True:
+                try:
+                    url = path("runs", run, "checkpoints", str(step), "download")
+                    async with self._http.stream(method="GET", url=url) as chunks:
+                        async for chunk in chunks:
+                            download.write(chunk)
+                    return await self._http.offload(download.finish)
+                except httpx.TransportError as error:
+                    pause = backoff.next(unreachable(error))
+                await self._http.sleep(pause)
+                download.restart()
+
+    # ------------------------------------------------------------ requests
+
+    async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
+        """`_request`, and its response as a `kind`."""
+        response = await self._request(method, *parts, **options)
+        return TypeAdapter(kind).validate_json(response.content)
+
+    async def _request(
+        self,
+        method: str,
+        *parts: str,
+        params: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+        idempotent: bool = True,
+        seconds: float = ANSWER_SECONDS,
+    ) -> httpx.Response:
+        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds.
+
+        A request that is not idempotent is repeated only where it cannot have arrived. Raises the controller's error,
+        or Unreachable.
+        """
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        arguments: dict[str, Any] = {"method": method, "url": path(*parts), "params": params, "timeout": timeout}
+        if body is not None:
+            given = {name: value for name, value in body.items() if value is not None}
+            # NaN is sent as NaN, so that the controller names the field that contains it.
+            arguments |= {"content": to_json(given, inf_nan_mode="constants")}
+            arguments |= {"headers": {"Content-Type": "application/json"}}
+        backoff = Backoff(self._patience)
+        while True:
+            error: TandemError
+            try:
+                response = await self._http.request(**arguments)
+                if response.is_success:
+                    return response
+                error = error_of(response)
+                again = idempotent and response.status_code in RETRIED_STATUSES
+            except httpx.TransportError as failure:
+                error = unreachable(failure)
+                again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+            if not again:
+                raise error
+            await self._http.sleep(backoff.next(error))
+
+    async def _events(self, cursor: EventCursor) -> AsyncGenerator[Event, None]:
+        while True:
+            failure: httpx.TransportError | None = None
+            try:
+                async with self._http.stream(**cursor.request()) as chunks:
+                    async for chunk in chunks:
+                        for event in cursor.feed(chunk):
+                            yield event
+                if cursor.done:
+                    return
+                if (await self.get_job(cursor.job)).state in TERMINAL:
+                    cursor.drain()
+                    continue
+            except httpx.TransportError as error:
+                failure = error
+            await self._http.sleep(cursor.pause_after(failure))

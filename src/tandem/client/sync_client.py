@@ -1,0 +1,104 @@
+"""The blocking client: the coroutines of `tandem.client.api`, over I/O that never suspends them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import wraps
+from typing import Any, Concatenate, Self
+
+import httpx
+
+from tandem.client.api import JOB_SECONDS, Api
+from tandem.client.http import BlockingHttp, connection
+from tandem.spool.schema import Event
+
+
+def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine over `BlockingHttp`: it ends at its first step, because nothing suspends it."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("the coroutine was suspended")
+
+
+def _iterate[T](items: AsyncGenerator[T, None]) -> Iterator[T]:
+    try:
+        while True:
+            try:
+                item = _run(anext(items))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        _run(items.aclose())
+
+
+def _blocking[**P, T](
+    method: Callable[Concatenate[Api, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Tandem, P], T]:
+    """The same method, blocking: same arguments, and the coroutine's result."""
+
+    @wraps(method)
+    def call(self: Tandem, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _run(method(self._api, *args, **kwargs))
+
+    return call
+
+
+class Tandem:
+    """Talks to a controller; several threads may use it.
+
+    `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to TANDEM_API_KEY or the file that
+    TANDEM_API_KEY_FILE names. `patience`: seconds for which a request is repeated while the controller doesn't answer.
+    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable when patience is
+    exhausted.
+    """
+
+    def __init__(self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0) -> None:
+        self._client = httpx.Client(**connection(base_url, api_key))
+        self._api = Api(BlockingHttp(self._client), patience)
+
+    @property
+    def url(self) -> str:
+        """The controller's address."""
+        return str(self._client.base_url)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    create_run = _blocking(Api.create_run)
+    get_run = _blocking(Api.get_run)
+    list_runs = _blocking(Api.list_runs)
+    fork = _blocking(Api.fork)
+    rollback = _blocking(Api.rollback)
+    wait_served = _blocking(Api.wait_served)
+
+    train_rl = _blocking(Api.train_rl)
+    train_sft = _blocking(Api.train_sft)
+    train = _blocking(Api.train)
+
+    get_job = _blocking(Api.get_job)
+    list_jobs = _blocking(Api.list_jobs)
+    cancel = _blocking(Api.cancel)
+    wait_job = _blocking(Api.wait_job)
+    job_events = _blocking(Api.job_events)
+    memory = _blocking(Api.memory)
+    logs = _blocking(Api.logs)
+    log_part = _blocking(Api.log_part)
+
+    def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> Iterator[Event]:
+        """A job's events as they happen, after seq `after`, to the terminal one; raises TimeoutError."""
+        return _iterate(self._api.events(job, after, timeout))
+
+    checkpoints = _blocking(Api.checkpoints)
+    checkpoint = _blocking(Api.checkpoint)
+    download = _blocking(Api.download)

@@ -1,0 +1,45 @@
+"""The types of the client's arguments and results that no request or response has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from tandem.data.trajectories import AdvantageSettings, PackingSettings
+from tandem.spool.schema import Event, OptimizerSettings, RLLoss, SFTLoss
+
+Wait = Literal["job", "served"]
+OnEvent = Callable[[Event], object]
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """A part of a job's log; `next_offset` is the byte at which the next part begins."""
+
+    data: bytes
+    next_offset: int
+
+
+class _JobOptions(TypedDict, total=False):
+    id: str
+    base_step: int
+    optimizer: OptimizerSettings | Mapping[str, Any]
+    packing: PackingSettings | Mapping[str, Any]
+    deadline_seconds: float
+    stall_seconds: float
+    max_attempts: int
+    labels: Mapping[str, str]
+
+
+class SFTOptions(_JobOptions, total=False):
+    """Options of `train_sft`; the defaults are those of `tandem.controller.schemas.SFTRequest`."""
+
+    loss: SFTLoss | Mapping[str, Any]
+
+
+class RLOptions(_JobOptions, total=False):
+    """Options of `train_rl`; the defaults are those of `tandem.controller.schemas.RLRequest`."""
+
+    loss: RLLoss | Mapping[str, Any]
+    advantage: AdvantageSettings | Mapping[str, Any]
