@@ -1,13 +1,15 @@
-"""Tests on a real Docker Engine: skipped where there is none, failed where TANDEM_REQUIRE_DOCKER=1 says that one is."""
+"""Tests on a real Docker Engine. Without one they are skipped, or fail where TANDEM_REQUIRE_DOCKER=1."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Generator
+import secrets
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from compose_stack import CPU, MAIN, Compose, ComposeStack, no_engine
+from compose_stack import CPU, MAIN, TAG, Compose, ComposeStack, docker, no_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,6 +26,29 @@ def engine() -> None:
 def images(engine: None) -> None:
     """The CPU images of this checkout."""
     Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
+
+
+@pytest.fixture(scope="session")
+def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
+    """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume that can be filled.
+
+    The volume lies in memory and has 1.2 GB. A container holds it, because the engine empties it when nobody uses it.
+    """
+    directory = tmp_path_factory.mktemp("stack")
+    volume = f"tandem-test-{secrets.token_hex(3)}-data"
+    override = directory / "volume.yml"
+    override.write_text(json.dumps({"volumes": {"data": {"external": True, "name": volume}}}))
+    options = ["type=tmpfs", "device=tmpfs", "o=size=1200m,mode=2775,uid=2000,gid=0"]
+    docker("volume", "create", *(word for option in options for word in ("-o", option)), volume)
+    holder = docker("run", "-d", "-v", f"{volume}:/data", "--entrypoint", "sleep", "--init", "--network", "none",
+                    f"tandem-controller:{TAG}", "infinity").stdout.strip()  # fmt: skip
+    try:
+        with ComposeStack(directory, str(override)) as stack:
+            print(f"\nup --wait took {stack.up(profiles=['prometheus']):.0f} s")
+            yield stack
+    finally:
+        docker("rm", "-f", holder)
+        docker("volume", "rm", volume)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
-"""One running stack: it learns through its published ports, is closed where it should be, and outlives `down` and `up`.
+"""A running stack learns through its published ports, is closed where it should be, and outlives `down` and `up`.
 
-The tests go on from one another, in the order they stand here.
+Each test goes on from the state that the one before it left.
 """
 
 from __future__ import annotations
@@ -22,14 +22,6 @@ from monitoring.test_recorded import ELSEWHERE, SAMPLES
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "my-run"
 ANOTHER_UID = "54321"
-
-
-@pytest.fixture(scope="module")
-def stack(images, tmp_path_factory):
-    with ComposeStack(tmp_path_factory.mktemp("stack")) as stack:
-        seconds = stack.up(profiles=["prometheus"])
-        print(f"\nup --wait took {seconds:.0f} s")
-        yield stack
 
 
 def test_every_container_is_healthy(stack):

@@ -1,24 +1,21 @@
-"""What dies in a running stack of containers, and what becomes of it: docs/jobs.md and docs/operations.md say the same.
+"""Faults that only containers have, and what becomes of them. docs/jobs.md and docs/operations.md say the same.
 
-One stack, as a uid that no image knows, on a volume of 1.2 GB that can be filled. The tests go on from one another, in
-the order they stand here: while vLLM starts again, which takes a minute, the trainer's faults are tried.
+`tests/stack/test_faults.py` kills single programs. The stack is the one that `test_running_stack` left. Each test goes
+on from the state that the one before it left: while vLLM starts again, the trainer's faults are tried.
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
 
 import httpx
 import pytest
 
-from compose_stack import SERVICES, TAG, ComposeStack, docker, until
+from compose_stack import SERVICES, ComposeStack, docker, until
 from tandem.client import Event
 from tandem.spool.schema import TERMINAL
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
-UID = "54321"
 RUN = "faulty"
 # Longest a job of this size may take with one fault in it, in seconds.
 JOB_BOUND, SERVED_BOUND = 120, 240
@@ -29,26 +26,11 @@ EXAMPLES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stack(images, tmp_path_factory):
-    """The data volume lies in memory, and is held by a container: where nobody uses it, it is gone."""
-    directory = tmp_path_factory.mktemp("faults")
-    volume = f"tandem-test-{secrets.token_hex(3)}-data"
-    override = directory / "volume.yml"
-    override.write_text(json.dumps({"volumes": {"data": {"external": True, "name": volume}}}))
-    options = ["type=tmpfs", "device=tmpfs", f"o=size=1200m,mode=2775,uid={UID},gid=0"]
-    docker("volume", "create", *(word for option in options for word in ("-o", option)), volume)
-    holder = docker("run", "-d", "-v", f"{volume}:/data", "--user", f"{UID}:0", "--entrypoint", "sleep", "--init",
-                    "--network", "none", f"tandem-controller:{TAG}", "infinity").stdout.strip()  # fmt: skip
-    try:
-        with ComposeStack(directory, str(override), TANDEM_UID=UID) as stack:
-            print(f"\nup --wait took {stack.up():.0f} s")
-            stack.client.create_run(RUN, lora={"rank": 4, "alpha": 8})
-            stack.client.wait_served(RUN, 0, timeout=SERVED_BOUND)
-            yield stack
-    finally:
-        docker("rm", "-f", holder)
-        docker("volume", "rm", volume)
+@pytest.fixture(scope="module", autouse=True)
+def run(stack):
+    stack.wait_healthy(*SERVICES)
+    stack.client.create_run(RUN, lora={"rank": 4, "alpha": 8})
+    stack.client.wait_served(RUN, 0, timeout=SERVED_BOUND)
 
 
 def submit(stack: ComposeStack, epochs: int = 150) -> str:
@@ -127,14 +109,6 @@ def exit_status(stack: ComposeStack, service: str, since: float) -> int:
     return until(f"the end of {service}", found, 90)[service]
 
 
-def test_a_uid_that_no_image_knows_trains_and_serves(stack):
-    for service in SERVICES:
-        assert stack.exec(service, "id", "-u").stdout.strip() == UID
-    job = submit(stack, epochs=2)
-    assert succeeds(stack, job) == (1, [])
-    stack.client.wait_served(RUN, 1, timeout=SERVED_BOUND)
-
-
 # ---------------------------------------------------------------- inference goes away; training doesn't need it
 
 
@@ -151,31 +125,6 @@ def test_docker_kill_of_inference(stack):
 
 
 # ---------------------------------------------------------------- the trainer's parts
-
-
-@pytest.mark.parametrize("event", ["started", "step"])
-def test_kill_a_rank(stack, event):
-    job = submit(stack)
-    started = next(e for e in seen(stack, job, event) if e.type == "started")
-    # The numbers that the ranks have inside their container.
-    for pid in started.data["pids"]:
-        stack.exec("trainer", "python", "-c", f"import os; os.kill({pid}, 9)")
-    assert succeeds(stack, job) == (2, ["rank_crashed"])
-
-
-@pytest.mark.parametrize(
-    ("program", "attempts", "errors"),
-    [("forkserver", 2, ["rank_crashed"]), ("runner", 2, ["runner_lost"]), ("exporter", 1, [])],
-)
-def test_kill_a_program_of_the_trainer(stack, program, attempts, errors):
-    before = restarts(stack, "trainer")
-    job = submit(stack)
-    seen(stack, job, "step")
-    pid = stack.kill_program("trainer", program)
-    assert succeeds(stack, job) == (attempts, errors)
-    assert restarts(stack, "trainer") == before, "supervisord starts it again, not Docker"
-    again = until(f"another {program}", lambda: [p for p in stack.pids("trainer", program) if p != pid], 60)
-    assert again
 
 
 def test_kill_supervisord(stack):
@@ -294,31 +243,6 @@ def test_inference_that_was_killed_serves_the_newest_step(stack):
     served(stack)
 
 
-def test_kill_the_publisher(stack):
-    job = submit(stack, epochs=2)
-    seen(stack, job, "checkpoint")
-    stack.kill_program("inference", "publisher")
-    assert succeeds(stack, job) == (1, [])
-    served(stack)
-    assert restarts(stack, "inference") == 0
-
-
-def test_kill_vllm(stack):
-    job = submit(stack)
-    seen(stack, job, "step")
-    before = engines(stack)
-    assert before
-    stack.kill_program("inference", "vllm")
-    until("vLLM's engine has gone with its server", lambda: not engines(stack) & before, 30)
-    assert succeeds(stack, job) == (1, [])
-
-
-def engines(stack: ComposeStack) -> set[str]:
-    """vLLM's engine processes, which are children of its server."""
-    found = stack.exec("inference", "sh", "-c", "grep -l VLLM::Eng /proc/[0-9]*/comm; true")
-    return set(found.stdout.split())
-
-
 _FILL = """
 with open("/data/filler", "wb", buffering=0) as file:
     for size in (1 << 20, 4096, 1):
@@ -358,31 +282,15 @@ def test_a_full_volume(stack):
 
 
 def test_a_program_that_cannot_be_started(stack):
-    """70, again and again; `up --wait` doesn't wait for ever, and the reason is in the log."""
+    """The container ends and starts again and again, `up --wait` has a bound, and the reason is in the log."""
     begin = time.time()
-    # No word on its exit status: Compose up to 5.5 reports a deadline only by luck (mended in its 06f4f9d).
-    stack.run("up", "--wait", "--wait-timeout", "30", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
-    assert time.time() - begin < 60
-    assert exit_status(stack, "inference", begin) == 70
+    # `up --wait`'s exit status is not checked: Compose up to 5.5 reports a deadline only by luck.
+    stack.run("up", "--wait", "--wait-timeout", "20", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
+    # On a busy machine vLLM's program lives for the second that supervisord counts as a start.
+    assert exit_status(stack, "inference", begin) in (70, 71)
     assert not stack.healthy("inference")
     assert restarts(stack, "inference") >= 1
     assert "TANDEM_VLLM_ARGS" in stack.logs("inference")
-
-
-def test_a_crash_loop(stack):
-    """vLLM ends after it has started, nine times: 71."""
-    begin = time.time()
-    stack.run("up", "-d", "inference", TANDEM_VLLM_ARGS="--no-such-option")
-    job = submit(stack)
-    assert succeeds(stack, job) == (1, []), "training doesn't need vLLM"
-
-    def ended():
-        assert not stack.healthy("inference")
-        return "crashes again and again" in stack.logs("inference")
-
-    until("the crash loop is ended", ended, 300, poll=2)
-    assert exit_status(stack, "inference", begin) == 71
-    assert "no-such-option" in stack.logs("inference")
 
 
 # ---------------------------------------------------------------- preflight
@@ -391,7 +299,6 @@ def test_a_crash_loop(stack):
 @pytest.mark.parametrize(
     ("variables", "secret", "words"),
     [
-        ({}, "api_key", "TANDEM_API_KEY"),
         ({}, "admin_token", "TANDEM_ADMIN_TOKEN"),
         ({"TANDEM_BASE_MODEL": "/models/missing", "HF_HUB_OFFLINE": "1"}, None, "/models/missing"),
     ],
