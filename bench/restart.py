@@ -125,7 +125,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
             optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=2), max_attempts=1,
         )  # fmt: skip
 
-    spool.jobs.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
+    spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def cycle(made: Parts, spool: Spool, number: int, options: argparse.Namespace, v
     made.until(f"{job} ends", JOB_SECONDS, lambda: spool.jobs.get(job)[0] in TERMINAL)
     after = made.client.get("/is_sleeping", headers={"x-tandem-admin-token": made.keys["TANDEM_ADMIN_TOKEN"]}).json()
     state, record = spool.jobs.get(job)
-    log = spool.jobs.log_path(job)
+    log = spool.paths.log_file(job)
     assert state == "succeeded", f"{job} {state}: {record.result}\n{log.read_text()[-3000:]}\n{made.tail('runner')}"
     assert after == {"is_sleeping": False}, "the job had succeeded while vLLM slept (R15)"
     events = spool.events.read(job)

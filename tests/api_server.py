@@ -174,7 +174,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
 
 
 def claim(spool: Spool) -> Job:
-    job = spool.jobs.claim("test-runner")
+    job = spool.queue.claim("test-runner")
     assert job is not None
     return job
 
@@ -188,8 +188,8 @@ def work(spool: Spool, job: Job, steps: int = 2) -> None:
         spool.events.append(
             spec.id, "step", attempt=job.attempt, step=step + 1, steps=steps, metrics={"loss": 1.0 / (step + 1)}
         )
-    spool.jobs.log_path(spec.id).write_text(f"rank 0 trains {spec.id}\n")
-    staged = spool.jobs.work_dir(spec.id, job.attempt) / "checkpoint"
+    spool.paths.log_file(spec.id).write_text(f"rank 0 trains {spec.id}\n")
+    staged = spool.paths.work_dir(spec.id, job.attempt) / "checkpoint"
     staged.mkdir(parents=True)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copyfile(spool.checkpoints.path(spec.run, spec.base_step) / name, staged / name)
@@ -201,18 +201,18 @@ def work(spool: Spool, job: Job, steps: int = 2) -> None:
         spec.base_step + 1,
         spec.id,
         metrics={"loss": 0.5},
-        probe=Probe(tokens=[], logprobs=[], previous=[]),
+        probe=Probe(tokens=[], logprobs=[], previous=[], base=[]),
     )
     spool.events.append(spec.id, "checkpoint", attempt=job.attempt, step=spec.base_step + 1)
 
 
 def succeed(spool: Spool, job: Job) -> None:
-    spool.jobs.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+    spool.queue.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
 
 
 def fail(spool: Spool, job: Job, log_tail: str = "Traceback: boom\n") -> None:
     error = JobError(type="rank_crashed", message="rank 0 died of SIGSEGV", log_tail=log_tail)
-    spool.jobs.finish(job, JobResult(state="failed", error=error, finished=time.time()))
+    spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
 
 
 def run_one(spool: Spool) -> Job:

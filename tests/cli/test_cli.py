@@ -47,7 +47,7 @@ def tandem(server, monkeypatch, capsys):
 
     yield command
     for _, job in server.spool.jobs.list(states=("queued", "running")):
-        server.spool.jobs.request_cancel(job.spec.id)
+        server.spool.queue.cancel(job.spec.id)
 
 
 @pytest.fixture

@@ -54,4 +54,4 @@ def no_jobs_left(server: api_server.Server) -> Iterator[None]:
     """Cancels what a test left in the queue, so that the next one claims its own job."""
     yield
     for _, job in server.spool.jobs.list(states=("queued", "running")):
-        server.spool.jobs.request_cancel(job.spec.id)
+        server.spool.queue.cancel(job.spec.id)

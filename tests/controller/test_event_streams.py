@@ -138,7 +138,7 @@ def test_a_job_that_ended_without_a_terminal_event_ends_the_stream(client, serve
     monkeypatch.setattr(streams, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
-    server.spool.events.path(job.id).unlink()
+    server.spool.paths.events_file(job.id).unlink()
     started = time.monotonic()
     assert list(client.events(job.id)) == []
     assert time.monotonic() - started < 10

@@ -66,7 +66,7 @@ def test_an_rl_job_from_queue_to_served(client, server, run):
     assert client.get_run(run).pending == [job.id]
 
     claimed = claim(server.spool)
-    server.spool.jobs.beat(job.id, "test-runner", "forward")
+    server.spool.leases.renew(job.id, "test-runner", "forward")
     assert (client.get_job(job.id).state, client.get_job(job.id).phase) == ("running", "forward")
     work(server.spool, claimed)
     succeed(server.spool, claimed)
@@ -128,7 +128,7 @@ def test_a_failed_job_raises_with_reason_and_log(client, server, run):
 
 def test_a_retried_job_shows_the_attempt_before(client, server, run):
     job = client.train(run, rl_request())
-    server.spool.jobs.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))
+    server.spool.queue.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))
     status = client.get_job(job.id)
     assert (status.state, status.attempt, status.error) == ("queued", 1, None)
     assert status.last_error is not None
@@ -147,7 +147,7 @@ def test_cancel(client, server, run):
     claimed = claim(server.spool)
     status = client.cancel(running.id)
     assert (status.state, status.cancel_requested) == ("running", True)
-    server.spool.jobs.requeue(claimed, JobError(type="cancelled", message="asked for", retriable=True))
+    server.spool.queue.requeue(claimed, JobError(type="cancelled", message="asked for", retriable=True))
     assert client.cancel(running.id).state == "cancelled"
     assert client.get_run(run).newest_step == 0
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from tandem.spool import Spool
 from tandem.spool.schema import Hold
 spool, floor, lease = Spool(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-with spool.jobs.runner_lock("holder"):
+with spool.runner_lock("holder"):
     now = time.time()
     with spool.hold.lock():
         print("locked", flush=True)

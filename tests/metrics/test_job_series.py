@@ -17,6 +17,7 @@ from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.policy import RUNS, CheckpointsCollector, PolicyCollector, PublishCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
+from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, Job, JobError, Served
 
 GPU = "GPU-5d8f"
@@ -42,7 +43,7 @@ def watching(spool: Spool, count: int = 2):
 
 
 def claim(spool: Spool) -> Job:
-    job = spool.jobs.claim("runner")
+    job = spool.queue.claim("runner")
     assert job is not None
     return job
 
@@ -57,7 +58,7 @@ def beat(spool: Spool, job: Job, rank: int, step: int = 0, *, phase: str = "forw
     }  # fmt: skip
     found["memory"] = memory | more.get("memory", {})
     told = Beat(time=time.time(), phase=phase, step=step, **found)
-    fs.write_atomic(spool.jobs.beat_path(job.spec.id, job.attempt, rank), told.model_dump_json().encode())
+    fs.write_atomic(beat_file(spool.paths.work_dir(job.spec.id, job.attempt), rank), told.model_dump_json().encode())
 
 
 def step(spool: Spool, job: Job, number: int) -> None:
@@ -78,7 +79,7 @@ def test_what_ranks_keep_that_stay_is_not_left(volume: Spool) -> None:
             submit(volume, job_id)
             job = claim(volume)
             release(volume, job, 95, 32, **more)
-            volume.jobs.requeue(job, JobError(type="oom", message="no", retriable=False))
+            volume.queue.requeue(job, JobError(type="oom", message="no", retriable=False))
             seen = made.collect()
             if more:
                 assert seen.get("tandem_job_gpu_resident_bytes", uuid=GPU) == 30
@@ -147,7 +148,7 @@ def test_from_queued_to_released(volume: Spool) -> None:
         volume.events.append("j1", "checkpoint", attempt=1, step=1, sha256="x", bytes=5, seconds=2.5)
         commit(volume, job)
         release(volume, job, 95, 5)
-        volume.jobs.finish(job, succeeded(job))
+        volume.queue.finish(job, succeeded(job))
         seen = made.collect()
         assert seen.get("tandem_train_active") == 0
         for gone in ("tandem_job_info", "tandem_rank_up", "tandem_torch_memory_allocated_bytes", "tandem_train_step",
@@ -172,12 +173,12 @@ def test_attempts_that_fail_are_counted_by_their_error(volume: Spool) -> None:
         for kind in ("oom", "rank_hung", "something_new"):
             job = claim(volume)
             release(volume, job, 95, None)
-            volume.jobs.requeue(job, JobError(type=kind, message="no", retriable=True))
+            volume.queue.requeue(job, JobError(type=kind, message="no", retriable=True))
         submit(volume, "j2")
-        volume.jobs.request_cancel("j2")  # it came and ended between two looks
+        volume.queue.cancel("j2")  # it came and ended between two looks
         made.collect()
         submit(volume, "j3")
-        volume.jobs.request_cancel("j3")
+        volume.queue.cancel("j3")
         seen = made.collect()  # which lists the finished jobs again
     counted = {e["error"]: seen.get("tandem_job_attempts_failed_total", **e)
                for e in seen.all("tandem_job_attempts_failed_total")}  # fmt: skip
@@ -193,7 +194,7 @@ def test_attempts_that_fail_are_counted_by_their_error(volume: Spool) -> None:
 def test_what_happened_before_the_exporter_is_read_but_not_counted(volume: Spool) -> None:
     submit(volume, "old")
     old = claim(volume)
-    volume.jobs.finish(old, failed())
+    volume.queue.finish(old, failed())
     submit(volume, "j1")
     job = claim(volume)
     step(volume, job, 1)
@@ -203,7 +204,7 @@ def test_what_happened_before_the_exporter_is_read_but_not_counted(volume: Spool
         assert seen.get("tandem_train_tokens_total") == 0
         assert seen.get("tandem_train_loss") == 0.5  # at once, not with the next step
         step(volume, job, 2)
-        volume.jobs.finish(job, failed())
+        volume.queue.finish(job, failed())
         seen = made.collect()
         assert seen.get("tandem_train_tokens_total") == 640
         assert seen.get("tandem_jobs_finished_total", outcome="failed") == 1
@@ -219,7 +220,7 @@ def test_counters_of_ranks_go_on_from_attempt_to_attempt(volume: Spool) -> None:
             for number, count in enumerate(retries):
                 beat(volume, job, 0, number, memory={"alloc_retries": count})
                 seen = made.collect()
-            volume.jobs.requeue(job, JobError(type="rank_crashed", message="no", retriable=True))
+            volume.queue.requeue(job, JobError(type="rank_crashed", message="no", retriable=True))
             made.collect()
     assert seen.get("tandem_torch_memory_alloc_retries_total", uuid=GPU, rank="0") == 3 + 1
 
@@ -271,7 +272,7 @@ def test_a_volume_that_goes_and_comes_back_counts_nothing_twice(volume: Spool, t
         volume.root.rmdir()
         gone.rename(volume.root)
         commit(volume, job)
-        volume.jobs.finish(job, succeeded(job))
+        volume.queue.finish(job, succeeded(job))
         seen = made.collect()
     assert seen.get("tandem_collector_success", collector="jobs") == 1
     assert seen.get("tandem_jobs_finished_total", outcome="succeeded") == 1
@@ -281,13 +282,13 @@ def test_a_volume_that_goes_and_comes_back_counts_nothing_twice(volume: Spool, t
 def test_a_damaged_job_is_a_failure_and_the_others_are_counted(volume: Spool) -> None:
     with watching(volume) as made:
         made.collect()
-        broken = volume.jobs.state_dir("queued") / "a-broken.json"
+        broken = volume.paths.state_dir("queued") / "a-broken.json"
         broken.write_text("{")
         seen = made.collect()
         assert seen.get("tandem_collector_success", collector="jobs") == 0
         broken.unlink()
         submit(volume, "j1")
-        volume.jobs.request_cancel("j1")
+        volume.queue.cancel("j1")
         broken.write_text("{")
         seen = made.collect()
     assert seen.get("tandem_collector_success", collector="jobs") == 0
@@ -297,8 +298,8 @@ def test_a_damaged_job_is_a_failure_and_the_others_are_counted(volume: Spool) ->
 def test_thousands_of_finished_jobs_cost_nothing(volume: Spool) -> None:
     submit(volume, "j0")
     job = claim(volume)
-    volume.jobs.finish(job, failed())
-    finished = volume.jobs.state_dir("failed")
+    volume.queue.finish(job, failed())
+    finished = volume.paths.state_dir("failed")
     content = (finished / "j0.json").read_bytes()
     for number in range(1, 5000):
         (finished / f"j{number}.json").write_bytes(content)
@@ -318,7 +319,7 @@ def train(spool: Spool, job_id: str, run: str = "r") -> None:
     submit(spool, job_id, run=run)
     job = claim(spool)
     commit(spool, job, job_id.encode())
-    spool.jobs.finish(job, succeeded(job))
+    spool.queue.finish(job, succeeded(job))
 
 
 def serve(spool: Spool, run: str, number: int, *, error: float = 0.01, refused: int | None = None) -> None:

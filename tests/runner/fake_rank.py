@@ -23,7 +23,7 @@ def main(root: Path, job_id: str, attempt: int) -> int:
     die_with_parent()
     spool = Spool(root)
     _, job = spool.jobs.get(job_id)
-    rank, work = int(os.environ["RANK"]), spool.jobs.work_dir(job_id, attempt)
+    rank, work = int(os.environ["RANK"]), spool.paths.work_dir(job_id, attempt)
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} says hello", flush=True)
 
     def beat(phase: str, step: int = 0) -> None:

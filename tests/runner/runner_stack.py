@@ -63,7 +63,7 @@ class Stack:
                 labels={key: str(value) for key, value in labels.items()},
             )  # fmt: skip
 
-        job, _ = self.spool.jobs.submit(make, run=run, job_id=None, fingerprint="f", base_step=None)
+        job, _ = self.spool.queue.submit(make, run=run, job_id=None, fingerprint="f", base_step=None)
         return job.spec.id
 
     def wait(self, job_id: str, timeout: float = 120) -> tuple[str, Job]:
@@ -87,14 +87,14 @@ class Stack:
 
     def until_beating(self, job_id: str, attempt: int = 1, ranks: int = 1, timeout: float = 60) -> None:
         """Wait until all ranks of an attempt have sent a heartbeat."""
-        work = self.spool.jobs.work_dir(job_id, attempt)
+        work = self.spool.paths.work_dir(job_id, attempt)
         self.until(lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), timeout, "heartbeats")
 
     def kinds(self, job_id: str) -> list[str]:
         return [event.type for event in self.spool.events.read(job_id)]
 
     def job_log(self, job_id: str) -> str:
-        return self.spool.jobs.log_path(job_id).read_text()
+        return self.spool.paths.log_file(job_id).read_text()
 
     def children(self) -> list[processes.Process]:
         """Living descendants of the runner."""

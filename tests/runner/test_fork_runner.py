@@ -26,7 +26,7 @@ def test_success(stack):
     released = stack.spool.events.read(job_id)[1].data
     assert (released["processes"], released["bytes"]) == (0, 0)
     assert "[rank 0] rank 0 of 1 says hello" in stack.job_log(job_id)
-    assert not stack.spool.jobs.data_dir(job_id).exists()  # gone before it counts as done
+    assert not stack.spool.paths.data_dir(job_id).exists()  # gone before it counts as done
     # The fork server is all that is left.
     assert len(stack.children()) == 1
 
@@ -96,7 +96,7 @@ def test_cancel(stack):
     job_id = stack.submit("cancelled", do="wait")
     follower = stack.submit("cancelled")
     stack.until_beating(job_id)
-    assert stack.spool.jobs.request_cancel(job_id) == "running"
+    assert stack.spool.queue.cancel(job_id) == "running"
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("cancelled", "cancelled")
     # What was to start from its checkpoint can't, and says whose fault that is.
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_somebody_else_made_is_a_conflict(stack):
         staged.mkdir()
         (staged / "weights").write_text("x")
         stack.spool.checkpoints.commit(staged, "taken", step, "somebody")
-    stack.spool.jobs.request_cancel(first)
+    stack.spool.queue.cancel(first)
     _, job = stack.wait(second)
     assert job.result.error.type == "conflict"
 

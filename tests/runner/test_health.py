@@ -77,7 +77,7 @@ def until(environment, role, wanted):
 def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(stack, tmp_path):
     environment = stack("trainer", "runner", "other")
     until(environment, "trainer", (1, "the runner does not hold the spool's lock"))
-    with Spool(tmp_path).jobs.runner_lock("me"):
+    with Spool(tmp_path).runner_lock("me"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert check(environment, "trainer") == (0, "trainer is healthy")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -153,7 +153,7 @@ def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path
         from tandem.spool import Spool
         from tandem.spool.schema import Hold
         spool = Spool({str(tmp_path)!r})
-        with spool.jobs.runner_lock("me"):
+        with spool.runner_lock("me"):
             spool.hold.put(Hold(runner="me", job="j", attempt=1, phase="training", since={now + 60}, beat={now},
                                 lease=600, deadline={now}))
             print("held", flush=True)
@@ -174,10 +174,10 @@ def test_wrong_settings_are_one_line():
 
 def test_asking_for_a_lock_takes_nothing(tmp_path):
     spool = Spool.create(tmp_path)
-    path = spool.jobs.runner_lock_path
+    path = spool.paths.runner_lock
     assert not is_locked(path)
     code = f"from tandem.spool.locks import is_locked; from pathlib import Path; print(is_locked(Path({str(path)!r})))"
-    with spool.jobs.runner_lock("me"):
+    with spool.runner_lock("me"):
         for _ in range(2):
             assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
     assert not is_locked(path)

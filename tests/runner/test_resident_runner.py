@@ -64,7 +64,7 @@ def test_cancel_ends_the_ranks_and_the_next_job_has_new_ones(stack):
     stack.run("cancelled")
     job_id = stack.submit("cancelled", do="wait")
     stack.until_beating(job_id, ranks=2)
-    stack.spool.jobs.request_cancel(job_id)
+    stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == "cancelled"
     assert all(processes.read(pid) is None for pid in before)
     assert stack.ended("after-cancel")[1] == "succeeded"

@@ -104,7 +104,7 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     assert "vllm wakes" not in stack.journal()
     assert "is lost, and" in stack.text("publisher")
     stack.runner.send_signal(signal.SIGCONT)
-    stack.spool.jobs.request_cancel(job_id)
+    stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == "cancelled"
     awake_and_unheld(stack)
 
@@ -131,7 +131,7 @@ def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(make):
     stack.run()
     job_id = stack.submit("run")
     stack.until_told("vllm falls asleep")
-    stack.spool.jobs.request_cancel(job_id)
+    stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == "cancelled"
     awake_and_unheld(stack)
     assert "rank runs" not in stack.journal()
@@ -228,7 +228,7 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(make, phase):
         stack.until(lambda: "waiting until the trainer gives" in stack.text("vllm"), 20, "vLLM to wait")
         time.sleep(1)
         assert stack.journal().count("vllm is up") == 1
-        stack.spool.jobs.request_cancel(job_id)
+        stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == ("cancelled" if phase == "training" else "succeeded")
     stack.until(stack.healthy, 30, "vLLM")
     awake_and_unheld(stack)

@@ -50,12 +50,12 @@ def maker(run: str = "r", fingerprint: str = "f", **more) -> Callable[[str, int,
 def submit(spool: Spool, job_id: str | None = None, run: str = "r", base_step: int | None = None, **more) -> Job:
     fingerprint = more.pop("fingerprint", "f")
     make = maker(run, fingerprint, **more)
-    job, _ = spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=fingerprint, base_step=base_step)
+    job, _ = spool.queue.submit(make, run=run, job_id=job_id, fingerprint=fingerprint, base_step=base_step)
     return job
 
 
 def stage(spool: Spool, job: Job, content: bytes = b"trained") -> Path:
-    staged = spool.jobs.work_dir(job.spec.id, job.attempt) / "checkpoint"
+    staged = spool.paths.work_dir(job.spec.id, job.attempt) / "checkpoint"
     (staged / "optimizer").mkdir(parents=True)
     (staged / "adapter_model.safetensors").write_bytes(content)
     (staged / "optimizer/adam.safetensors").write_bytes(b"adam" + content)
@@ -77,11 +77,11 @@ def failed(message: str = "no") -> JobResult:
 def train_one(spool: Spool, run: str = "r") -> Job:
     """One job from submission to the end."""
     job = submit(spool, run=run)
-    claimed = spool.jobs.claim("runner")
+    claimed = spool.queue.claim("runner")
     assert claimed is not None
     assert claimed.spec.id == job.spec.id
     commit(spool, claimed)
-    spool.jobs.finish(claimed, succeeded(claimed))
+    spool.queue.finish(claimed, succeeded(claimed))
     return claimed
 
 

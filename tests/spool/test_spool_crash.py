@@ -24,6 +24,7 @@ from spool.spool_tools import (
 )  # fmt: skip
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
+from tandem.spool.recovery import recover
 from tandem.spool.schema import Served
 
 
@@ -38,9 +39,9 @@ def summary(spool: Spool) -> dict:
         job_id = job.spec.id
         assert spool.jobs.get(job_id) == (state, job)
         if state in ("queued", "running"):
-            assert (spool.jobs.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
+            assert (spool.paths.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
         if state == "running":
-            assert spool.jobs.lease(job_id).attempt in (job.attempt, job.attempt + 1)
+            assert spool.leases.get(job_id).attempt in (job.attempt, job.attempt + 1)
         found["jobs"][job_id] = state, job.attempt, job.last_error is not None
     for path in (spool.root / "jobs/events").iterdir():
         events = spool.events.read(path.stem)
@@ -76,7 +77,7 @@ def running(spool: Spool):
 
 def prepare_running(spool: Spool) -> None:
     submit(spool, "j")
-    spool.jobs.claim("dead")
+    spool.queue.claim("dead")
 
 
 def prepare_committed(spool: Spool) -> None:
@@ -86,7 +87,7 @@ def prepare_committed(spool: Spool) -> None:
 
 def prepare_cancelling(spool: Spool) -> None:
     prepare_running(spool)
-    spool.jobs.request_cancel("j")
+    spool.queue.cancel("j")
 
 
 def prepare_chain(spool: Spool) -> None:
@@ -96,12 +97,12 @@ def prepare_chain(spool: Spool) -> None:
 
 def requeue(spool: Spool) -> None:
     _, job = spool.jobs.get("j")
-    spool.jobs.requeue(job, LOST)
+    spool.queue.requeue(job, LOST)
 
 
 def finish(spool: Spool) -> None:
     _, job = spool.jobs.get("j")
-    spool.jobs.finish(job, succeeded(job))
+    spool.queue.finish(job, succeeded(job))
 
 
 def create_run(spool: Spool) -> None:
@@ -120,8 +121,8 @@ def fork(spool: Spool) -> None:
 
 def recover_then_claim(spool: Spool) -> None:
     """What a new runner does after one that died in `claim`: the attempt it may have begun counts."""
-    spool.jobs.recover("new")
-    job = spool.jobs.claim("new")
+    recover(spool, "new")
+    job = spool.queue.claim("new")
     assert job.attempt in (1, 2)
     # Bring both ways to one state, for the comparison with the undisturbed claim.
     path = spool.root / "jobs/running/j.json"
@@ -134,7 +135,7 @@ def commit_again(spool: Spool) -> None:
     try:
         done = spool.checkpoints.manifest("r", 1).job
     except NotFound:
-        shutil.rmtree(spool.jobs.work_dir("j", job.attempt) / "checkpoint", ignore_errors=True)
+        shutil.rmtree(spool.paths.work_dir("j", job.attempt) / "checkpoint", ignore_errors=True)
         commit(spool, job)
     else:
         assert done == "j"
@@ -152,23 +153,23 @@ def nothing(spool: Spool) -> None:
 CASES = {
     "create run": Case(nothing, create_run),
     "submit": Case(nothing, lambda spool: submit(spool, "j")),
-    "claim": Case(lambda spool: submit(spool, "j"), lambda spool: spool.jobs.claim("dead"), recover_then_claim),
-    "beat": Case(prepare_running, lambda spool: spool.jobs.beat("j", "dead", "training")),
-    "cancel queued": Case(lambda spool: submit(spool, "j"), lambda spool: spool.jobs.request_cancel("j")),
+    "claim": Case(lambda spool: submit(spool, "j"), lambda spool: spool.queue.claim("dead"), recover_then_claim),
+    "beat": Case(prepare_running, lambda spool: spool.leases.renew("j", "dead", "training")),
+    "cancel queued": Case(lambda spool: submit(spool, "j"), lambda spool: spool.queue.cancel("j")),
     "cancel queued, then the runner": Case(
         lambda spool: submit(spool, "j"),
-        lambda spool: spool.jobs.request_cancel("j"),
-        lambda spool: (spool.jobs.recover("new"), spool.jobs.request_cancel("j")),
+        lambda spool: spool.queue.cancel("j"),
+        lambda spool: (recover(spool, "new"), spool.queue.cancel("j")),
     ),
-    "cancel running": Case(prepare_running, lambda spool: spool.jobs.request_cancel("j")),
+    "cancel running": Case(prepare_running, lambda spool: spool.queue.cancel("j")),
     "requeue": Case(prepare_running, requeue),
     "requeue to cancelled": Case(prepare_cancelling, requeue),
-    "requeue, then recover": Case(prepare_running, requeue, lambda spool: spool.jobs.recover("new")),
+    "requeue, then recover": Case(prepare_running, requeue, lambda spool: recover(spool, "new")),
     "finish": Case(prepare_committed, finish),
-    "finish, then recover": Case(prepare_committed, finish, lambda spool: spool.jobs.recover("new")),
-    "fail": Case(prepare_running, lambda spool: spool.jobs.finish(spool.jobs.get("j")[1], failed())),
-    "recover": Case(prepare_running, lambda spool: spool.jobs.recover("new")),
-    "recover committed": Case(prepare_committed, lambda spool: spool.jobs.recover("new")),
+    "finish, then recover": Case(prepare_committed, finish, lambda spool: recover(spool, "new")),
+    "fail": Case(prepare_running, lambda spool: spool.queue.finish(spool.jobs.get("j")[1], failed())),
+    "recover": Case(prepare_running, lambda spool: recover(spool, "new")),
+    "recover committed": Case(prepare_committed, lambda spool: recover(spool, "new")),
     "commit": Case(prepare_running, lambda spool: commit(spool, running(spool)), commit_again),
     "rollback": Case(prepare_chain, lambda spool: spool.checkpoints.rollback("r", 1)),
     "fork": Case(prepare_chain, fork),

@@ -24,7 +24,7 @@ def test_append_read(spool):
     assert (first.seq, second.seq, first.job, first.attempt, first.data) == (0, 1, "j", 1, {"runner": "me"})
     assert spool.events.read("j", after=0)[0].data["text"] == "a\nb\u2028é"
     assert spool.events.read("j", after=1) == []
-    lines = records(spool.jobs.events_path("j"))
+    lines = records(spool.paths.events_file("j"))
     assert [line["seq"] for line in lines] == [0, 1]
     assert lines[1]["data"]["nothing"] is None
     assert abs(first.time - time.time()) < 5
@@ -34,13 +34,12 @@ def test_append_read(spool):
 def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
     spool.events.append("j", "claimed", filler="x" * 70_000)
     whole = spool.events.append("j", "step", filler="y" * size)
-    path = spool.jobs.events_path("j")
+    path = spool.paths.events_file("j")
     content = path.read_bytes()
     last = content.rindex(b"\n", 0, -1) + 1
     for cut in {last + 1, last + 5, (last + len(content)) // 2, len(content) - 2}:
         path.write_bytes(content[:cut])
         assert [event.seq for event in spool.events.read("j")] == [0]
-        assert list(spool.events.follow("j", timeout=0)) == spool.events.read("j")
         again = spool.events.append("j", "step", filler="z")
         assert again.seq == 1
         assert [event.data["filler"][0] for event in spool.events.read("j")] == ["x", "z"]
@@ -53,7 +52,7 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
 
 
 def test_a_file_of_nothing_but_a_torn_line(spool):
-    path = spool.jobs.events_path("j")
+    path = spool.paths.events_file("j")
     path.write_bytes(b'{"seq":0,"ti')
     assert spool.events.read("j") == []
     assert spool.events.append("j", "claimed").seq == 0
@@ -95,7 +94,7 @@ def test_several_processes_and_threads_append_while_others_read(spool):
         for thread in range(2):
             own = [event.data["i"] for event in events if event.data["marker"] == f"{process}.{thread}"]
             assert own == list(range(25))
-    for line in spool.jobs.events_path("j").read_text().splitlines():
+    for line in spool.paths.events_file("j").read_text().splitlines():
         json.loads(line)
 
 
@@ -112,52 +111,11 @@ def test_writers_that_are_killed_leave_no_gap(spool):
     assert spool.events.append("j", "succeeded").seq == len(events)
 
 
-def test_follow_gives_events_as_they_come_and_ends_with_the_terminal_one(spool):
-    def write():
-        for kind in ("claimed", "started", "succeeded", "served"):
-            time.sleep(0.05)
-            spool.events.append("j", kind)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert [event.type for event in spool.events.follow("j", poll=0.01)] == ["claimed", "started", "succeeded"]
-    writer.join()
-    # Resuming at or after the terminal event ends too; what came after it is given where it is there.
-    assert [event.type for event in spool.events.follow("j", after=1, poll=0.01)] == ["succeeded", "served"]
-    assert [event.type for event in spool.events.follow("j", after=2, poll=0.01)] == ["served"]
-    assert list(spool.events.follow("j", after=3, poll=0.01)) == []
-    start = time.monotonic()
-    assert len(list(spool.events.follow("j", poll=0.01, timeout=0.2, until_terminal=False))) == 4
-    assert 0.15 < time.monotonic() - start < 2
-
-
-def test_follow_waits_for_a_job_without_events_until_its_timeout(spool):
-    assert list(spool.events.follow("j", poll=0.01, timeout=0.05)) == []
-    assert not spool.jobs.events_path("j").exists()
-
-
-def test_follow_is_not_fooled_by_a_line_in_two_pieces(spool):
-    whole = spool.events.append("j", "claimed", filler="é" * 50)
-    path = spool.jobs.events_path("j")
-    content = path.read_bytes()
-    path.write_bytes(content[:40])
-    got = []
-    reader = threading.Thread(target=lambda: got.extend(spool.events.follow("j", poll=0.01, timeout=5)))
-    reader.start()
-    time.sleep(0.05)
-    with path.open("ab") as file:
-        file.write(content[40:])
-    time.sleep(0.05)
-    last = spool.events.append("j", "failed")
-    reader.join(timeout=10)
-    assert got == [whole, last]
-
-
 def test_served_comes_after_the_end(tmp_path):
     spool = spool_with_run(tmp_path / "s")
     submit(spool, "j")
-    job = spool.jobs.claim("runner")
-    spool.jobs.finish(job, succeeded(job))
+    job = spool.queue.claim("runner")
+    spool.queue.finish(job, succeeded(job))
     spool.events.append("j", "served", step=1)
     assert [event.type for event in spool.events.read("j")] == ["claimed", "succeeded", "served"]
 
@@ -168,7 +126,7 @@ def test_since_goes_on_where_it_was_and_waits_for_the_rest_of_a_line(spool):
     seen, offset = spool.events.since("j", 0)
     assert seen == written
     assert spool.events.since("j", offset) == ([], offset)
-    path = spool.jobs.events_path("j")
+    path = spool.paths.events_file("j")
     content = path.read_bytes()
     more = spool.events.append("j", "step", number=3)
     whole = path.read_bytes()

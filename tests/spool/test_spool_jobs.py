@@ -22,6 +22,7 @@ from spool.spool_tools import (
 )  # fmt: skip
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool
+from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RankProcess
 
 
@@ -43,24 +44,24 @@ def places(spool: Spool, job_id: str) -> list[str]:
 
 
 def test_the_whole_way(spool):
-    job, new = spool.jobs.submit(maker(), run="r", job_id="j", fingerprint="f", base_step=0)
+    job, new = spool.queue.submit(maker(), run="r", job_id="j", fingerprint="f", base_step=0)
     assert new
     assert spool.jobs.get("j") == ("queued", job)
     assert job.spec.data.path == "jobs/data/j"
-    assert (spool.jobs.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
-    assert spool.jobs.lease("j") is None
-    claimed = spool.jobs.claim("me")
+    assert (spool.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
+    assert spool.leases.get("j") is None
+    claimed = spool.queue.claim("me")
     assert claimed.attempt == 1
     assert claimed.spec == job.spec
     assert spool.jobs.get("j") == ("running", claimed)
-    assert spool.jobs.work_dir("j", 1).is_dir()
-    lease = spool.jobs.lease("j")
+    assert spool.paths.work_dir("j", 1).is_dir()
+    lease = spool.leases.get("j")
     assert (lease.runner, lease.pid, lease.host, lease.attempt) == ("me", os.getpid(), os.uname().nodename, 1)
     assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
-    assert spool.jobs.claim("me") is None
+    assert spool.queue.claim("me") is None
     commit(spool, claimed)
-    spool.jobs.log_path("j").write_text("a log")
-    assert spool.jobs.finish(claimed, succeeded(claimed)) == "succeeded"
+    spool.paths.log_file("j").write_text("a log")
+    assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
     state, done = spool.jobs.get("j")
     assert (state, done.result.step) == ("succeeded", 1)
     assert places(spool, "j") == ["events", "logs", "succeeded"]
@@ -77,13 +78,13 @@ def test_the_same_id_twice_is_one_job(spool):
 
     def again(**changed):
         arguments = {"run": "r", "job_id": "j", "fingerprint": "f", "base_step": 0} | changed
-        return spool.jobs.submit(unwanted, **arguments)
+        return spool.queue.submit(unwanted, **arguments)
 
     assert again() == (first, False)
-    claimed = spool.jobs.claim("me")
+    claimed = spool.queue.claim("me")
     assert again() == (claimed, False)
     commit(spool, claimed)
-    spool.jobs.finish(claimed, succeeded(claimed))
+    spool.queue.finish(claimed, succeeded(claimed))
     assert again() == (spool.jobs.get("j")[1], False)
     before = tree(spool.root)
     spool.runs.create(run_spec("q"), write_adapter)
@@ -104,15 +105,15 @@ def test_the_chain_of_base_steps(spool):
         assert caught.value.field == "base_step"
         assert tree(spool.root) == before
     assert submit(spool, "c", base_step=2).spec.base_step == 2
-    a = spool.jobs.claim("me")
+    a = spool.queue.claim("me")
     assert spool.jobs.next_base("r") == 3
     commit(spool, a)  # a is still running, and its checkpoint is there: it does not count twice
     assert spool.jobs.next_base("r") == 3
-    spool.jobs.finish(a, succeeded(a))
+    spool.queue.finish(a, succeeded(a))
     assert spool.jobs.next_base("r") == 3
-    b = spool.jobs.claim("me")
+    b = spool.queue.claim("me")
     assert b.spec.id == "b"
-    spool.jobs.finish(b, failed())
+    spool.queue.finish(b, failed())
     # c can't start from 2, which nobody makes: what comes next starts where the chain ends.
     assert [job.spec.id for _, job in spool.jobs.pending("r")] == ["c"]
     assert spool.jobs.next_base("r") == 1
@@ -120,7 +121,7 @@ def test_the_chain_of_base_steps(spool):
 
 def test_submit_needs_the_run(spool):
     with pytest.raises(NotFound) as caught:
-        spool.jobs.submit(maker("nope"), run="nope", job_id=None, fingerprint="f", base_step=None)
+        spool.queue.submit(maker("nope"), run="nope", job_id=None, fingerprint="f", base_step=None)
     assert caught.value.field == "run"
 
 
@@ -135,7 +136,7 @@ def test_a_submission_that_fails_leaves_no_trace(spool, change):
         return spec.model_copy(update={change: 9 if change == "base_step" else "other"})
 
     with pytest.raises((RuntimeError, ValueError)):
-        spool.jobs.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
+        spool.queue.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
     assert tree(spool.root) == before
 
 
@@ -144,10 +145,10 @@ def test_claims_are_oldest_first_and_one_per_run(spool):
     for job_id, run in (("r1", "r"), ("r2", "r"), ("q1", "q"), ("q2", "q")):
         submit(spool, job_id, run=run)
         time.sleep(0.002)
-    first, second = spool.jobs.claim("me"), spool.jobs.claim("me")
-    assert (first.spec.id, second.spec.id, spool.jobs.claim("me")) == ("r1", "q1", None)
-    spool.jobs.finish(second, failed())
-    assert spool.jobs.claim("me").spec.id == "q2"
+    first, second = spool.queue.claim("me"), spool.queue.claim("me")
+    assert (first.spec.id, second.spec.id, spool.queue.claim("me")) == ("r1", "q1", None)
+    spool.queue.finish(second, failed())
+    assert spool.queue.claim("me").spec.id == "q2"
     assert [job.spec.id for _, job in spool.jobs.list()] == ["r1", "r2", "q1", "q2"]
     assert [job.spec.id for _, job in spool.jobs.list("q")] == ["q1", "q2"]
     assert [job.spec.id for _, job in spool.jobs.list(states=["failed"])] == ["q1"]
@@ -161,51 +162,51 @@ def test_clocks_that_disagree_do_not_break_the_chain(spool):
         return maker()(job_id, base_step, directory).model_copy(update={"created": time.time() - 3600})
 
     submit(spool, "first")
-    spool.jobs.submit(late, run="r", job_id="second", fingerprint="f", base_step=1)
-    assert spool.jobs.claim("me").spec.id == "first"
+    spool.queue.submit(late, run="r", job_id="second", fingerprint="f", base_step=1)
+    assert spool.queue.claim("me").spec.id == "first"
 
 
 def test_beats(spool):
     submit(spool, "j")
     with pytest.raises(Conflict, match="not running"):
-        spool.jobs.beat("j", "me", "x")
-    job = spool.jobs.claim("me")
-    before = spool.jobs.lease("j")
+        spool.leases.renew("j", "me", "x")
+    job = spool.queue.claim("me")
+    before = spool.leases.get("j")
     ranks = [RankProcess(pid=7, start_time=123.0)]
-    spool.jobs.beat("j", "me", "loading", ranks)
-    spool.jobs.beat("j", "me", "training")
-    lease = spool.jobs.lease("j")
+    spool.leases.renew("j", "me", "loading", ranks)
+    spool.leases.renew("j", "me", "training")
+    lease = spool.leases.get("j")
     assert (lease.phase, lease.ranks) == ("training", ranks)
     assert lease.beat > before.beat
     with pytest.raises(Conflict, match="run by me"):
-        spool.jobs.beat("j", "you", "x")
-    spool.jobs.finish(job, failed())
+        spool.leases.renew("j", "you", "x")
+    spool.queue.finish(job, failed())
     with pytest.raises(Conflict, match="not running"):
-        spool.jobs.beat("j", "me", "x")
-    assert spool.jobs.lease("j") is None
+        spool.leases.renew("j", "me", "x")
+    assert spool.leases.get("j") is None
 
 
 def test_cancel_queued(spool):
     submit(spool, "j")
-    assert spool.jobs.request_cancel("j") == "cancelled"
+    assert spool.queue.cancel("j") == "cancelled"
     state, job = spool.jobs.get("j")
     assert (state, job.result.state, job.result.error.type) == ("cancelled", "cancelled", "cancelled")
     assert types(spool, "j") == ["cancelled"]
     assert places(spool, "j") == ["cancelled", "events"]
-    assert spool.jobs.request_cancel("j") == "cancelled"
+    assert spool.queue.cancel("j") == "cancelled"
     assert types(spool, "j") == ["cancelled"]
-    assert spool.jobs.claim("me") is None
+    assert spool.queue.claim("me") is None
     assert spool.jobs.next_base("r") == 0
 
 
 def test_cancel_running(spool):
     submit(spool, "j")
-    job = spool.jobs.claim("me")
+    job = spool.queue.claim("me")
     assert not spool.jobs.cancel_requested("j")
-    assert spool.jobs.request_cancel("j") == spool.jobs.request_cancel("j") == "running"
+    assert spool.queue.cancel("j") == spool.queue.cancel("j") == "running"
     assert spool.jobs.cancel_requested("j")
     # A runner that finds the ranks crashed does not try again.
-    assert spool.jobs.requeue(job, LOST) == "cancelled"
+    assert spool.queue.requeue(job, LOST) == "cancelled"
     assert not spool.jobs.cancel_requested("j")
     assert places(spool, "j") == ["cancelled", "events"]
     assert types(spool, "j") == ["claimed", "cancelled"]
@@ -213,31 +214,31 @@ def test_cancel_running(spool):
 
 def test_cancel_of_what_has_ended_or_never_was(spool):
     job = train_one(spool)
-    assert spool.jobs.request_cancel(job.spec.id) == "succeeded"
+    assert spool.queue.cancel(job.spec.id) == "succeeded"
     assert not spool.jobs.cancel_requested(job.spec.id)
     with pytest.raises(NotFound) as caught:
-        spool.jobs.request_cancel("nope")
+        spool.queue.cancel("nope")
     assert caught.value.field == "id"
 
 
 def test_requeue_until_the_attempts_are_used_up(spool):
     submit(spool, "j", max_attempts=2)
-    job = spool.jobs.claim("me")
-    (spool.jobs.work_dir("j", 1) / "staged").write_text("x")
-    assert spool.jobs.requeue(job, LOST) == "queued"
+    job = spool.queue.claim("me")
+    (spool.paths.work_dir("j", 1) / "staged").write_text("x")
+    assert spool.queue.requeue(job, LOST) == "queued"
     state, waiting = spool.jobs.get("j")
     assert (state, waiting.attempt, waiting.last_error) == ("queued", 1, LOST)
     assert places(spool, "j") == ["data", "events", "queued"]
-    assert spool.jobs.requeue(job, LOST) == "queued"  # said twice is once
-    again = spool.jobs.claim("me")
+    assert spool.queue.requeue(job, LOST) == "queued"  # said twice is once
+    again = spool.queue.claim("me")
     assert again.attempt == 2
-    with pytest.raises(Conflict, match="attempt 1 has no say"):
-        spool.jobs.requeue(job, LOST)
-    with pytest.raises(Conflict, match="attempt 1 has no say"):
-        spool.jobs.finish(job, failed())
-    assert spool.jobs.requeue(again, LOST) == "failed"
+    with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
+        spool.queue.requeue(job, LOST)
+    with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
+        spool.queue.finish(job, failed())
+    assert spool.queue.requeue(again, LOST) == "failed"
     assert spool.jobs.get("j")[1].result.error == LOST
-    assert spool.jobs.requeue(again, LOST) == "failed"
+    assert spool.queue.requeue(again, LOST) == "failed"
     assert types(spool, "j") == ["claimed", "requeued", "claimed", "failed"]
     assert places(spool, "j") == ["events", "failed"]
 
@@ -245,46 +246,46 @@ def test_requeue_until_the_attempts_are_used_up(spool):
 def test_an_error_that_will_not_go_away_is_not_retried(spool):
     submit(spool, "j")
     error = JobError(type="checkpoint_damaged", message="adapter missing", log_tail="tail")
-    assert spool.jobs.requeue(spool.jobs.claim("me"), error) == "failed"
+    assert spool.queue.requeue(spool.queue.claim("me"), error) == "failed"
     assert spool.jobs.get("j")[1].result.error == error
 
 
 def test_finish_is_idempotent_and_the_first_result_stands(spool):
     submit(spool, "j")
-    job = spool.jobs.claim("me")
+    job = spool.queue.claim("me")
     with pytest.raises(NotFound):
-        spool.jobs.finish(job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})}), failed())
-    assert spool.jobs.finish(job, failed("first")) == "failed"
+        spool.queue.finish(job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})}), failed())
+    assert spool.queue.finish(job, failed("first")) == "failed"
     before = tree(spool.root)
-    assert spool.jobs.finish(job, succeeded(job)) == "failed"
+    assert spool.queue.finish(job, succeeded(job)) == "failed"
     assert tree(spool.root) == before
 
 
 def test_finish_needs_a_running_job(spool):
     job = submit(spool, "j")
     with pytest.raises(Conflict, match="queued"):
-        spool.jobs.finish(job, failed())
+        spool.queue.finish(job, failed())
 
 
 def test_the_strongest_directory_counts(spool):
     submit(spool, "j")
     jobs = spool.root / "jobs"
     queued = (jobs / "queued/j.json").read_bytes()
-    job = spool.jobs.claim("me")
+    job = spool.queue.claim("me")
     (jobs / "queued/j.json").write_bytes(queued)
     assert spool.jobs.get("j") == ("running", job)
     assert [(state, found.attempt) for state, found in spool.jobs.list()] == [("running", 1)]
     assert spool.jobs.list(states=["queued"]) == []
-    assert spool.jobs.claim("me") is None
-    assert spool.jobs.request_cancel("j") == "running"
+    assert spool.queue.claim("me") is None
+    assert spool.queue.cancel("j") == "running"
     running = (jobs / "running/j.json").read_bytes()
-    spool.jobs.finish(job, failed())
+    spool.queue.finish(job, failed())
     assert not (jobs / "queued/j.json").exists()
     for state, content in (("queued", queued), ("running", running)):
         (jobs / state / "j.json").write_bytes(content)
     assert spool.jobs.get("j")[0] == "failed"
-    assert spool.jobs.claim("me") is None
-    spool.jobs.recover("me")
+    assert spool.queue.claim("me") is None
+    recover(spool, "me")
     assert places(spool, "j") == ["events", "failed"]
 
 
@@ -294,15 +295,15 @@ def test_recover_puts_a_dead_runners_jobs_in_order(spool):
     for job_id, run in (("lost", "r"), ("made", "a"), ("unwanted", "b"), ("last", "c"), ("other", "d")):
         submit(spool, job_id, run=run, max_attempts=1 if job_id == "last" else 3)
     jobs = {}
-    while (job := spool.jobs.claim("dead")) is not None:
+    while (job := spool.queue.claim("dead")) is not None:
         jobs[job.spec.id] = job
     submit(spool, "waiting", run="r")
     commit(spool, jobs["made"])
     # A checkpoint that somebody else made does not count.
     spool.checkpoints.commit(stage(spool, jobs["other"]), "d", 1, "somebody-else")
-    spool.jobs.request_cancel("unwanted")
-    spool.jobs.beat("lost", "dead", "training")
-    found = {job.spec.id: state for state, job in spool.jobs.recover("new")}
+    spool.queue.cancel("unwanted")
+    spool.leases.renew("lost", "dead", "training")
+    found = {job.spec.id: state for state, job in recover(spool, "new")}
     assert found == {
         "lost": "queued",
         "made": "succeeded",
@@ -317,8 +318,8 @@ def test_recover_puts_a_dead_runners_jobs_in_order(spool):
     assert "training" in error.message
     assert spool.jobs.get("last")[1].result.error.type == "runner_lost"
     assert spool.jobs.get("waiting")[0] == "queued"
-    assert spool.jobs.recover("new") == []
-    assert spool.jobs.claim("new").spec.id == "lost"
+    assert recover(spool, "new") == []
+    assert spool.queue.claim("new").spec.id == "lost"
 
 
 def test_sweep_of_old_remains_only(spool):
@@ -338,29 +339,29 @@ def test_sweep_of_old_remains_only(spool):
     for age in (0, 3000):
         for path in [*remains, *files]:
             os.utime(path, (time.time() - age,) * 2)
-        spool.jobs.recover("me")
+        recover(spool, "me")
         assert all(path.exists() for path in [*remains, *files])
         assert not ended.exists()
     for path in [*remains, *files, jobs / "data/queued"]:
         os.utime(path, (time.time() - 3700,) * 2)
-    spool.jobs.recover("me")
+    recover(spool, "me")
     assert not any(path.exists() for path in [*remains, *files])
     assert (jobs / "data/queued/tokens.npy").exists()  # its job is there, however old
     assert temporary_names(spool.root) == []
 
 
 def test_a_crashed_submission_can_be_sent_again(spool):
-    leftover = spool.jobs.data_dir("j")
+    leftover = spool.paths.data_dir("j")
     leftover.mkdir()
     (leftover / "half").write_text("x")
     submit(spool, "j")
-    assert [path.name for path in spool.jobs.data_dir("j").iterdir()] == ["tokens.npy"]
+    assert [path.name for path in spool.paths.data_dir("j").iterdir()] == ["tokens.npy"]
 
 
 def test_a_damaged_job_file_is_named(spool):
     submit(spool, "j")
     (spool.root / "jobs/queued/j.json").write_text("{")
-    for call in (lambda: spool.jobs.get("j"), spool.jobs.list, lambda: spool.jobs.claim("me")):
+    for call in (lambda: spool.jobs.get("j"), spool.jobs.list, lambda: spool.queue.claim("me")):
         with pytest.raises(SpoolUnusable, match=r"queued/j\.json is damaged"):
             call()
 
@@ -372,6 +373,6 @@ def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool):
     path.write_text(job.model_copy(update={"result": result}).model_dump_json())
     assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
     assert spool.jobs.next_base("r") == 0
-    assert spool.jobs.claim("me") is None
+    assert spool.queue.claim("me") is None
     assert types(spool, "j") == ["cancelled"]
     assert places(spool, "j") == ["cancelled", "events"]

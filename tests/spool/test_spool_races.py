@@ -27,6 +27,7 @@ from spool.spool_tools import (
 )
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
+from tandem.spool.recovery import recover
 from tandem.spool.schema import TERMINAL, Job
 
 FORK = multiprocessing.get_context("fork")
@@ -55,12 +56,12 @@ def test_the_same_submission_from_many_processes_is_one_job(memory_path):
     def send():
         for i in range(5):
             with may_conflict("id"):
-                spool.jobs.submit(maker(), run="r", job_id=f"j{i}", fingerprint="f", base_step=None)
+                spool.queue.submit(maker(), run="r", job_id=f"j{i}", fingerprint="f", base_step=None)
 
     def other():  # the same ids for another run: each id goes to one of the two
         for i in range(5):
             with may_conflict("id"):
-                spool.jobs.submit(maker("q"), run="q", job_id=f"j{i}", fingerprint="f", base_step=None)
+                spool.queue.submit(maker("q"), run="q", job_id=f"j{i}", fingerprint="f", base_step=None)
 
     together(send, send, other, other)
     jobs = spool.jobs.list()
@@ -113,21 +114,21 @@ def test_claims_cancels_requeues_and_submissions_race(memory_path):
         choice = random.Random(os.getpid())
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            job = spool.jobs.claim(f"runner {os.getpid()}")
+            job = spool.queue.claim(f"runner {os.getpid()}")
             if job is None:
                 if all(_ended(spool, job_id) for job_id in ids):
                     return
                 continue
             assert spool.jobs.get(job.spec.id) == ("running", job)
-            spool.jobs.beat(job.spec.id, f"runner {os.getpid()}", "training")
+            spool.leases.renew(job.spec.id, f"runner {os.getpid()}", "training")
             what = choice.random()
             if what < 0.3:
-                spool.jobs.requeue(job, LOST)
+                spool.queue.requeue(job, LOST)
             elif what < 0.4 or spool.checkpoints.newest(job.spec.run) != job.spec.base_step:
-                spool.jobs.finish(job, failed())
+                spool.queue.finish(job, failed())
             else:
                 commit(spool, job)
-                assert spool.jobs.finish(job, succeeded(job)) == "succeeded"
+                assert spool.queue.finish(job, succeeded(job)) == "succeeded"
         raise TimeoutError("jobs did not end")
 
     def canceller():
@@ -137,7 +138,7 @@ def test_claims_cancels_requeues_and_submissions_race(memory_path):
             submitted = list(memory_path.glob(f"jobs/queued/{job_id}.json"))
             try:
                 if choice.random() < 0.15:
-                    spool.jobs.request_cancel(job_id)
+                    spool.queue.cancel(job_id)
                 else:
                     spool.jobs.get(job_id)
                     spool.jobs.list(states=("running",))
@@ -214,7 +215,7 @@ class Life(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        assert self.spool.jobs.claim("me") is None
+        assert self.spool.queue.claim("me") is None
 
     @rule(run=st.sampled_from("rq"), new=st.booleans())
     def submit(self, run: str, new: bool) -> None:
@@ -225,7 +226,7 @@ class Life(RuleBasedStateMachine):
             or job_id in self.queue[run]
             or (run in self.running and self.running[run].spec.id == job_id)
         )
-        job, made = self.spool.jobs.submit(
+        job, made = self.spool.queue.submit(
             maker(run, max_attempts=2), run=run, job_id=job_id, fingerprint="f", base_step=None
         )
         assert made is not known
@@ -236,7 +237,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         waiting = [run for run in "rq" if self.queue[run] and run not in self.running]
-        job = self.spool.jobs.claim("me")
+        job = self.spool.queue.claim("me")
         assert (job is None) is (not waiting)
         if job is not None:
             run = job.spec.run
@@ -265,24 +266,24 @@ class Life(RuleBasedStateMachine):
                 commit(self.spool, job)
             result = failed()
         for _ in range(1 + twice):
-            assert self.spool.jobs.finish(job, result) == result.state
+            assert self.spool.queue.finish(job, result) == result.state
         self._end(run, result.state)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), retriable=st.booleans(), recover=st.booleans())
-    def crash(self, data, retriable: bool, recover: bool) -> None:
-        runs = sorted(self.running) if recover else [data.draw(st.sampled_from(sorted(self.running)))]
-        error = LOST.model_copy(update={"retriable": retriable or recover})
+    @rule(data=st.data(), retriable=st.booleans(), recovered=st.booleans())
+    def crash(self, data, retriable: bool, recovered: bool) -> None:
+        runs = sorted(self.running) if recovered else [data.draw(st.sampled_from(sorted(self.running)))]
+        error = LOST.model_copy(update={"retriable": retriable or recovered})
         expected = {}
         for run in runs:
             job = self.running[run]
             again = error.retriable and job.attempt < 2
             expected[run] = "cancelled" if job.spec.id in self.cancelling else "queued" if again else "failed"
-        if recover:
-            found = {job.spec.run: state for state, job in Spool(self.spool.root).jobs.recover("new")}
+        if recovered:
+            found = {job.spec.run: state for state, job in recover(Spool(self.spool.root), "new")}
             assert found == expected
         else:
-            assert self.spool.jobs.requeue(self.running[runs[0]], error) == expected[runs[0]]
+            assert self.spool.queue.requeue(self.running[runs[0]], error) == expected[runs[0]]
         for run, state in expected.items():
             if state == "queued":
                 self.queue[run].insert(0, self.running.pop(run).spec.id)
@@ -295,7 +296,7 @@ class Life(RuleBasedStateMachine):
         if not ids:
             return
         job_id = data.draw(st.sampled_from(ids))
-        state = self.spool.jobs.request_cancel(job_id)
+        state = self.spool.queue.cancel(job_id)
         if job_id in self.queue[run]:
             assert state == "cancelled"
             self.queue[run].remove(job_id)

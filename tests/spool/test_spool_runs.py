@@ -18,6 +18,7 @@ from spool.spool_tools import (
 )  # fmt: skip
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import Spool
+from tandem.spool.recovery import recover
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe, Served
 
 PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]], base=[[-0.7]])
@@ -77,14 +78,14 @@ def test_what_is_not_ours_is_not_listed(tmp_path):
     assert [spec.name for spec in spool.runs.list()] == ["r"]
     assert spool.checkpoints.steps("r") == [0]
     assert spool.jobs.list() == []
-    assert spool.jobs.claim("runner") is None
-    assert spool.jobs.recover("runner") == []
+    assert spool.queue.claim("runner") is None
+    assert recover(spool, "runner") == []
 
 
 def test_commit_says_all_that_the_manifest_holds(tmp_path):
     spool = spool_with_run(tmp_path)
     submit(spool, "j")
-    job = spool.jobs.claim("runner")
+    job = spool.queue.claim("runner")
     staged = stage(spool, job)
     manifest = spool.checkpoints.commit(
         staged,
@@ -110,7 +111,7 @@ def test_commit_of_anything_but_the_next_step_is_a_conflict(tmp_path, step):
     spool = spool_with_run(tmp_path)
     train_one(spool)
     submit(spool, "j")
-    staged = stage(spool, spool.jobs.claim("runner"))
+    staged = stage(spool, spool.queue.claim("runner"))
     before = tree(tmp_path)
     with pytest.raises(Conflict, match="next is 2") as caught:
         spool.checkpoints.commit(staged, "r", step, "j")
@@ -212,11 +213,11 @@ def test_rollback_is_refused_while_jobs_build_on_the_chain(tmp_path):
         with pytest.raises(Conflict, match="j "):
             spool.checkpoints.rollback("r", 0)
         assert tree(tmp_path).keys() >= {name for name in before if name.startswith("runs")}
-        job = spool.jobs.claim("runner")
+        job = spool.queue.claim("runner")
     assert job is None
     _, job = spool.jobs.get("j")
     commit(spool, job)
-    spool.jobs.finish(job, succeeded(job))
+    spool.queue.finish(job, succeeded(job))
     with pytest.raises(NotFound):
         spool.checkpoints.rollback("r", 5)
     assert spool.checkpoints.rollback("r", 0) == [2, 1]
@@ -225,9 +226,9 @@ def test_rollback_is_refused_while_jobs_build_on_the_chain(tmp_path):
 def test_fork_copies_adapter_and_optimizer_and_verifies(tmp_path):
     spool = spool_with_run(tmp_path)
     submit(spool, "j")
-    job = spool.jobs.claim("runner")
+    job = spool.queue.claim("runner")
     spool.checkpoints.commit(stage(spool, job), "r", 1, "j", probe=PROBE, metrics={"loss": 1.0})
-    spool.jobs.finish(job, succeeded(job))
+    spool.queue.finish(job, succeeded(job))
     source = tree(spool.checkpoints.path("r", 1))
     new = spool.checkpoints.fork("r", 1, run_spec("fork", seed=3))
     assert new.forked_from == Origin(run="r", step=1)

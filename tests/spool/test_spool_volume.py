@@ -31,6 +31,7 @@ from spool.spool_tools import (
 from tandem.errors import InvalidInput, SpoolUnusable
 from tandem.spool import Spool, fs
 from tandem.spool.locks import LockHeldError, file_lock
+from tandem.spool.recovery import recover
 
 
 def test_ulids_are_unique_and_sort_by_time():
@@ -78,18 +79,18 @@ def test_another_version_is_refused(tmp_path, content):
 
 def operations(spool: Spool):
     """Everything that writes, each with a state in which it does; gives (name, call)."""
-    running = spool.jobs.claim("runner")
+    running = spool.queue.claim("runner")
     return [
         ("open", lambda: Spool(spool.root)),
         ("create run", lambda: spool.runs.create(run_spec("new"), write_adapter)),
         ("submit", lambda: submit(spool, "one-more")),
-        ("cancel queued", lambda: spool.jobs.request_cancel("other")),
-        ("cancel running", lambda: spool.jobs.request_cancel(running.spec.id)),
-        ("claim", lambda: spool.jobs.claim("runner")),
-        ("beat", lambda: spool.jobs.beat(running.spec.id, "runner", "training")),
+        ("cancel queued", lambda: spool.queue.cancel("other")),
+        ("cancel running", lambda: spool.queue.cancel(running.spec.id)),
+        ("claim", lambda: spool.queue.claim("runner")),
+        ("beat", lambda: spool.leases.renew(running.spec.id, "runner", "training")),
         ("event", lambda: spool.events.append(running.spec.id, "step", loss=1.0)),
-        ("finish", lambda: spool.jobs.finish(running, succeeded(running))),
-        ("requeue", lambda: spool.jobs.requeue(running, LOST)),
+        ("finish", lambda: spool.queue.finish(running, succeeded(running))),
+        ("requeue", lambda: spool.queue.requeue(running, LOST)),
         ("fork", lambda: spool.checkpoints.fork("r", 0, run_spec("fork"))),
         ("commit", lambda: commit(spool, running)),
     ]
@@ -174,7 +175,7 @@ def test_a_really_full_volume(tmp_path):
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         spool = two_jobs(root)
-        running = spool.jobs.claim("runner")
+        running = spool.queue.claim("runner")
         filler = root / "filler"
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while file.write(b"\0" * 4096):
@@ -185,8 +186,8 @@ def test_a_really_full_volume(tmp_path):
             lambda: Spool.create(root / "below"),
             lambda: submit(spool, "one-more"),
             lambda: spool.runs.create(run_spec("new"), write_adapter),
-            lambda: spool.jobs.claim("runner"),
-            lambda: spool.jobs.finish(running, succeeded(running)),
+            lambda: spool.queue.claim("runner"),
+            lambda: spool.queue.finish(running, succeeded(running)),
             lambda: spool.checkpoints.fork("r", 0, run_spec("fork")),
         ):
             with pytest.raises(SpoolUnusable, match=r"(?s)full.*free space"):
@@ -194,9 +195,9 @@ def test_a_really_full_volume(tmp_path):
         assert tree(root) == before
         filler.unlink()
         commit(spool, running)
-        assert spool.jobs.finish(running, succeeded(running)) == "succeeded"
+        assert spool.queue.finish(running, succeeded(running)) == "succeeded"
         assert submit(spool, "one-more").spec.base_step == 1
-        assert spool.jobs.claim("runner").spec.id == "other"
+        assert spool.queue.claim("runner").spec.id == "other"
 
 
 def test_numpys_full_disk_has_no_errno(tmp_path, monkeypatch):
@@ -211,7 +212,7 @@ def test_numpys_full_disk_has_no_errno(tmp_path, monkeypatch):
         raise OSError("4096 requested and 0 written")
 
     with pytest.raises(SpoolUnusable, match="full"):
-        spool.jobs.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
+        spool.queue.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
     monkeypatch.undo()
     assert tree(tmp_path) == before
 
@@ -225,11 +226,11 @@ def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
     for root in (tmp_path / "there", tmp_path / "copy"):
         moved = Spool(root)
         assert moved.checkpoints.verify("r", 1).step == 1
-        job = moved.jobs.claim("runner")
-        assert moved.absolute(job.spec.data.path) == moved.jobs.data_dir("j") == root / "jobs/data/j"
-        assert (moved.jobs.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
+        job = moved.queue.claim("runner")
+        assert moved.absolute(job.spec.data.path) == moved.paths.data_dir("j") == root / "jobs/data/j"
+        assert (moved.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
         commit(moved, job)
-        assert moved.jobs.finish(job, succeeded(job)) == "succeeded"
+        assert moved.queue.finish(job, succeeded(job)) == "succeeded"
         for name, content in tree(root).items():
             assert content is None or str(tmp_path).encode() not in content, name
 
@@ -258,19 +259,19 @@ def test_names_cannot_lead_elsewhere(tmp_path, bad):
         lambda: spool.runs.lock(bad),
         lambda: spool.checkpoints.steps(bad),
         lambda: spool.served.get(bad),
-        lambda: spool.jobs.submit(maker(bad), run=bad, job_id=None, fingerprint="f", base_step=None),
+        lambda: spool.queue.submit(maker(bad), run=bad, job_id=None, fingerprint="f", base_step=None),
     ):
         with pytest.raises(InvalidInput) as caught:
             call()
         assert caught.value.field == "run"
     for call in (
         lambda: spool.jobs.get(bad),
-        lambda: spool.jobs.request_cancel(bad),
-        lambda: spool.jobs.data_dir(bad),
-        lambda: spool.jobs.work_dir(bad, 1),
-        lambda: spool.jobs.log_path(bad),
-        lambda: spool.jobs.events_path(bad),
-        lambda: spool.jobs.lease(bad),
+        lambda: spool.queue.cancel(bad),
+        lambda: spool.paths.data_dir(bad),
+        lambda: spool.paths.work_dir(bad, 1),
+        lambda: spool.paths.log_file(bad),
+        lambda: spool.paths.events_file(bad),
+        lambda: spool.leases.get(bad),
         lambda: spool.jobs.cancel_requested(bad),
         lambda: spool.events.append(bad, "step"),
         lambda: spool.events.read(bad),
@@ -324,7 +325,7 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
 
     spool = spool_with_run(tmp_path / "spool")
     submit(spool, "j")
-    job = spool.jobs.claim("runner")
+    job = spool.queue.claim("runner")
     log.clear()
     commit(spool, job)
     moved = log.index(("rename", "00000001"))
@@ -418,13 +419,13 @@ def test_two_runners_on_one_spool(tmp_path):
     spool = spool_with_run(tmp_path)
 
     def refused():
-        with pytest.raises(SpoolUnusable) as caught, Spool(tmp_path).jobs.runner_lock("second"):
+        with pytest.raises(SpoolUnusable) as caught, Spool(tmp_path).runner_lock("second"):
             pass
         for part in ("first", str(parent), os.uname().nodename, time.strftime("%Y-%m-%d", time.gmtime()), "stop"):
             assert part in str(caught.value)
 
     parent = os.getpid()
-    with spool.jobs.runner_lock("first"):
+    with spool.runner_lock("first"):
         before = sorted(tmp_path.rglob("*"))  # names only: reading the lock file here would free the lock
         assert in_child(refused) == 0
         refused()
@@ -433,15 +434,15 @@ def test_two_runners_on_one_spool(tmp_path):
         thread.join()
         assert sorted(tmp_path.rglob("*")) == before
         assert in_child(refused) == 0  # the refusals did not free the lock
-    with spool.jobs.runner_lock("third"):
+    with spool.runner_lock("third"):
         pass
 
     def die():
-        with Spool(tmp_path).jobs.runner_lock("dying"):
+        with Spool(tmp_path).runner_lock("dying"):
             os.kill(os.getpid(), 9)
 
     assert in_child(die) == -9
-    with spool.jobs.runner_lock("fourth"):
+    with spool.runner_lock("fourth"):
         pass
 
 
@@ -471,7 +472,7 @@ def test_two_users_of_one_group_share_a_spool():
         spool.runs.create(run_spec(), write)
         submit(spool, "a")
         submit(spool, "b")
-        claimed = spool.jobs.claim("runner")
+        claimed = spool.queue.claim("runner")
         spool.events.append("a", "started")
         commit(spool, claimed)
 
@@ -479,12 +480,12 @@ def test_two_users_of_one_group_share_a_spool():
         spool = Spool.create(directory)
         for path in directory.rglob("*"):
             assert path.stat().st_mode & 0o060 == 0o060, path
-        with spool.jobs.runner_lock("other"):
-            spool.jobs.recover("other")
-            claimed = spool.jobs.claim("other")
+        with spool.runner_lock("other"):
+            recover(spool, "other")
+            claimed = spool.queue.claim("other")
             assert claimed.spec.id == "b"
             commit(spool, claimed)
-            spool.jobs.finish(claimed, succeeded(claimed))
+            spool.queue.finish(claimed, succeeded(claimed))
         spool.checkpoints.rollback("r", 1)
 
     try:

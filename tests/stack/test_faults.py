@@ -89,7 +89,7 @@ def ended(stack, job):
         assert record.result.error.type
         assert record.result.error.message
         assert steps[-1] == record.spec.base_step
-    assert not spool.jobs.data_dir(job).exists()
+    assert not spool.paths.data_dir(job).exists()
     pids = {p for e in events if e.type == "started" for p in e.data["pids"]}
     until("no rank is left", lambda: not any(alive(pid, job) for pid in pids), 30)
     return state, record
@@ -275,5 +275,5 @@ def test_admin_routes_stayed_closed_and_the_run_goes_on(stack):
 
 
 def test_a_second_stack_on_the_same_spool_is_refused(stack):
-    with pytest.raises(SpoolUnusable, match="runner"), stack.spool.jobs.runner_lock("second"):
+    with pytest.raises(SpoolUnusable, match="runner"), stack.spool.runner_lock("second"):
         pass

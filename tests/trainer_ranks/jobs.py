@@ -94,7 +94,7 @@ def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path], PackedDa
         return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
                      stall_seconds=STALL_SECONDS, data=pack(staged))  # fmt: skip
 
-    spool.jobs.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
+    spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id
 
 
@@ -139,14 +139,14 @@ def submit_sft(
 
 
 def claim(spool: Spool, job_id: str) -> Job:
-    job = spool.jobs.claim("test")
+    job = spool.queue.claim("test")
     assert job is not None
     assert job.spec.id == job_id
     return job
 
 
 def finish(spool: Spool, job: Job) -> None:
-    spool.jobs.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+    spool.queue.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
 
 
 def run_here(spool: Spool, job_id: str) -> Path:
@@ -186,7 +186,7 @@ def fail_here(spool: Spool, job_id: str) -> JobError:
 
 
 def error_of(spool: Spool, job: Job, rank: int = 0) -> JobError:
-    path = spool.jobs.work_dir(job.spec.id, job.attempt) / f"error.{rank}.json"
+    path = spool.paths.work_dir(job.spec.id, job.attempt) / f"error.{rank}.json"
     return JobError.model_validate_json(path.read_text())
 
 

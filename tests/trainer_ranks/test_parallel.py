@@ -44,7 +44,7 @@ def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> 
         job = jobs.submit_rl(
             spool, run, run, groups=jobs.random_groups(5, 9), loss=loss, epochs=2, eps=EPS, **optimizer
         )
-    with PackedBatch.open(spool.jobs.data_dir(job)) as batch:
+    with PackedBatch.open(spool.paths.data_dir(job)) as batch:
         assert len(batch) % 2 == 1
         assert len(set(np.diff(batch.item_offsets))) > 1
     return job

@@ -357,7 +357,7 @@ def test_heartbeats_tell_phase_and_step(spool: Spool) -> None:
     jobs.submit_sft(spool)
     job = jobs.claim(spool, "sft")
     assert worker.main(spool.root, "sft", 1) == 0
-    beat = json.loads((spool.jobs.work_dir("sft", job.attempt) / "beat.0").read_text())
+    beat = json.loads((spool.paths.work_dir("sft", job.attempt) / "beat.0").read_text())
     assert beat["phase"] == "leave"
     assert beat["step"] == len(jobs.steps_of(spool, "sft"))
 

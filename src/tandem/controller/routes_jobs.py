@@ -20,7 +20,7 @@ LOG_CHUNK = 2**20
 def job_status(here: Deployment, job_id: str) -> JobStatus:
     """The job as the spool shows it now; raises NotFound."""
     state, job = here.spool.jobs.get(job_id)
-    lease = here.spool.jobs.lease(job_id) if state == "running" else None
+    lease = here.spool.leases.get(job_id) if state == "running" else None
     return JobStatus(
         id=job.spec.id,
         run=job.spec.run,
@@ -104,7 +104,7 @@ def get_log(
     """What the job's ranks printed, all attempts; empty where nothing has been printed."""
     here.spool.jobs.get(job)
     data = b""
-    path = here.spool.jobs.log_path(job)
+    path = here.spool.paths.log_file(job)
     if path.exists():
         with path.open("rb") as file:
             if tail is not None:
@@ -117,5 +117,5 @@ def get_log(
 @router.post("/{job}/cancel", status_code=202)
 def cancel_job(job: JobId, here: Here) -> JobStatus:
     """Stop a job: a queued one at once, a running one soon; one that has ended stays as it is."""
-    here.spool.jobs.request_cancel(job)
+    here.spool.queue.cancel(job)
     return job_status(here, job)

@@ -79,7 +79,7 @@ class _Watch:
     def _bytes(self) -> int:
         """Size of the events file; opened, since NFS may answer a mere stat from its cache."""
         try:
-            with self._here.spool.events.path(self._job).open("rb") as file:
+            with self._here.spool.paths.events_file(self._job).open("rb") as file:
                 return os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return -1

@@ -35,7 +35,7 @@ def submit(here: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     def make(job_id: str, base_step: int, data: Path) -> JobSpec:
         return _pack(here, request, run, job_id, base_step, data)
 
-    return here.spool.jobs.submit(
+    return here.spool.queue.submit(
         make, run=run, job_id=request.id, fingerprint=_fingerprint(run, request), base_step=request.base_step
     )
 

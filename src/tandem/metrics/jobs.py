@@ -14,8 +14,7 @@ from tandem.metrics.catalogue import ERRORS, PHASES, CollectorName
 from tandem.metrics.collector import Collector, PartlyFailed, each
 from tandem.metrics.samples import Gauges
 from tandem.spool import Spool
-from tandem.spool.jobfiles import PENDING
-from tandem.spool.schema import TERMINAL, Event, JobState
+from tandem.spool.schema import PENDING, TERMINAL, Event, JobState
 from tandem.system.gpus import beyond
 
 # What is told of the last optimizer step, and the step's own name for it.
@@ -84,7 +83,7 @@ class JobsCollector(Collector):
         # Pending ones first: a job that ends meanwhile is met in one of the two.
         found = {job_id for state in PENDING for job_id in spool.jobs.ids(state)}
         for state in TERMINAL:
-            stamp = spool.jobs.state_dir(state).stat().st_mtime_ns
+            stamp = spool.paths.state_dir(state).stat().st_mtime_ns
             if self._looked.get(state) != stamp:
                 ids = set(spool.jobs.ids(state))
                 self._looked[state] = stamp

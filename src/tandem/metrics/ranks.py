@@ -77,7 +77,7 @@ class RanksCollector(Collector):
     def _current(self, spool: Spool) -> _Attempt | None:
         """The attempt that runs now. A spool has one runner, which runs one job at a time."""
         for job_id in spool.jobs.ids("running"):
-            lease = spool.jobs.lease(job_id)
+            lease = spool.leases.get(job_id)
             if lease is None:
                 continue
             known = self._attempt

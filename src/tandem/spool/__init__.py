@@ -1,91 +1,84 @@
-"""Everything about paths and files on the shared volume. Nobody else builds a path."""
+"""The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access goes through it."""
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import os
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from tandem.errors import InvalidInput, SpoolUnusable
-from tandem.spool import fs, names
+from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
-from tandem.spool.hold import Holds
+from tandem.spool.hold import HoldRecord
 from tandem.spool.jobs import Jobs
+from tandem.spool.leases import Leases
 from tandem.spool.locks import file_lock
+from tandem.spool.paths import Paths
+from tandem.spool.queue import Queue
+from tandem.spool.runner_lock import hold_runner_lock
 from tandem.spool.runs import Runs
 from tandem.spool.schema import SCHEMA_VERSION
 from tandem.spool.served import ServedRecords
 
 __all__ = ["Spool"]
 
-_DIRECTORIES = (
-    "runs",
-    "jobs",
-    *(
-        f"jobs/{name}"
-        for name in (
-            *("queued", "running", "succeeded", "failed", "cancelled"),
-            *("leases", "cancel", "data", "work", "events", "logs", "locks"),
-        )
-    ),
-)
-# Jobs share sixteen lock files, which exist from the start: a full disk can't keep anybody from locking.
-_LOCKS = ("claim", "gpus", *"0123456789abcdef")
-
 
 class Spool:
-    """One directory on one volume: `runs`, `checkpoints`, `jobs`, `events`, `served`, `hold`. For many processes."""
+    """A spool, for many processes at once."""
 
     def __init__(self, root: Path | str, *, writable: bool = True) -> None:
-        """Opens an existing spool. SpoolUnusable if it is none, or is read-only or full; with `writable` False only if
-        it can't be read."""
+        """Opens an existing spool. SpoolUnusable if it can't be read or, with `writable`, is read-only or full."""
         self.root = Path(root).absolute()
+        self.paths = Paths(self.root)
         self.runs = Runs(self)
         self.checkpoints = Checkpoints(self)
         self.jobs = Jobs(self)
+        self.queue = Queue(self)
+        self.leases = Leases(self)
         self.events = Events(self)
         self.served = ServedRecords(self)
-        self.hold = Holds(self)
+        self.hold = HoldRecord(self)
         self.check()
         if writable:
             self.check_writable()
 
     @classmethod
     def create(cls, root: Path | str) -> Spool:
-        """Makes the skeleton where it is not there yet, and opens it. SpoolUnusable, leaving no trace, if it can't."""
-        path = Path(root).absolute()
+        """Makes the missing directories and files of a spool, and opens it. SpoolUnusable, leaving no trace, if it
+        can't."""
+        paths = Paths(Path(root).absolute())
         made: list[Path] = []
         try:
-            with fs.volume_errors(path):
-                for parent in reversed(path.parents):
-                    _make_directory(parent, made)
-                for name in ("", *_DIRECTORIES):
-                    _make_directory(path / name, made)
-                for name in _LOCKS:
-                    _make_file(path / "jobs/locks" / name, made)
-                _make_file(path / "jobs/runner.lock", made)
-                if not fs.exists(path / "spool.json"):
-                    fs.write_atomic(path / "spool.json", json.dumps({"schema_version": SCHEMA_VERSION}).encode())
+            with fs.volume_errors(paths.root):
+                for directory in (*reversed(paths.root.parents), paths.root, *paths.directories):
+                    if not directory.is_dir() and _make_directory(directory):
+                        made.append(directory)
+                for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
+                    if not fs.exists(file):
+                        file.touch()
+                        made.append(file)
+                if not fs.exists(paths.version_file):
+                    fs.write_atomic(paths.version_file, json.dumps({"schema_version": SCHEMA_VERSION}).encode())
         except BaseException:
-            for thing in reversed(made):
+            for path in reversed(made):
                 with suppress(OSError):
-                    thing.rmdir() if thing.is_dir() else thing.unlink()
+                    path.rmdir() if path.is_dir() else path.unlink()
             raise
-        return cls(path)
+        return cls(paths.root)
 
     def check(self) -> None:
-        """SpoolUnusable if the spool is not there now. Without its volume a mount point is an empty directory, which
-        would look like a spool without runs and jobs."""
-        path = self.root / "spool.json"
+        """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty directory, which would look
+        like a spool without runs and jobs."""
+        path = self.paths.version_file
         with fs.volume_errors(self.root):
             content = fs.read_bytes(path)
         if content is None:
-            what = "it is a file" if self.root.is_file() else f"{path} does not exist"
+            reason = "it is a file" if self.root.is_file() else f"{path} does not exist"
             raise SpoolUnusable(
-                f"{self.root} is not a spool: {what}; set TANDEM_ROOT to the shared volume's directory, or make a "
+                f"{self.root} is not a spool: {reason}; set TANDEM_ROOT to the shared volume's directory, or make a "
                 "spool there first (the controller and `tandem up` do)"
             )
         try:
@@ -117,29 +110,26 @@ class Spool:
         return Path(inside).as_posix()
 
     def absolute(self, relative: str) -> Path:
-        """Where a record's relative path is in this container; InvalidInput if it leads out of the root."""
+        """A record's relative path in this container; InvalidInput if it leads out of the root."""
         if Path(relative).is_absolute() or ".." in Path(relative).parts:
             raise InvalidInput(f"{relative!r} is not a path inside the spool", field="path")
         return self.root / relative
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
-        """Serialises what changes a job and its events. Taken after `runs.lock`, never before it."""
-        stripe = hashlib.sha256(names.job_id(job_id).encode()).hexdigest()[0]
-        return file_lock(self.root / "jobs/locks" / stripe)
+        """Serialises changes of a job and its events. Take it after `runs.lock`, never before."""
+        return file_lock(self.paths.job_lock(job_id))
+
+    def runner_lock(self, runner: str) -> AbstractContextManager[None]:
+        """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is another."""
+        return hold_runner_lock(self.paths.runner_lock, runner)
 
 
-def _make_directory(path: Path, made: list[Path]) -> None:
-    if not path.is_dir():
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if not path.is_dir():
-                raise NotADirectoryError(20, "not a directory", str(path)) from None
-        else:
-            made.append(path)
-
-
-def _make_file(path: Path, made: list[Path]) -> None:
-    if not fs.exists(path):
-        path.touch()
-        made.append(path)
+def _make_directory(path: Path) -> bool:
+    """False if another process makes it at the same moment."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if path.is_dir():
+            return False
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path)) from None
+    return True

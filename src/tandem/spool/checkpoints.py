@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
+from tandem.spool.paths import step_name
 from tandem.spool.schema import FileEntry, Manifest, Origin, Probe, RunSpec
 
 if TYPE_CHECKING:
@@ -22,13 +23,11 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 
-def step_name(step: int) -> str:
-    """Directory name of a step: 7 -> 00000007."""
-    return f"{step:08d}"
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
-    """Hashes every file under `directory` and writes `manifest.json` with `files` filled in."""
+    """Hashes every file under `directory` and writes `manifest.json` with `files` filled in.
+
+    InvalidInput (field: the file) if the directory holds anything but plain files and directories.
+    """
     paths = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -43,18 +42,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 of each file, several at a time: a checkpoint is a few large files."""
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
-
-
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest; CheckpointDamaged names each that is missing, truncated or altered."""
-    damage = []
     paths = {name: directory / name for name in manifest.files}
     sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
     hashes = _hashes({name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size})
+    damage = []
     for name, entry in manifest.files.items():
         if name not in sizes:
             damage.append(f"{name} is missing")
@@ -62,12 +55,18 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
             damage.append(f"{name} is truncated ({size} of {entry.size} bytes)")
         elif size > entry.size:
             damage.append(f"{name} is altered ({size} bytes instead of {entry.size})")
-        elif hashes.get(name) != entry.sha256:
+        elif hashes[name] != entry.sha256:
             damage.append(f"{name} is altered (its sha256 differs)")
     if damage:
         raise CheckpointDamaged(
             f"checkpoint {directory}: {'; '.join(damage)}. Restore it from a copy, or roll the run back"
         )
+
+
+def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each file, four files at a time."""
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
 
 
 class Checkpoints:
@@ -78,7 +77,7 @@ class Checkpoints:
         return self._spool.runs.directory(run) / "checkpoints"
 
     def steps(self, run: str) -> list[int]:
-        """Steps that exist, ascending; NotFound (field `run`) without the run."""
+        """The run's steps, ascending; NotFound (field `run`) without the run."""
         return [int(name) for name in fs.names(self._dir(run)) if re.fullmatch(r"[0-9]{8}", name)]
 
     def changed(self, run: str) -> float:
@@ -86,7 +85,7 @@ class Checkpoints:
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
-        """The newest step."""
+        """The newest step; CheckpointDamaged if the run has none."""
         steps = self.steps(run)
         if not steps:
             raise CheckpointDamaged(f"run {run!r} has no checkpoint, not even step 0: restore its directory")
@@ -96,7 +95,9 @@ class Checkpoints:
         """The checkpoint's directory; NotFound (field `step`) if there is none."""
         directory = self._dir(run) / step_name(step)
         if step < 0 or (not directory.is_dir() and not fs.exists(directory)):
-            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {_summary(self.steps(run))}", field="step")
+            steps = self.steps(run)
+            known = f"{steps[0]} to {steps[-1]}" if steps else "none"
+            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {known}", field="step")
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
@@ -108,16 +109,15 @@ class Checkpoints:
         try:
             manifest = Manifest.model_validate_json(content)
         except ValidationError as error:
-            what = f"{MANIFEST} is truncated or altered ({error})"
-            raise CheckpointDamaged(f"checkpoint {path.parent}: {what}") from error
+            damage = f"{MANIFEST} is truncated or altered ({error})"
+            raise CheckpointDamaged(f"checkpoint {path.parent}: {damage}") from error
         if (manifest.run, manifest.step) != (run, step):
-            raise CheckpointDamaged(
-                f"checkpoint {path.parent}: {MANIFEST} is altered: it says {manifest.run!r} step {manifest.step}"
-            )
+            damage = f"{MANIFEST} is altered: it names run {manifest.run!r} and step {manifest.step}"
+            raise CheckpointDamaged(f"checkpoint {path.parent}: {damage}")
         return manifest
 
     def verify(self, run: str, step: int) -> Manifest:
-        """Checks size and sha256 of every file. CheckpointDamaged says which file is missing, truncated or altered."""
+        """The manifest, after comparing every file with it. CheckpointDamaged names each damaged file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
         return manifest
@@ -137,15 +137,15 @@ class Checkpoints:
     ) -> Manifest:
         """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename.
 
-        Conflict (field `step`) if the step exists or is not the one after the newest; InvalidInput if the directory
-        holds anything but plain files. The staged directory stays where it was when this fails.
+        Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
+        anything but plain files. If this fails, the staged directory stays where it was.
         """
         self._spool.relative(staged_dir)
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
-            what = f"run {run!r} has a checkpoint {step} already" if step <= newest else "there would be a gap"
-            raise Conflict(f"{what}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
+            problem = f"run {run!r} has a checkpoint {step} already" if step <= newest else "there would be a gap"
+            raise Conflict(f"{problem}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
         manifest = Manifest(
             run=run,
             step=step,
@@ -168,34 +168,34 @@ class Checkpoints:
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:
-        """Takes every checkpoint after `step` out of the chain, newest first, into `runs/<run>/discarded/`.
+        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps.
 
-        Gives the steps that went. Conflict if jobs of the run are queued or running, since they build on them. After a
-        crash half-way the chain is whole and shorter; calling again does the rest.
+        Conflict (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash
+        half-way leaves a whole, shorter chain; calling again does the rest.
         """
         with self._spool.runs.lock(run):
             self.path(run, step)
             if pending := self._spool.jobs.pending(run):
                 jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending[:5])
                 raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="step")
-            gone = [newer for newer in reversed(self.steps(run)) if newer > step]
+            later = [other for other in reversed(self.steps(run)) if other > step]
             discarded = self._dir(run).parent / "discarded"
-            for newer in gone:
-                fs.rename_dir(self._dir(run) / step_name(newer), discarded / f"{step_name(newer)}-{fs.new_ulid()}")
-            return gone
+            for other in later:
+                fs.rename_dir(self._dir(run) / step_name(other), discarded / f"{step_name(other)}-{fs.new_ulid()}")
+            return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new` from a copy of this checkpoint, optimizer state included, as its step 0.
+        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
 
-        The source is verified before and the copy after. Conflict (field `name`) if `new.name` exists, InvalidInput
-        if `new` has another base model or LoRA shape, CheckpointDamaged, NotFound.
+        Verifies the source before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if
+        `new` has another base model or LoRA shape; CheckpointDamaged; NotFound.
         """
         with self._spool.runs.lock(run):
             source = self._spool.runs.get(run)
             for field in ("base_model", "lora"):
                 if getattr(source, field) != getattr(new, field):
-                    what = f"a fork keeps the {field} of {run!r}, which is {getattr(source, field)}"
-                    raise InvalidInput(what, field=field)
+                    kept = getattr(source, field)
+                    raise InvalidInput(f"a fork keeps the {field} of {run!r}, which is {kept}", field=field)
             manifest = self.verify(run, step)
             origin = Origin(run=run, step=step)
             new = RunSpec.model_validate({**new.model_dump(), "forked_from": origin})
@@ -211,7 +211,3 @@ class Checkpoints:
                 fs.write_json_atomic(checkpoint / MANIFEST, copied)
 
             return self._spool.runs.make(new, fill)
-
-
-def _summary(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"

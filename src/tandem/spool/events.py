@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tandem.spool import fs, names
+from tandem.spool import fs
 from tandem.spool.schema import TERMINAL, Event, EventType
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
 
-_TAIL = 65536
+_TAIL_BYTES = 65536
 
 
 class Events:
@@ -26,16 +24,13 @@ class Events:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
 
-    def path(self, job_id: str) -> Path:
-        return self._spool.root / "jobs/events" / f"{names.job_id(job_id)}.jsonl"
-
     def append(self, job_id: str, type: EventType, *, attempt: int = 0, **data: Any) -> Event:  # noqa: A002
-        """Adds one event, durable when this returns. `data` is what JSON can hold; NaN and infinities become null.
+        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null.
 
-        A line that a dead writer left unterminated is closed first; readers skip it. Raises SpoolUnusable, and then
-        the file is as it was.
+        Ends a line that a dead writer left unterminated; readers skip that line. Raises SpoolUnusable, and then the
+        file is as before.
         """
-        path = self.path(job_id)
+        path = self._spool.paths.events_file(job_id)
         with self._spool.job_lock(job_id), fs.volume_errors(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
@@ -43,7 +38,7 @@ class Events:
                 last, terminated = _last_event(fd, size)
                 seq = 0 if last is None else last.seq + 1
                 event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
-                # ASCII only: U+2028 and the like end a line for many readers.
+                # ASCII only: many readers end a line at U+2028 and its like.
                 content = json.dumps(json.loads(event.model_dump_json()))
                 line = ("" if terminated else "\n") + content + "\n"
                 try:
@@ -61,57 +56,29 @@ class Events:
             return Event.model_validate_json(content)
 
     def read(self, job_id: str, after: int = -1) -> list[Event]:
-        """Events with `seq` > `after`, in order; empty if there are none (yet)."""
-        content = fs.read_bytes(self.path(job_id)) or b""
+        """Events with `seq` > `after`, in order; empty if the job has none (yet)."""
+        content = fs.read_bytes(self._spool.paths.events_file(job_id)) or b""
         return [event for event in _parse(content)[0] if event.seq > after]
 
     def since(self, job_id: str, offset: int) -> tuple[list[Event], int]:
         """Events of the complete lines from byte `offset` on, and the offset to go on from."""
-        events, used = _parse(_read_from(self.path(job_id), offset))
+        try:
+            with self._spool.paths.events_file(job_id).open("rb") as file:
+                file.seek(offset)
+                content = file.read()
+        except FileNotFoundError:
+            return [], offset
+        events, used = _parse(content)
         return events, offset + used
 
-    def follow(
-        self,
-        job_id: str,
-        after: int = -1,
-        poll: float = 0.2,
-        timeout: float | None = None,
-        until_terminal: bool = True,
-    ) -> Iterator[Event]:
-        """Events with `seq` > `after` as they come, looking every `poll` seconds.
-
-        Ends after the terminal event (even one at or before `after`), unless `until_terminal` is False; or when
-        `timeout` seconds have passed.
-        """
-        path = self.path(job_id)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        offset = 0
-        ended = False
-        while True:
-            expired = deadline is not None and time.monotonic() >= deadline
-            events, used = _parse(_read_from(path, offset))
-            offset += used
-            for event in events:
-                ended = ended or event.type in TERMINAL
-                if event.seq > after:
-                    yield event
-            if expired or (ended and until_terminal):
-                return
-            pause = poll if deadline is None else min(poll, max(0.0, deadline - time.monotonic()))
-            time.sleep(pause)
-
-
-def _read_from(path: Path, offset: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read()
-    except FileNotFoundError:
-        return b""
+    def ended(self, job_id: str) -> bool:
+        """Whether the job's terminal event is written."""
+        return any(event.type in TERMINAL for event in self.read(job_id))
 
 
 def _parse(content: bytes) -> tuple[list[Event], int]:
-    """The events of the complete lines, and those lines' bytes. What a dead writer half wrote is skipped."""
+    """The events of the complete lines, and the bytes of these lines. Skips lines that a dead writer left half
+    written."""
     end = content.rfind(b"\n") + 1
     events = []
     for line in content[:end].split(b"\n"):
@@ -124,11 +91,10 @@ def _parse(content: bytes) -> tuple[list[Event], int]:
 
 def _last_event(fd: int, size: int) -> tuple[Event | None, bool]:
     """The last whole event, and whether the file ends with a newline. A whole event without its newline counts."""
-    start = size
-    while start > 0:
-        start = max(0, size - _TAIL) if start == size else 0
+    for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
-        events, _ = _parse(content if content.endswith(b"\n") else content + b"\n")
+        terminated = not content or content.endswith(b"\n")
+        events, _ = _parse(content if terminated else content + b"\n")
         if events:
-            return events[-1], content.endswith(b"\n")
-    return None, size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+            return events[-1], terminated
+    return None, terminated

@@ -1,8 +1,8 @@
-"""`jobs/hold.json`: the GPUs that trainer and vLLM share are the trainer's now (R4's wake lock).
+"""The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now.
 
-Written by the runner before it lets vLLM sleep, removed once vLLM is awake again. While it is *live* nobody wakes
-vLLM, starts one, or loads anything into it. It is live as long as its runner is: that one holds the spool's runner
-lock, which the kernel frees when it dies, and beats in the record, which a runner that hangs doesn't.
+The runner writes it before vLLM sleeps, and removes it once vLLM is awake again. While the hold is *live*, nobody wakes
+vLLM, starts one, or loads anything into it. The hold is live while its runner is alive and makes progress: it holds the
+runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner doesn't.
 """
 
 from __future__ import annotations
@@ -14,47 +14,44 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from tandem.spool import fs
-from tandem.spool.jobs import RunnerInfo
 from tandem.spool.locks import file_lock, is_locked
-from tandem.spool.schema import Hold
+from tandem.spool.schema import Hold, RunnerInfo
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
 
 
-class Holds:
+class HoldRecord:
     def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self._path = spool.root / "jobs/hold.json"
+        self._paths = spool.paths
 
     def lock(self, *, blocking: bool = True) -> AbstractContextManager[int]:
-        """Kept while the hold changes, and by whoever needs vLLM awake while it works. Not blocking: LockHeldError."""
-        return file_lock(self._spool.root / "jobs/locks/gpus", blocking=blocking)
+        """Held while the hold changes, and by whoever needs vLLM awake while it works. Not blocking: LockHeldError."""
+        return file_lock(self._paths.gpus_lock, blocking=blocking)
 
     def get(self) -> Hold | None:
-        """The record; None without one, or where it can't be read (no Tandem writes half a record)."""
-        content = fs.read_bytes(self._path)
+        """The hold; None without one, or if the file is damaged."""
+        content = fs.read_bytes(self._paths.hold)
         try:
             return None if content is None else Hold.model_validate_json(content)
         except ValidationError:
             return None
 
     def put(self, hold: Hold) -> None:
-        """Replaces the record, durably."""
-        fs.write_json_atomic(self._path, hold)
+        """Replaces the hold, durably."""
+        fs.write_json_atomic(self._paths.hold, hold)
 
     def clear(self) -> None:
-        fs.remove_file(self._path)
+        fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The record while its runner lives. Not for the runner itself: asking would drop its own lock."""
+        """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
         hold = self.get()
         if hold is None or abs(time.time() - hold.beat) > hold.lease:
             return None
-        path = self._spool.jobs.runner_lock_path
         try:
-            runner = RunnerInfo.model_validate_json(path.read_bytes())
+            runner = RunnerInfo.model_validate_json(self._paths.runner_lock.read_bytes())
         except (OSError, ValidationError):
             return None
-        # A runner that was started since is another one, whatever its name is.
-        return hold if is_locked(path) and runner.since <= hold.since else None
+        # A runner that started after the hold was written is another one, even with the same name.
+        return hold if is_locked(self._paths.runner_lock) and runner.since <= hold.since else None

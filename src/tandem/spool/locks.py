@@ -1,8 +1,7 @@
-"""Locks between processes (and threads): fcntl record locks, which the kernel frees when the holder dies.
+"""Locks between processes and threads: fcntl record locks, which the kernel frees when their holder dies.
 
-A POSIX lock belongs to the process: it doesn't keep two threads apart, and closing *any* descriptor of the file drops
-it. So each lock file has an in-process lock beside it, is opened nowhere else, and holds no data of ours that anybody
-else opens.
+A record lock belongs to the process. It doesn't keep two threads apart, and closing *any* descriptor of the file drops
+it. So each lock file has a thread lock beside it, and only this module opens it.
 """
 
 from __future__ import annotations
@@ -14,69 +13,71 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.spool.fs import volume_errors
 
+# `struct flock` of Linux on 64 bits: type, whence, start, length, pid.
 _FLOCK = "hhqqi4x"
-"""struct flock of Linux on 64 bits: type, whence, start, length, pid."""
 
 
 class LockHeldError(Exception):
-    """Somebody else holds the lock; `content` is what the lock file says."""
+    """Another process or thread holds the lock; `content` is the lock file's."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__("lock held")
         self.content = content
 
 
-class _Guard:
-    def __init__(self) -> None:
-        self.thread_lock = threading.RLock()
-        self.depth = 0
-        self.fd = -1
+@dataclass
+class _ProcessLock:
+    """The state of one lock file in this process."""
+
+    thread_lock: threading.RLock = field(default_factory=threading.RLock)
+    depth: int = 0  # how often its thread holds it
+    fd: int = -1
 
 
-_guards: dict[str, _Guard] = {}
-_guards_lock = threading.Lock()
+_process_locks: dict[str, _ProcessLock] = {}
+_process_locks_lock = threading.Lock()
 
 
-def _forget() -> None:
-    """In a forked child: the locks stayed with the parent, and threads that held guards don't exist here."""
-    global _guards_lock
-    _guards.clear()
-    _guards_lock = threading.Lock()
+def _forget_in_child() -> None:
+    """After a fork: the record locks stayed with the parent, and the threads that held thread locks don't exist."""
+    global _process_locks_lock
+    _process_locks.clear()
+    _process_locks_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True, reentrant: bool = True) -> Iterator[int]:
-    """Holds an exclusive lock on `path` (made if absent); gives the file's descriptor.
+    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor.
 
-    The same thread may take it again unless `reentrant` is False. Not blocking: raises LockHeldError where it is held.
-    Raises SpoolUnusable where the volume is read-only or has no locks.
+    The same thread may take it again unless `reentrant` is False. Not blocking: LockHeldError if somebody holds it.
+    SpoolUnusable if the volume is read-only or has no locks.
     """
-    key = os.path.realpath(path)
-    with _guards_lock:
-        guard = _guards.setdefault(key, _Guard())
-    if not guard.thread_lock.acquire(blocking=blocking):
+    with _process_locks_lock:
+        lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
+    if not lock.thread_lock.acquire(blocking=blocking):
         raise LockHeldError(b"")
     try:
-        if guard.depth and not reentrant:
-            raise LockHeldError(os.pread(guard.fd, 4096, 0))
-        if not guard.depth:
-            guard.fd = _open_locked(path, blocking)
-        guard.depth += 1
+        if lock.depth and not reentrant:
+            raise LockHeldError(os.pread(lock.fd, 4096, 0))
+        if not lock.depth:
+            lock.fd = _open_locked(path, blocking)
+        lock.depth += 1
         try:
-            yield guard.fd
+            yield lock.fd
         finally:
-            guard.depth -= 1
-            if not guard.depth:
-                os.close(guard.fd)
+            lock.depth -= 1
+            if not lock.depth:
+                os.close(lock.fd)
     finally:
-        guard.thread_lock.release()
+        lock.thread_lock.release()
 
 
 def _open_locked(path: Path, blocking: bool) -> int:
@@ -94,13 +95,14 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Asks the kernel only: nothing is locked for a moment, in
-    which who wants the lock would not get it. For the process that holds the lock itself the answer is no, and the lock
-    is gone: closing any descriptor of its file drops it."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out.
+
+    The holder must not call this: the answer would be False, and closing the descriptor would drop its lock.
+    """
+    fd = os.open(path, os.O_RDONLY)
     try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+        query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
     finally:
-        os.close(descriptor)
+        os.close(fd)

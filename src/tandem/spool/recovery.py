@@ -1,92 +1,99 @@
-"""What a new runner does about the remains of a dead one."""
+"""What a new runner does about the jobs and files that a dead runner left."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import CheckpointDamaged, NotFound
-from tandem.spool import fs, names
+from tandem.spool import fs
+from tandem.spool.jobs import JobList
+from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
 
-# Younger remains may be somebody's work in progress (a submission that is being packed).
+# Younger remains may be work in progress of a living process, as a submission that is being packed.
 STALE_SECONDS = 3600.0
 
 
-def recover(spool: Spool, runner: str) -> list[tuple[JobState, Job]]:
-    """`Jobs.recover`."""
-    moved: list[tuple[JobState, Job]] = []
+def recover(spool: Spool, runner: str) -> JobList:
+    """Settles the jobs of a dead runner. The caller holds the runner lock, and has ended orphaned ranks.
+
+    A running job with a result is finished; one that made its checkpoint succeeded; the others are requeued (see
+    `Queue.requeue`). Returns the jobs that moved, with their new states. Removes what dead processes left.
+    """
+    moved: JobList = []
     for state in ("running", "queued"):
-        for name in fs.names(spool.root / "jobs" / state):
-            job_id = name.removesuffix(".json")
-            if names.is_job_id(job_id) and (job := _recover_job(spool, job_id, runner)) is not None:
+        for job_id in spool.jobs.ids(state):
+            if (job := _recover_job(spool, job_id, runner)) is not None:
                 moved.append(job)
-    _sweep(spool)
+    _remove_remains(spool)
     return moved
 
 
 def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job] | None:
     with spool.job_lock(job_id):
-        try:
-            _, job = spool.jobs.get(job_id)
-        except NotFound:
+        if (located := spool.jobs.locate(job_id)) is None:
             return None
+        directory, job = located
         if job.result is not None:
-            spool.jobs.finish(job, job.result)
-        elif not fs.exists(spool.root / "jobs/running" / f"{job_id}.json"):
+            spool.queue.finish(job, job.result)
+        elif directory != "running":
             return None
-        elif made_by(spool, job):
-            result = JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
-            spool.jobs.finish(job, result)
+        elif made_checkpoint(spool, job):
+            step = job.spec.base_step + 1
+            spool.queue.finish(job, JobResult(state="succeeded", step=step, finished=time.time()))
         else:
-            lease = spool.jobs.lease(job_id)
-            who = "its runner" if lease is None else f"its runner {lease.runner} (pid {lease.pid} on {lease.host})"
-            phase = "" if lease is None else f" in phase {lease.phase!r}"
-            message = f"{who} was lost{phase}; found by {runner}"
-            spool.jobs.requeue(job, JobError(type="runner_lost", message=message, retriable=True))
+            lost = "its runner"
+            if (lease := spool.leases.get(job_id)) is not None:
+                lost += f" {lease.runner} (pid {lease.pid} on {lease.host}), in phase {lease.phase!r},"
+            message = f"{lost} was lost; noticed by {runner}"
+            spool.queue.requeue(job, JobError(type="runner_lost", message=message, retriable=True))
         return spool.jobs.get(job_id)
 
 
-def made_by(spool: Spool, job: Job) -> bool:
-    """Whether the checkpoint that the job was to make is there, and was made by it."""
+def made_checkpoint(spool: Spool, job: Job) -> bool:
+    """Whether the job's checkpoint exists and this job made it."""
     try:
         return spool.checkpoints.manifest(job.spec.run, job.spec.base_step + 1).job == job.spec.id
     except (NotFound, CheckpointDamaged):
         return False
 
 
-def _sweep(spool: Spool) -> None:
-    """Removes what belongs to ended jobs, and remains without an owner once they are stale."""
-    jobs = spool.root / "jobs"
+def _remove_remains(spool: Spool) -> None:
+    """Removes files of ended jobs, and stale files that belong to no job or to an unfinished write."""
+    jobs, runs = spool.paths.jobs, spool.paths.runs
     for kind in ("data", "work", "leases", "cancel"):
         for name in fs.names(jobs / kind):
             job_id = name.removesuffix(".json") if kind == "leases" else name
-            if names.is_job_id(job_id):
+            if is_job_id(job_id):
                 with spool.job_lock(job_id):
-                    _sweep_one(spool, kind, job_id)
-    parents = [spool.root, spool.root / "runs", *(jobs / name for name in fs.names(jobs))]
-    for run in fs.names(spool.root / "runs"):
-        parents += [spool.root / "runs" / run, spool.root / "runs" / run / "checkpoints"]
+                    _remove_remains_of(spool, job_id, jobs / kind / name)
+    parents = [spool.root, runs, *(jobs / name for name in fs.names(jobs))]
+    for run in fs.names(runs):
+        parents += [runs / run, runs / run / "checkpoints"]
     for parent in parents:
         if parent.is_dir():
             for path in parent.glob(f"{fs.TEMPORARY}*"):
-                if fs.older_than(path, STALE_SECONDS):
-                    fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)
+                _remove_if_stale(path)
 
 
-def _sweep_one(spool: Spool, kind: str, job_id: str) -> None:
+def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
     try:
         state, _ = spool.jobs.get(job_id)
     except NotFound:
-        remains = spool.root / "jobs" / kind / (f"{job_id}.json" if kind == "leases" else job_id)
-        if fs.older_than(remains, STALE_SECONDS):
-            fs.remove_tree(remains) if remains.is_dir() else fs.remove_file(remains)
+        _remove_if_stale(path)
         return
     if state in TERMINAL:
-        spool.jobs.clear(job_id)
-    elif state == "queued" and kind in ("work", "leases"):
-        fs.remove_tree(spool.root / "jobs/work" / job_id)
-        fs.remove_file(spool.root / "jobs/leases" / f"{job_id}.json")
+        spool.queue.clear(job_id)
+    elif state == "queued" and path.parent.name in ("work", "leases"):
+        fs.remove_tree(spool.paths.all_work_dirs(job_id))
+        fs.remove_file(spool.paths.lease_file(job_id))
+
+
+def _remove_if_stale(path: Path) -> None:
+    if fs.older_than(path, STALE_SECONDS):
+        fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)

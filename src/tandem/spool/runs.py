@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import Conflict, NotFound
-from tandem.spool import fs, names
-from tandem.spool.checkpoints import step_name, write_manifest
+from tandem.spool import fs
+from tandem.spool.checkpoints import write_manifest
 from tandem.spool.locks import file_lock
+from tandem.spool.paths import is_run_name, step_name
 from tandem.spool.schema import Manifest, RunSpec
 
 if TYPE_CHECKING:
@@ -19,21 +20,20 @@ if TYPE_CHECKING:
 
 class Runs:
     def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self._dir = spool.root / "runs"
+        self._paths = spool.paths
 
     def directory(self, name: str) -> Path:
         """The run's directory; NotFound (field `run`) if there is none."""
-        path = self._dir / names.run_name(name)
+        path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
-            known = ", ".join(fs.names(self._dir)[:20]) or "none yet"
+            known = ", ".join(fs.names(path.parent)[:20]) or "none yet"
             raise NotFound(f"there is no run {name!r}; runs are: {known}", field="run")
         return path
 
     def create(self, spec: RunSpec, write_adapter: Callable[[Path], None]) -> RunSpec:
-        """Makes a run with its step-0 checkpoint, which `write_adapter(directory)` fills with the adapter's files.
+        """Makes a run with its checkpoint of step 0, whose adapter files `write_adapter(directory)` writes.
 
-        Raises Conflict (field `name`) if the run exists. Nothing of it exists unless all of it does.
+        Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it does.
         """
 
         def fill(checkpoint: Path) -> None:
@@ -43,11 +43,12 @@ class Runs:
         return self.make(spec, fill)
 
     def make(self, spec: RunSpec, fill_checkpoint: Callable[[Path], None]) -> RunSpec:
-        """Makes a run whose step-0 directory, manifest included, is filled by `fill_checkpoint`."""
-        target = self._dir / spec.name
+        """As `create`; `fill_checkpoint(directory)` writes all files of step 0, the manifest included."""
+        target = self._paths.run_dir(spec.name)
+        taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")
         if fs.exists(target):
-            raise _taken(spec.name)
-        with fs.volume_errors(target), fs.staging(self._dir) as staged:
+            raise taken
+        with fs.volume_errors(target), fs.staging(target.parent) as staged:
             fs.write_json_atomic(staged / "run.json", spec)
             (staged / "lock").touch()
             (staged / "discarded").mkdir()
@@ -58,7 +59,7 @@ class Runs:
             try:
                 fs.rename_dir(staged, target)
             except FileExistsError as error:
-                raise _taken(spec.name) from error
+                raise taken from error
         return spec
 
     def get(self, name: str) -> RunSpec:
@@ -71,16 +72,12 @@ class Runs:
 
     def names(self) -> list[str]:
         """The names of all runs, in order."""
-        return [name for name in fs.names(self._dir) if names.is_run_name(name)]
+        return [name for name in fs.names(self._paths.runs) if is_run_name(name)]
 
     def list(self) -> list[RunSpec]:
         """All runs, by name."""
         return [self.get(name) for name in self.names()]
 
     def lock(self, name: str) -> AbstractContextManager[int]:
-        """Serialises what changes the chain of one run: submit, rollback, fork."""
+        """Serialises changes of the run's chain: submit, rollback, fork."""
         return file_lock(self.directory(name) / "lock")
-
-
-def _taken(name: str) -> Conflict:
-    return Conflict(f"a run {name!r} exists already; choose another name", field="name")

@@ -1,7 +1,8 @@
-"""`runs/<run>/served.json`: what vLLM serves."""
+"""`runs/<run>/served.json`: what vLLM serves of a run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.spool import fs
@@ -12,21 +13,26 @@ if TYPE_CHECKING:
 
 
 class ServedRecords:
+    """All methods raise NotFound (field `run`) without the run."""
+
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
 
+    def _path(self, run: str) -> Path:
+        return self._spool.runs.directory(run) / "served.json"
+
     def get(self, run: str) -> Served | None:
-        """What is served of the run, or None before the first publication. NotFound (field `run`) without the run."""
-        content = fs.read_bytes(self._spool.runs.directory(run) / "served.json")
+        """The run's record, or None before the first publication."""
+        content = fs.read_bytes(self._path(run))
         return None if content is None else Served.model_validate_json(content)
+
+    def put(self, run: str, served: Served) -> None:
+        """Replaces the record, durably."""
+        fs.write_json_atomic(self._path(run), served)
 
     def changed(self, run: str) -> float | None:
         """When the record was last written, Unix seconds by the volume's clock; None without one."""
         try:
-            return (self._spool.runs.directory(run) / "served.json").stat().st_mtime
+            return self._path(run).stat().st_mtime
         except FileNotFoundError:
             return None
-
-    def put(self, run: str, served: Served) -> None:
-        """Replaces the record, durably."""
-        fs.write_json_atomic(self._spool.runs.directory(run) / "served.json", served)

@@ -55,7 +55,7 @@ def troubles(settings: Settings, role: str, *, started: bool = False) -> Iterato
         state = found[name].state if name in found else "absent"
         if state != "RUNNING":
             yield f"{name} is {state}"
-    if "runner" in programs and not is_locked(Spool(settings.root, writable=False).jobs.runner_lock_path):
+    if "runner" in programs and not is_locked(Spool(settings.root, writable=False).paths.runner_lock):
         yield "the runner does not hold the spool's lock"
     if "vllm" in programs and not (started and _waits(settings)):
         yield from _vllm(settings)

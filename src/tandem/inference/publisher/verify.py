@@ -102,9 +102,7 @@ def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float)
         )
     if probe is None:
         return Verification(error, len(served))
-    references = [("previous", "the checkpoint before it", probe.previous)]
-    if probe.base:
-        references.append(("base", "the base model", probe.base))
+    references = [("previous", "the checkpoint before it", probe.previous), ("base", "the base model", probe.base)]
     for field, name, rows in references:
         reference = _flat(rows)
         if len(reference) != len(served):

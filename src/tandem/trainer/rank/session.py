@@ -26,6 +26,7 @@ from tandem.model import parallel
 from tandem.model.device import device
 from tandem.model.policy import Policy
 from tandem.spool import Spool
+from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import Beat, Probe, RLJob, RLLoss
 from tandem.trainer.rank import checkpoint, probe
 from tandem.trainer.rank.kept import Kept, Need
@@ -72,7 +73,7 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, kept: 
     """
     rank = int(os.environ.get("RANK", "0"))
     watch = MemoryWatch()
-    beat = Heartbeat(spool.jobs.beat_path(job_id, attempt, rank), watch)
+    beat = Heartbeat(beat_file(spool.paths.work_dir(job_id, attempt), rank), watch)
     phases = Phases(beat, watch)
     where = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
     try:
@@ -154,7 +155,7 @@ def _run(spool: Spool, settings: Settings, job_id: str, attempt: int, beat: Hear
                 base = probed()
             saved = checkpoint.snapshot(policy, optimizer)
             if topology.rank == 0:
-                staged = spool.jobs.work_dir(job_id, attempt) / "checkpoint"
+                staged = staged_checkpoint(spool.paths.work_dir(job_id, attempt))
                 checkpoint.stage(saved, spool.checkpoints.path(run.name, job.base_step), staged)
                 manifest = spool.checkpoints.commit(
                     staged, run.name, job.base_step + 1, job_id,

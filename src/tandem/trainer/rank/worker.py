@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool, fs
+from tandem.spool.paths import error_file
 from tandem.spool.schema import JobError
 from tandem.system.processes import die_with_parent
 
@@ -97,7 +98,7 @@ def main(root: Path | str, job_id: str, attempt: int, kept: Kept | None = None) 
     work: Path | None = None
     try:
         spool = Spool(root)
-        work = spool.jobs.work_dir(job_id, attempt)
+        work = spool.paths.work_dir(job_id, attempt)
         # cuBLAS sums in the same order every time only with a workspace that was fixed before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # One queue to the GPU instead of eight: making them is half of the time that a context takes.
@@ -114,7 +115,7 @@ def main(root: Path | str, job_id: str, attempt: int, kept: Kept | None = None) 
             time.sleep(PEER_GRACE_SECONDS)
         if work is not None:
             with contextlib.suppress(TandemError, OSError):
-                fs.write_json_atomic(work / f"error.{rank}.json", describe(error))
+                fs.write_json_atomic(error_file(work, rank), describe(error))
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from tandem.config import Settings, load_settings
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.recovery import made_by
+from tandem.spool.recovery import made_checkpoint, recover
 from tandem.spool.schema import EventType, Job, JobError, JobResult, JobState, RankMemory, RankProcess
 from tandem.system import liveness, logs, processes
 from tandem.system.gpus import STAYING_BYTES, Devices, beyond, over
@@ -63,7 +63,7 @@ class Runner:
         """Until SIGTERM. Raises SpoolUnusable when the spool can't be opened or has a runner already."""
         self._spool = Spool.create(self._settings.root)
         self._name = f"{socket.gethostname()}:{os.getpid()}"
-        with self._spool.jobs.runner_lock(self._name):
+        with self._spool.runner_lock(self._name):
             self._volume = self._identity()
             # Not the path: the same volume may have another name in another life of this container.
             marker = (_MARKER, self._volume)
@@ -74,7 +74,7 @@ class Runner:
             self._launcher = make_launcher(self._settings, entry=self._entry, marker=marker)
             log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=self._launcher.name,
                      ranks=self._settings.trainer_ranks, devices=",".join(self._devices.uuids) or "cpu")  # fmt: skip
-            for state, job in self._spool.jobs.recover(self._name):
+            for state, job in recover(self._spool, self._name):
                 log.info("settled a job of an earlier runner", job=job.spec.id, run=job.spec.run, state=state)
             try:
                 self._loop()
@@ -109,10 +109,9 @@ class Runner:
         return f"{status.st_dev}:{status.st_ino}"
 
     def _next(self) -> Job | None:
-        jobs = self._spool.jobs
         if self._identity() != self._volume:
             # Without its volume a mount point is an empty directory, which looks like a spool without jobs.
-            if fs.exists(self._spool.root / "spool.json"):
+            if fs.exists(self._spool.paths.version_file):
                 self._stop, self._status = True, 1
                 log.error(
                     "another volume is mounted here, on which this runner holds no lock; ending, to be started again"
@@ -120,12 +119,12 @@ class Runner:
                 return None
             raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
         self._gpus.tidy()
-        if not jobs.list(states=_QUEUED):
+        if not self._spool.jobs.list(states=_QUEUED):
             return None
         self._wait_for_devices()
         if self._stop:
             return None
-        return jobs.claim(self._name)
+        return self._spool.queue.claim(self._name)
 
     def _wait_for_devices(self) -> None:
         """Return when the devices are free; a job whose attempt could only fail on full devices is not claimed."""
@@ -178,7 +177,7 @@ class Runner:
     def _beforehand(self, job: Job) -> JobResult | JobError | None:
         """The verdict where it is known without running anything."""
         spec = job.spec
-        if made_by(self._spool, job):
+        if made_checkpoint(self._spool, job):
             return JobResult(state="succeeded", step=spec.base_step + 1, finished=time.time())
         steps = self._spool.checkpoints.steps(spec.run)
         if spec.base_step + 1 in steps:
@@ -194,9 +193,9 @@ class Runner:
         return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
 
     def _attempt(self, job: Job) -> JobResult | JobError:
-        spec, jobs = job.spec, self._spool.jobs
-        work = jobs.work_dir(spec.id, job.attempt)
-        joblog = JobLog(jobs.log_path(spec.id), work, self._settings.trainer_ranks, Echo(spec.id))
+        spec, paths = job.spec, self._spool.paths
+        work = paths.work_dir(spec.id, job.attempt)
+        joblog = JobLog(paths.log_file(spec.id), work, self._settings.trainer_ranks, Echo(spec.id))
         joblog.say(
             f"attempt {job.attempt} of {spec.max_attempts}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
         )
@@ -205,7 +204,7 @@ class Runner:
             entry=self._entry,
         )  # fmt: skip
         watch = Watch(
-            cancelled=lambda: _quietly(lambda: jobs.cancel_requested(spec.id)) or False,
+            cancelled=lambda: _quietly(lambda: self._spool.jobs.cancel_requested(spec.id)) or False,
             stopping=lambda: self._stop,
             beat=lambda phase, ranks: self._beat(job, phase, ranks),
         )
@@ -215,7 +214,7 @@ class Runner:
             error = ended.error
             self._release(job, ended.survivors)
         self._give_back(job, joblog)
-        if self._insist("look for the checkpoint", lambda: made_by(self._spool, job)):
+        if self._insist("look for the checkpoint", lambda: made_checkpoint(self._spool, job)):
             # Committed before whatever came after: the chain has it, so the job is done.
             joblog.say(f"checkpoint {spec.base_step + 1} is there: succeeded")
             return JobResult(state="succeeded", step=spec.base_step + 1, finished=time.time())
@@ -297,15 +296,15 @@ class Runner:
         if isinstance(verdict, JobResult):
             if verdict.state == "succeeded":
                 # Nobody maps the arrays any more, and with the checkpoint there nobody needs them: gone before "done".
-                fs.remove_tree(self._spool.jobs.data_dir(job.spec.id))
-            return self._spool.jobs.finish(job, verdict)
-        return self._spool.jobs.requeue(job, verdict, counts=verdict.type != "runner_stopped")
+                fs.remove_tree(self._spool.paths.data_dir(job.spec.id))
+            return self._spool.queue.finish(job, verdict)
+        return self._spool.queue.requeue(job, verdict, counts=verdict.type != "runner_stopped")
 
     def _beat(self, job: Job, phase: str, ranks: list[Process]) -> None:
         liveness.beat("runner")
         self._gpus.beat()
         recorded = [RankProcess(pid=rank.pid, start_time=rank.started) for rank in ranks]
-        _quietly(lambda: self._spool.jobs.beat(job.spec.id, self._name, phase, recorded))
+        _quietly(lambda: self._spool.leases.renew(job.spec.id, self._name, phase, recorded))
 
     # ---------------------------------------------------------------- patience
 

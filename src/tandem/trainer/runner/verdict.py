@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tandem.spool.paths import beat_file, error_files
 from tandem.spool.schema import JobError
 from tandem.system.processes import describe_exit
 
@@ -42,7 +43,7 @@ class Heartbeats:
         now = time.monotonic()
         for rank, (before, _) in self._seen.items():
             try:
-                content = (self._work / f"beat.{rank}").read_bytes()
+                content = beat_file(self._work, rank).read_bytes()
             except OSError:
                 continue  # not there yet, or the volume is gone: both are silence
             if content != before:
@@ -64,12 +65,11 @@ def rank_errors(work: Path) -> list[tuple[int, JobError]]:
     """The error files of the ranks, the most telling first: Tandem's own errors before others, then by age. (A rank
     whose peer failed reports the broken connection, and later.)"""
     found: list[tuple[bool, float, int, JobError]] = []
-    for path in work.glob("error.*.json"):
-        rank = path.name.split(".")[1]
+    for rank, path in error_files(work).items():
         try:
             error = JobError.model_validate_json(path.read_bytes())
-            found.append((error.type == GENERIC, path.stat().st_mtime, int(rank), error))
-        except (OSError, ValidationError, ValueError):
+            found.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
+        except (OSError, ValidationError):
             continue  # half written by a rank that was killed while it wrote
     found.sort(key=lambda item: item[:3])
     return [(rank, error) for _, _, rank, error in found]

@@ -1,0 +1,125 @@
+"""Where each file lies on the volume, and which names may become paths. No other module builds a path."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tandem.errors import InvalidInput
+from tandem.spool.schema import PENDING, TERMINAL, JobState
+from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
+
+_JOB_DIRECTORIES = (*PENDING, *TERMINAL, "leases", "cancel", "data", "work", "events", "logs", "locks")
+
+
+def is_run_name(name: str) -> bool:
+    return re.fullmatch(RUN_NAME_PATTERN, name) is not None
+
+
+def is_job_id(name: str) -> bool:
+    return re.fullmatch(JOB_ID_PATTERN, name) is not None
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's directory: 7 -> 00000007."""
+    return f"{step:08d}"
+
+
+def beat_file(work: Path, rank: int) -> Path:
+    """A rank's heartbeat, in the attempt's work directory."""
+    return work / f"beat.{rank}"
+
+
+def beat_files(work: Path) -> dict[int, Path]:
+    """The heartbeats that exist, by rank."""
+    return _by_rank(work.glob("beat.*"))
+
+
+def error_file(work: Path, rank: int) -> Path:
+    """The JobError of a rank that raised."""
+    return work / f"error.{rank}.json"
+
+
+def error_files(work: Path) -> dict[int, Path]:
+    """The JobErrors that exist, by rank."""
+    return _by_rank(work.glob("error.*.json"))
+
+
+def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
+    return {int(rank): path for path in paths if (rank := path.name.split(".")[1]).isdigit()}
+
+
+def staged_checkpoint(work: Path) -> Path:
+    """The directory that the ranks fill with the next checkpoint before it is committed."""
+    return work / "checkpoint"
+
+
+class Paths:
+    """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead elsewhere."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.version_file = root / "spool.json"
+        self.runs = root / "runs"
+        self.jobs = root / "jobs"
+        self.hold = self.jobs / "hold.json"
+        self.directories = [self.runs, self.jobs, *(self.jobs / name for name in _JOB_DIRECTORIES)]
+        self.runner_lock = self.jobs / "runner.lock"
+        self.claim_lock = self.jobs / "locks/claim"
+        self.gpus_lock = self.jobs / "locks/gpus"
+        self._job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
+        self.locks = [self.runner_lock, self.claim_lock, self.gpus_lock, *self._job_locks]
+
+    def run_dir(self, run: str) -> Path:
+        if not is_run_name(run):
+            rule = "a run's name is 1 to 64 of a-z 0-9 . _ - and begins and ends with a letter or digit"
+            raise InvalidInput(f"{run!r:.100} is refused: {rule}", field="run")
+        return self.runs / run
+
+    def state_dir(self, state: JobState) -> Path:
+        """The files of the jobs in one state, `<id>.json`. Its mtime changes when a job comes or goes."""
+        return self.jobs / state
+
+    def job_file(self, state: JobState, job_id: str) -> Path:
+        return self._of_job(state, job_id, ".json")
+
+    def data_dir(self, job_id: str) -> Path:
+        """The job's packed arrays; removed when the job ends."""
+        return self._of_job("data", job_id)
+
+    def work_dir(self, job_id: str, attempt: int) -> Path:
+        """The files of one attempt; made by `claim`, removed when the attempt ends."""
+        return self.all_work_dirs(job_id) / str(int(attempt))
+
+    def all_work_dirs(self, job_id: str) -> Path:
+        return self._of_job("work", job_id)
+
+    def lease_file(self, job_id: str) -> Path:
+        return self._of_job("leases", job_id, ".json")
+
+    def cancel_file(self, job_id: str) -> Path:
+        """Exists while somebody wants a running job cancelled."""
+        return self._of_job("cancel", job_id)
+
+    def events_file(self, job_id: str) -> Path:
+        return self._of_job("events", job_id, ".jsonl")
+
+    def log_file(self, job_id: str) -> Path:
+        """What the ranks printed in all attempts; kept."""
+        return self._of_job("logs", job_id, ".log")
+
+    def job_lock(self, job_id: str) -> Path:
+        """All jobs share sixteen lock files."""
+        return self._job_locks[hashlib.sha256(_checked(job_id).encode()).digest()[0] >> 4]
+
+    def _of_job(self, kind: str, job_id: str, suffix: str = "") -> Path:
+        return self.jobs / kind / f"{_checked(job_id)}{suffix}"
+
+
+def _checked(job_id: str) -> str:
+    if not is_job_id(job_id):
+        rule = "a job's id is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or digit"
+        raise InvalidInput(f"{job_id!r:.100} is refused: {rule}", field="id")
+    return job_id

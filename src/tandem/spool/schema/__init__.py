@@ -1,0 +1,19 @@
+"""The records on the volume: JSON, strict, versioned, without secrets.
+
+Every path in a record is relative to the spool's root, because containers may mount the volume at different places.
+"""
+
+from tandem.spool.schema.attempts import Beat, Hold, HoldPhase, Lease, RankMemory, RankProcess, RunnerInfo
+from tandem.spool.schema.base import SCHEMA_VERSION, JobId, Record, RunName
+from tandem.spool.schema.checkpoints import FileEntry, Manifest, Probe
+from tandem.spool.schema.events import Event, EventType
+from tandem.spool.schema.jobs import PENDING, TERMINAL, Job, JobError, JobResult, JobSpec, JobState, RLJob, SFTJob
+from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Origin, RunSpec, Served
+from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
+
+__all__ = [
+    "LORA_TARGETS", "PENDING", "SCHEMA_VERSION", "TERMINAL", "Beat", "Event", "EventType", "FileEntry", "Hold",
+    "HoldPhase", "Job", "JobError", "JobId", "JobResult", "JobSpec", "JobState", "Lease", "LoraShape", "LoraTarget",
+    "Manifest", "OptimizerSettings", "Origin", "PackedData", "Probe", "RLJob", "RLLoss", "RankMemory", "RankProcess",
+    "Record", "RunName", "RunSpec", "RunnerInfo", "SFTJob", "SFTLoss", "Served",
+]  # fmt: skip

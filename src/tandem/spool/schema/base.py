@@ -1,0 +1,19 @@
+"""What all records share: the base class, and the types of the names."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+# A run's name becomes a directory name, a vLLM adapter name and a Prometheus label.
+RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
+JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
+JobId = Annotated[str, Field(pattern=JOB_ID_PATTERN)]
+
+
+class Record(BaseModel):
+    """Base of the records: unknown keys, NaN and infinity are errors, and a record is immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,0 +1,70 @@
+"""Records of a job: its specification, its state and its result."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem.spool.schema.base import JobId, Record, RunName
+from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+PENDING: tuple[JobState, ...] = ("queued", "running")
+TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
+
+
+class _JobSpec(Record):
+    schema_version: Literal[1] = 1
+    id: JobId
+    run: RunName
+    base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
+    created: float  # Unix seconds
+    fingerprint: str  # of the client's request: the same id with another fingerprint is refused
+    # Most seconds that one attempt may take. The runner stops a longer one.
+    deadline_seconds: float = Field(default=3600.0, gt=0)
+    # The runner takes ranks for hung after this many seconds without a heartbeat.
+    stall_seconds: float = Field(default=600.0, gt=0)
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class RLJob(_JobSpec):
+    kind: Literal["rl"] = "rl"
+    data: PackedData
+    loss: RLLoss = RLLoss()
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+
+class SFTJob(_JobSpec):
+    kind: Literal["sft"] = "sft"
+    data: PackedData
+    loss: SFTLoss = SFTLoss()
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+
+JobSpec = Annotated[RLJob | SFTJob, Field(discriminator="kind")]
+
+
+class JobError(Record):
+    """Why a job did not succeed."""
+
+    type: str  # TandemError.code, or rank_crashed, rank_hung, deadline, runner_lost, base_missing, cancelled, ...
+    message: str
+    retriable: bool = False
+    log_tail: str = ""
+
+
+class JobResult(Record):
+    state: Literal["succeeded", "failed", "cancelled"]
+    step: int | None = None  # the checkpoint that the job made, if it succeeded
+    error: JobError | None = None
+    finished: float  # Unix seconds
+
+
+class Job(Record):
+    """`jobs/<state>/<id>.json`. The directory is the job's state; the file holds everything else."""
+
+    spec: JobSpec
+    attempt: int = 0  # attempts started so far
+    stopped: int = 0  # attempts that ended because the runner stopped; they don't count against max_attempts
+    last_error: JobError | None = None  # of the attempt before
+    result: JobResult | None = None
