@@ -114,12 +114,6 @@ def test_one_value_that_is_not_finite_fails(value: float) -> None:
     assert not verify(Scorer(served), "run@1", probe(PREVIOUS), tolerance=0.02).ok
 
 
-def test_a_probe_of_before_the_base_model_was_in_it_is_compared_with_the_rest() -> None:
-    old = probe(PREVIOUS + noise(1.0)).model_copy(update={"base": []})
-    assert verify(Scorer(np.array(old.logprobs)), "run@1", old, tolerance=0.02).ok
-    assert not verify(Scorer(PREVIOUS), "run@1", old, tolerance=2.0).ok
-
-
 def test_malformed_probes_fail() -> None:
     good = probe(PREVIOUS)
     short = ({field: getattr(good, field)[:-1]} for field in ("logprobs", "previous", "base"))

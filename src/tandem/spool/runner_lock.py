@@ -25,7 +25,7 @@ def hold_runner_lock(path: Path, runner: str) -> Iterator[None]:
             fd = stack.enter_context(file_lock(path, blocking=False, reentrant=False))
         except LockHeldError as error:
             raise SpoolUnusable(
-                f"the spool has a runner already ({path}): {_holder(error.content)}. One spool has one runner; stop "
+                f"{path.parent.parent} has a runner already: {_holder(error.content)}. One spool has one runner; stop "
                 "that one first, or give this one a TANDEM_ROOT of its own"
             ) from error
         info = RunnerInfo(runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time())
