@@ -66,7 +66,6 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.app.state.deployment.stopping = True
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()

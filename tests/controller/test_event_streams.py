@@ -6,13 +6,14 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from api_server import KEY, claim, fail, rl_request, run_one, succeed, until, work
+from api_server import KEY, claim, fail, rl_request, run_one, succeed, work
 from tandem.client import AsyncTandem, Tandem
-from tandem.controller import streams
+from tandem.controller import event_stream
 from tandem.errors import NotFound, Unreachable
 
 pytestmark = pytest.mark.usefixtures("no_jobs_left")
@@ -66,26 +67,18 @@ def test_a_bad_last_event_id_is_named(http, job):
 
 def test_events_arrive_as_they_happen(client, server, run):
     job = client.train(run, rl_request())
-    arrived: list[tuple[str, float]] = []
-
-    def listen() -> None:
-        with Tandem(server.url, KEY) as other:
-            arrived.extend((e.type, time.time() - e.time) for e in other.events(job.id))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    time.sleep(0.3)
-    claimed = claim(server.spool)
-    work(server.spool, claimed)
-    time.sleep(0.5)
-    succeed(server.spool, claimed)
-    thread.join(timeout=20)
-    assert [kind for kind, _ in arrived][-1] == "succeeded"
-    assert len(arrived) == 7
+    with ThreadPoolExecutor() as threads:
+        events = client.events(job.id)
+        claimed = claim(server.spool)
+        assert threads.submit(next, events).result(timeout=20).type == "claimed"
+        work(server.spool, claimed)
+        rest = threads.submit(lambda: [event.type for event in events])
+        succeed(server.spool, claimed)
+        assert rest.result(timeout=20) == ["started", "loaded", "step", "step", "checkpoint", "succeeded"]
 
 
 def test_keep_alive_and_open_streams_block_nobody(client, server, run, monkeypatch):
-    monkeypatch.setattr(streams, "KEEP_ALIVE_SECONDS", 0.3)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.3)
     job = client.train(run, rl_request())
 
     async def scene() -> None:
@@ -118,24 +111,28 @@ def test_keep_alive_and_open_streams_block_nobody(client, server, run, monkeypat
     asyncio.run(asyncio.wait_for(scene(), 120))
 
 
-def test_hanging_up_ends_the_server_side(server, client, run, monkeypatch):
-    monkeypatch.setattr(streams, "KEEP_ALIVE_SECONDS", 0.2)
-    looks = []
-    look = streams._Watch.look
-    monkeypatch.setattr(streams._Watch, "look", lambda self: (looks.append(self._job), look(self))[1])
+def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, monkeypatch):
+    ended = threading.Event()
+    follow = event_stream._follow
+
+    async def noted(*arguments):
+        try:
+            async for event in follow(*arguments):
+                yield event
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(event_stream, "_follow", noted)
     job = client.train(run, rl_request())
     with server.http() as http, http.stream("GET", f"/v1/jobs/{job.id}/events") as response:
         next(response.iter_text())
-        until("it looks", lambda: looks)
-    time.sleep(1.5)
-    seen = len(looks)
-    time.sleep(1.0)
-    assert len(looks) == seen
+        assert not ended.is_set()
+    assert ended.wait(20)
 
 
 def test_a_job_that_ended_without_a_terminal_event_ends_the_stream(client, server, run, monkeypatch):
     """Its writer was killed between two writes; the state counts."""
-    monkeypatch.setattr(streams, "STATE_SECONDS", 0.2)
+    monkeypatch.setattr(event_stream, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
     server.spool.paths.events_file(job.id).unlink()

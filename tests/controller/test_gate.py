@@ -9,7 +9,7 @@ import pytest
 
 from api_server import Process, Server, make_root, rl_request, tree
 from tandem.config import Settings
-from tandem.controller.__main__ import check_bind
+from tandem.controller.authentication import check_bind
 from tandem.controller.schemas import CreateRun, Fork, RLRequest, Rollback, SFTRequest
 from tandem.errors import Unauthorized
 

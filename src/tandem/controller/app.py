@@ -1,4 +1,7 @@
-"""The FastAPI application."""
+"""The FastAPI application: its routes, its middleware from the outside in, and its OpenAPI document.
+
+A request passes `metrics.CountRequests`, `authentication.Authentication`, `request_limits.BodyLimit`, then its route.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings, split_keys
-from tandem.controller import observe, refusals, routes_checkpoints, routes_jobs, routes_runs
-from tandem.controller.deployment import Deployment, Here
-from tandem.controller.gate import Gate
+from tandem.controller import routes_checkpoints, routes_jobs, routes_runs
+from tandem.controller.authentication import Authentication
+from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.http_errors import install_handlers
+from tandem.controller.metrics import install_metrics, run_collectors
+from tandem.controller.request_limits import BodyLimit
 from tandem.controller.schemas import ErrorBody, Health, TrainRequest
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take
@@ -23,11 +28,11 @@ the checkpoint.
 Sampling is vLLM's own OpenAI-compatible API; a run's step is its model `<run>@<step>`.
 Every refusal is `{"error": {"type", "message", "field"}}`."""
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorBody, "description": "No key, or none of this deployment's."},
-    404: {"model": ErrorBody, "description": "No such run, step or job."},
-    409: {"model": ErrorBody, "description": "It doesn't fit the present state."},
+    401: {"model": ErrorBody, "description": "The key is missing or is not one of this deployment's."},
+    404: {"model": ErrorBody, "description": "The run, step or job does not exist."},
+    409: {"model": ErrorBody, "description": "The request doesn't fit the present state."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "The input is wrong; `field` says which."},
+    422: {"model": ErrorBody, "description": "The input is wrong; `field` names the part."},
     503: {"model": ErrorBody, "description": "The volume can't be used; try again later."},
 }
 
@@ -41,26 +46,24 @@ def create_app(settings: Settings) -> FastAPI:
         title="Tandem",
         version=tandem.__version__,
         description=_DESCRIPTION,
-        generate_unique_id_function=_operation_id,
+        generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
         redoc_url=None,
-        lifespan=observe.collecting,
+        lifespan=run_collectors,
     )
     app.state.deployment = Deployment(settings)
-    refusals.install(app)
-    # The gate checks the key; this only tells the schema that there is one.
+    install_handlers(app)
+    # `Authentication` checks the key; this adds it to the OpenAPI document.
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
     _add_health(app)
-    app.add_middleware(Gate, keys=split_keys(settings.secret("api_key")), max_bytes=settings.max_request_bytes)
+    # The middleware added last is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
+    app.add_middleware(Authentication, keys=split_keys(settings.secret("api_key")))
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    observe.install(app, app.state.deployment)
+    install_metrics(app, app.state.deployment)
     return app
-
-
-def _operation_id(route: APIRoute) -> str:
-    return route.name
 
 
 def _add_health(app: FastAPI) -> None:
@@ -70,14 +73,14 @@ def _add_health(app: FastAPI) -> None:
         return Health(version=tandem.__version__)
 
     @app.get("/readyz", tags=["health"], responses={503: _REFUSALS[503]})
-    def ready(here: Here) -> Health:
+    def ready(deployment: CurrentDeployment) -> Health:
         """The volume can be written."""
-        here.spool.check_writable()
+        deployment.spool.check_writable()
         return Health(version=tandem.__version__)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's schema, and that of the body which `train` reads for itself."""
+    """FastAPI's document, and the schema of the body that the route `train` parses itself."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         request = TypeAdapter(TrainRequest).json_schema(ref_template="#/components/schemas/{model}")

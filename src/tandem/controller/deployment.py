@@ -1,4 +1,4 @@
-"""What the routes work with: the settings, the spool, the base model's architecture, and threads for heavy work."""
+"""What the routes share: settings, spool, the base model's architecture, and threads for heavy work."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.samples import Counts
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory: two at a time, others wait.
+# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait.
 PACKING_THREADS = 2
-# Threads that look for new events; each look takes milliseconds, and heavy requests can't take these threads.
-WATCHING_THREADS = 8
+# Reading new events takes milliseconds; with threads of its own it does not wait for heavy requests.
+EVENT_THREADS = 8
 
 
 class Deployment:
-    """One per controller process; holds nothing that the spool doesn't hold too."""
+    """One per controller process; everything in it can be read from the settings and the spool again."""
 
     def __init__(self, settings: Settings) -> None:
         if settings.base_model is None:
-            raise InvalidInput("TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name",
-                               field="TANDEM_BASE_MODEL")  # fmt: skip
+            raise InvalidInput(
+                "TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL"
+            )
         self.settings = settings
         self.base_model: str = settings.base_model
         self.spool = Spool.create(settings.root)
-        self.packing = anyio.CapacityLimiter(PACKING_THREADS)
-        self.watching = anyio.CapacityLimiter(WATCHING_THREADS)
+        self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
+        self.event_threads = anyio.CapacityLimiter(EVENT_THREADS)
         self.counts = Counts(metric for metric in CATALOGUE if metric.collector == "http")
-        self.stopping = False  # open event streams end when this turns True
         self._arch: Arch | None = None
         self._arch_lock = threading.Lock()
 
     @property
-    def model(self) -> str:
+    def model_path(self) -> str:
         """The base model as this container sees it."""
         return resolve_model(self.settings.root, self.base_model)
 
     def arch(self) -> Arch:
-        """The base model's architecture, read once; raises as `read_arch` does, and tries again the next time."""
+        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at the next call."""
         with self._arch_lock:
             if self._arch is None:
-                self._arch = read_arch(self.model)
+                self._arch = read_arch(self.model_path)
             return self._arch
 
     def is_base_model(self, name: str) -> bool:
-        """Whether `name` is the deployment's base model, by its name or by what it resolves to."""
-        return name == self.base_model or resolve_model(self.settings.root, name) == self.model
+        """Whether `name` is the deployment's base model, by its name or by the path it resolves to."""
+        return name == self.base_model or resolve_model(self.settings.root, name) == self.model_path
 
 
 def _of(request: Request) -> Deployment:
@@ -60,4 +60,5 @@ def _of(request: Request) -> Deployment:
     return deployment
 
 
-Here = Annotated[Deployment, Depends(_of)]
+CurrentDeployment = Annotated[Deployment, Depends(_of)]
+"""The type of a route's parameter that FastAPI fills with the deployment."""

@@ -1,4 +1,4 @@
-"""Checkpoints: list, look, download."""
+"""HTTP routes of checkpoints: list, manifest, download."""
 
 from __future__ import annotations
 
@@ -7,58 +7,50 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from fastapi.responses import StreamingResponse
 
-from tandem.controller.deployment import Deployment, Here
+from tandem.controller.checkpoint_archive import CheckpointArchive
+from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import CheckpointInfo
-from tandem.controller.streams import CheckpointTar
 from tandem.errors import CheckpointDamaged
 from tandem.spool.schema import Manifest, RunName
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
 Step = Annotated[int, Path(ge=0)]
+_TAR = {
+    "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
+    "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
+}
 
 
 @router.get("")
-def list_checkpoints(run: RunName, here: Here) -> list[CheckpointInfo]:
-    """The run's chain, oldest first."""
-    here.spool.runs.get(run)
-    return [_info(here, run, step) for step in here.spool.checkpoints.steps(run)]
+def list_checkpoints(run: RunName, deployment: CurrentDeployment) -> list[CheckpointInfo]:
+    """The run's checkpoints, oldest first."""
+    deployment.spool.runs.get(run)
+    return [_info(deployment, run, step) for step in deployment.spool.checkpoints.steps(run)]
 
 
 @router.get("/{step}")
-def get_checkpoint(run: RunName, step: Step, here: Here) -> Manifest:
-    """A checkpoint's manifest: its files with their SHA-256, where it came from, its metrics."""
-    here.spool.runs.get(run)
-    return here.spool.checkpoints.manifest(run, step)
+def get_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> Manifest:
+    """A checkpoint's manifest: its files with their SHA-256, its origin, its metrics."""
+    deployment.spool.runs.get(run)
+    return deployment.spool.checkpoints.manifest(run, step)
 
 
-@router.get(
-    "/{step}/download",
-    response_class=StreamingResponse,
-    responses={
-        200: {
-            "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
-            "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
-)
-def download_checkpoint(run: RunName, step: Step, here: Here) -> StreamingResponse:
+@router.get("/{step}/download", response_class=StreamingResponse, responses={200: _TAR})
+def download_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> StreamingResponse:
     """A checkpoint as an uncompressed tar archive."""
-    here.spool.runs.get(run)
-    manifest = here.spool.checkpoints.manifest(run, step)
-    archive = CheckpointTar(here.spool.checkpoints.path(run, step), manifest)
-    return StreamingResponse(
-        iter(archive),
-        media_type="application/x-tar",
-        headers={
-            "Content-Length": str(archive.size),
-            "Content-Disposition": f'attachment; filename="{archive.name}.tar"',
-        },
-    )
+    deployment.spool.runs.get(run)
+    manifest = deployment.spool.checkpoints.manifest(run, step)
+    archive = CheckpointArchive(deployment.spool.checkpoints.path(run, step), manifest)
+    headers = {
+        "Content-Length": str(archive.size),
+        "Content-Disposition": f'attachment; filename="{archive.name}.tar"',
+    }
+    return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
 
 
-def _info(here: Deployment, run: str, step: int) -> CheckpointInfo:
+def _info(deployment: Deployment, run: str, step: int) -> CheckpointInfo:
     try:
-        manifest = here.spool.checkpoints.manifest(run, step)
+        manifest = deployment.spool.checkpoints.manifest(run, step)
     except CheckpointDamaged as error:
         return CheckpointInfo(step=step, damage=error.message)
     return CheckpointInfo(

@@ -1,129 +1,169 @@
-"""Runs: create, look, train, fork, roll back."""
+"""HTTP routes of runs: create, list, state, train, fork, roll back."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from tandem.controller.deployment import Deployment, Here
+from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.job_submission import submit_job
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
-from tandem.controller.submit import check_run, lora_of, submit
-from tandem.errors import Conflict
+from tandem.errors import Conflict, InvalidInput
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity import write_identity_adapter
-from tandem.spool.schema import Origin, RunName, RunSpec
+from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
-def run_status(here: Deployment, spec: RunSpec) -> RunStatus:
-    """The run as the spool shows it now."""
+def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
+    """The run as it is on the spool now."""
+    spool = deployment.spool
     return RunStatus(
         spec=spec,
-        newest_step=here.spool.checkpoints.newest(spec.name),
-        served=here.spool.served.get(spec.name),
-        pending=[job.spec.id for _, job in here.spool.jobs.pending(spec.name)],
+        newest_step=spool.checkpoints.newest(spec.name),
+        served=spool.served.get(spec.name),
+        pending=[job.spec.id for _, job in spool.jobs.pending(spec.name)],
     )
 
 
-def same_run(one: RunSpec, other: RunSpec) -> bool:
-    """Whether two specifications differ in nothing but the time."""
-    return one.model_copy(update={"created": other.created}) == other
+def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec], response: Response) -> RunStatus:
+    """`create` the run `spec`, or return the existing one with status 200; raises Conflict where that one differs."""
+    try:
+        spec = create()
+    except Conflict:
+        existing = deployment.spool.runs.get(spec.name)
+        if spec.model_copy(update={"created": existing.created}) != existing:
+            raise
+        spec, response.status_code = existing, 200
+    return run_status(deployment, spec)
 
 
-@router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "It was there already."}})
-def create_run(request: CreateRun, response: Response, here: Here) -> RunStatus:
+def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraShape:
+    """`requested`, and for a mixture of experts without named targets attention only.
+
+    An adapter on experts would have as many matrices as there are experts.
+    """
+    if deployment.arch().moe is None or "targets" in requested.model_fields_set:
+        return requested
+    attention = tuple(target for target in requested.targets if target not in EXPERT_TARGETS)
+    return requested.model_copy(update={"targets": attention})
+
+
+def _check(deployment: Deployment, spec: RunSpec) -> None:
+    """Raises InvalidInput for a run that this deployment can't train or serve."""
+    settings = deployment.settings
+    if not deployment.is_base_model(spec.base_model):
+        raise InvalidInput(
+            f"this deployment trains {deployment.base_model!r}, not {spec.base_model!r}", field="base_model"
+        )
+    if spec.weights == "merged":
+        raise InvalidInput('merged weights are not supported yet; use "lora"', field="weights")
+    if spec.lora.rank > settings.max_lora_rank:
+        raise InvalidInput(
+            f"vLLM serves ranks up to {settings.max_lora_rank} here, not {spec.lora.rank}; choose a lower rank or "
+            "raise TANDEM_MAX_LORA_RANK",
+            field="lora.rank",
+        )
+    if deployment.arch().moe is None:
+        return
+    on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
+    if on_experts and not settings.expert_lora:
+        raise InvalidInput(
+            f"{', '.join(on_experts)} are in the experts of this model, and vLLM serves no LoRA on experts here; leave "
+            "them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)",
+            field="lora.targets",
+        )
+    if settings.tensor_parallel > 1:
+        raise InvalidInput(
+            "a mixture of experts can't be split over tensor-parallel ranks yet, and this deployment's trainer has "
+            f"{settings.tensor_parallel}; set TANDEM_TENSOR_PARALLEL=1",
+            field="base_model",
+        )
+
+
+@router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})
+def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
     """Create a run. Its step 0 is made here, on the CPU, from the model's configuration alone."""
-    base = request.base_model or here.base_model
+    base = request.base_model or deployment.base_model
     spec = RunSpec(
         name=request.name,
-        base_model=here.base_model if here.is_base_model(base) else base,
-        lora=lora_of(here, request.lora),
+        base_model=deployment.base_model if deployment.is_base_model(base) else base,
+        lora=_with_default_targets(deployment, request.lora),
         weights=request.weights,
         seed=request.seed,
         created=time.time(),
     )
-    check_run(here, spec)
-    arch = here.arch()
+    _check(deployment, spec)
+    arch = deployment.arch()
 
     def write_adapter(directory: Path) -> None:
         write_identity_adapter(directory, arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
 
-    try:
-        spec = here.spool.runs.create(spec, write_adapter)
-    except Conflict:
-        known = here.spool.runs.get(spec.name)
-        if not same_run(spec, known):
-            raise
-        spec, response.status_code = known, 200
-    return run_status(here, spec)
+    return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_adapter), response)
 
 
 @router.get("")
-def list_runs(here: Here) -> list[RunStatus]:
-    """Every run."""
-    return [run_status(here, spec) for spec in here.spool.runs.list()]
+def list_runs(deployment: CurrentDeployment) -> list[RunStatus]:
+    """All runs."""
+    return [run_status(deployment, spec) for spec in deployment.spool.runs.list()]
 
 
 @router.get("/{run}")
-def get_run(run: RunName, here: Here) -> RunStatus:
-    """One run: its newest step, what is served, which jobs are under way."""
-    return run_status(here, here.spool.runs.get(run))
+def get_run(run: RunName, deployment: CurrentDeployment) -> RunStatus:
+    """One run: its newest step, what vLLM serves, its queued and running jobs."""
+    return run_status(deployment, deployment.spool.runs.get(run))
+
+
+_TRAIN_BODY = {
+    "required": True,
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}},
+}
 
 
 @router.post(
     "/{run}/train",
     status_code=202,
-    responses={200: {"model": JobStatus, "description": "This job was there already."}},
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}},
-        }
-    },
+    responses={200: {"model": JobStatus, "description": "The job existed already."}},
+    openapi_extra={"requestBody": _TRAIN_BODY},
 )
-async def train(run: RunName, request: Request, response: Response, here: Here) -> JobStatus:
+async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
     """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
-    # The body is parsed and packed in a thread: a large batch would hold up everybody else here.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
     body = await request.body()
 
-    def work() -> tuple[JobStatus, bool]:
-        job, new = submit(here, run, body)
-        return job_status(here, job.spec.id), new
+    def submit() -> tuple[JobStatus, bool]:
+        job, new = submit_job(deployment, run, body)
+        return job_status(deployment, job.spec.id), new
 
-    status, new = await to_thread.run_sync(work, limiter=here.packing)
+    # In a thread, because parsing and packing a large batch would block all other requests.
+    status, new = await to_thread.run_sync(submit, limiter=deployment.packing_threads)
     if new:
-        here.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
+        deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
     else:
         response.status_code = 200
     return status
 
 
-@router.post("/{run}/fork", status_code=201, responses={200: {"model": RunStatus, "description": "It was there."}})
-def fork_run(run: RunName, request: Fork, response: Response, here: Here) -> RunStatus:
-    """A new run whose step 0 is a checkpoint of this one: adapter and optimizer state."""
-    source = here.spool.runs.get(run)
+@router.post("/{run}/fork", status_code=201, responses={200: {"model": RunStatus, "description": "It existed."}})
+def fork_run(run: RunName, request: Fork, response: Response, deployment: CurrentDeployment) -> RunStatus:
+    """Create a run whose step 0 is a checkpoint of this one: adapter and optimizer state."""
+    source = deployment.spool.runs.get(run)
     origin = Origin(run=run, step=request.step)
     new = source.model_copy(update={"name": request.name, "created": time.time(), "forked_from": origin})
-    try:
-        new = here.spool.checkpoints.fork(run, request.step, new)
-    except Conflict:
-        known = here.spool.runs.get(request.name)
-        if not same_run(new, known):
-            raise
-        new, response.status_code = known, 200
-    return run_status(here, new)
+    return _create(deployment, new, lambda: deployment.spool.checkpoints.fork(run, request.step, new), response)
 
 
 @router.post("/{run}/rollback")
-def rollback_run(run: RunName, request: Rollback, here: Here) -> RolledBack:
-    """Take the steps after `step` out of the chain; refused while jobs of the run are queued or running."""
-    here.spool.runs.get(run)
-    discarded = here.spool.checkpoints.rollback(run, request.step)
-    return RolledBack(newest_step=here.spool.checkpoints.newest(run), discarded=discarded)
+def rollback_run(run: RunName, request: Rollback, deployment: CurrentDeployment) -> RolledBack:
+    """Take the steps after `step` out of the chain; refused while the run has queued or running jobs."""
+    deployment.spool.runs.get(run)
+    discarded = deployment.spool.checkpoints.rollback(run, request.step)
+    return RolledBack(newest_step=deployment.spool.checkpoints.newest(run), discarded=discarded)

@@ -1,8 +1,8 @@
-"""What goes over the wire, both ways; the client uses the same records. Pydantic only: no FastAPI, numpy or torch."""
+"""Requests and responses of the HTTP API, for controller and client. Pydantic only: no FastAPI, numpy or torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -26,6 +26,10 @@ from tandem.spool.schema import (
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
 
+def _example(**content: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [content]})
+
+
 class ErrorDetail(Record):
     """Why a request was refused."""
 
@@ -35,17 +39,11 @@ class ErrorDetail(Record):
 
 
 class ErrorBody(Record):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "error": {
-                        "type": "invalid_input",
-                        "message": "Input should be a finite number (got NaN)",
-                        "field": "groups.3.trajectories.0.reward",
-                    }
-                }
-            ]
+    model_config = _example(
+        error={
+            "type": "invalid_input",
+            "message": "Input should be a finite number (got NaN)",
+            "field": "groups.3.trajectories.0.reward",
         }
     )
 
@@ -61,17 +59,15 @@ class Health(Record):
 
 
 class CreateRun(Record):
-    """A new run: LoRA weights trained on the deployment's base model, starting at step 0, which changes nothing."""
+    """A new run: LoRA weights on the deployment's base model. Step 0 equals the base model."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"name": "my-run", "lora": {"rank": 16, "alpha": 32}, "seed": 0}]}
-    )
+    model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
     name: RunName
-    base_model: str | None = Field(default=None, description="the deployment's own where it is left out")
+    base_model: str | None = Field(default=None, description="default: the deployment's")
     lora: LoraShape = Field(
         default=LoraShape(),
-        description="without targets: all seven, or of a mixture of experts those of attention",
+        description="default targets: all seven; for a mixture of experts those of attention",
     )
     weights: Literal["lora", "merged"] = "lora"
     seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
@@ -80,19 +76,19 @@ class CreateRun(Record):
 class RunStatus(Record):
     spec: RunSpec
     newest_step: int = Field(description="the newest checkpoint")
-    served: Served | None = Field(description="what vLLM serves and has been verified; null before the first")
+    served: Served | None = Field(description="the verified step that vLLM serves; null before the first")
     pending: list[str] = Field(description="ids of this run's queued and running jobs, oldest first")
 
 
 class Fork(Record):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"step": 3, "name": "my-run-b"}]})
+    model_config = _example(step=3, name="my-run-b")
 
     step: int = Field(ge=0, description="the checkpoint that becomes step 0 of the new run")
     name: RunName = Field(description="of the new run")
 
 
 class Rollback(Record):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"step": 3}]})
+    model_config = _example(step=3)
 
     step: int = Field(ge=0, description="the checkpoint that becomes the newest")
 
@@ -109,7 +105,7 @@ class CheckpointInfo(Record):
     size: int | None = Field(default=None, description="bytes of all its files")
     metrics: dict[str, float] = Field(default_factory=dict, description="of the job's last optimizer step")
     origin: Origin | None = None
-    damage: str | None = Field(default=None, description="what is wrong with its manifest, where something is")
+    damage: str | None = Field(default=None, description="what is wrong with its manifest; null: nothing")
 
 
 # ---------------------------------------------------------------- training
@@ -125,42 +121,31 @@ class _TrainRequest(Record):
     )
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0, description="bound of one attempt")
+    deadline_seconds: float = Field(default=3600.0, gt=0, description="limit of one attempt")
     stall_seconds: float = Field(default=600.0, gt=0, description="ranks without progress for this long hang")
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 
 
+def _example_trajectory(token_ids: list[int], logprobs: list[float], reward: float) -> dict[str, Any]:
+    turn = {"prompt_token_ids": [5, 6], "token_ids": token_ids, "logprobs": logprobs}
+    return {"turns": [turn], "reward": reward}
+
+
 class RLRequest(_TrainRequest):
     """Reinforcement learning on groups of trajectories that share a prompt."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "kind": "rl",
-                    "groups": [
-                        {
-                            "trajectories": [
-                                {
-                                    "turns": [
-                                        {"prompt_token_ids": [5, 6], "token_ids": [9, 2], "logprobs": [-0.7, -0.1]}
-                                    ],
-                                    "reward": 1.0,
-                                },
-                                {
-                                    "turns": [
-                                        {"prompt_token_ids": [5, 6], "token_ids": [8, 2], "logprobs": [-0.9, -0.1]}
-                                    ],
-                                    "reward": 0.0,
-                                },
-                            ]
-                        }
-                    ],
-                    "optimizer": {"learning_rate": 1e-4},
-                }
-            ]
-        }
+    model_config = _example(
+        kind="rl",
+        groups=[
+            {
+                "trajectories": [
+                    _example_trajectory([9, 2], [-0.7, -0.1], 1.0),
+                    _example_trajectory([8, 2], [-0.9, -0.1], 0.0),
+                ]
+            }
+        ],
+        optimizer={"learning_rate": 1e-4},
     )
 
     kind: Literal["rl"] = "rl"
@@ -172,23 +157,12 @@ class RLRequest(_TrainRequest):
 class SFTRequest(_TrainRequest):
     """Supervised fine-tuning; the loss is on the assistant's tokens only."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "kind": "sft",
-                    "examples": [
-                        {
-                            "messages": [
-                                {"role": "user", "content": "Is water wet?"},
-                                {"role": "assistant", "content": "maybe"},
-                            ]
-                        }
-                    ],
-                    "optimizer": {"learning_rate": 1e-3, "epochs": 2},
-                }
-            ]
-        }
+    model_config = _example(
+        kind="sft",
+        examples=[
+            {"messages": [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "maybe"}]}
+        ],
+        optimizer={"learning_rate": 1e-3, "epochs": 2},
     )
 
     kind: Literal["sft"] = "sft"
@@ -200,17 +174,17 @@ TrainRequest = Annotated[RLRequest | SFTRequest, Field(discriminator="kind")]
 
 
 class JobStatus(Record):
-    """A job as the spool shows it now."""
+    """A job as it is on the spool now."""
 
     id: str
     run: str
     kind: Literal["rl", "sft"]
     state: JobState
     attempt: int = Field(description="attempts started so far")
-    phase: str | None = Field(default=None, description="what the running attempt does now")
+    phase: str | None = Field(default=None, description="of the running attempt")
     cancel_requested: bool = False
-    step: int | None = Field(default=None, description="the checkpoint made, once succeeded")
-    error: JobError | None = Field(default=None, description="why it ended without success")
-    last_error: JobError | None = Field(default=None, description="of the attempt before this one")
+    step: int | None = Field(default=None, description="the checkpoint that it made")
+    error: JobError | None = Field(default=None, description="why it failed or was cancelled")
+    last_error: JobError | None = Field(default=None, description="of the previous attempt")
     finished: float | None = Field(default=None, description="Unix seconds")
     spec: JobSpec

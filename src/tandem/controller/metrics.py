@@ -1,6 +1,6 @@
-"""The controller's own `/metrics`: the queue, the runs, the shared volume, and what was asked and answered.
+"""The controller's own `/metrics`: the queue, the runs, the shared volume, and the HTTP requests.
 
-A request is counted under its route's template, so that neither ids nor whatever else a path holds becomes a label.
+A request is counted under its route's template, so that no id and no other part of a path becomes a label.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from tandem.metrics.server import encode
 from tandem.spool import Spool
 
 OTHER = "other"
-"""Route of requests that met none: unknown paths, and those that the gate refused."""
+"""Route of requests without one: unknown paths, and requests that were refused before they were routed."""
 
 
 class QueueCollector(Collector):
+    """Counts jobs and runs on the spool."""
+
     name: ClassVar[CollectorName] = "queue"
 
     def __init__(self, spool: Callable[[], Spool]) -> None:
@@ -42,8 +44,8 @@ class QueueCollector(Collector):
 
 
 @asynccontextmanager
-async def collecting(app: FastAPI) -> AsyncIterator[None]:
-    """The application's life: collectors run while it does."""
+async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
+    """The application's lifespan: collectors run as long as it does."""
     for loop in app.state.loops:
         loop.start()
     yield
@@ -51,32 +53,32 @@ async def collecting(app: FastAPI) -> AsyncIterator[None]:
         loop.stop()
 
 
-def install(app: FastAPI, here: Deployment) -> None:
-    """Add `/metrics` and count every request. Added after the gate, so that what it refuses is counted too."""
+def install_metrics(app: FastAPI, deployment: Deployment) -> None:
+    """Add `/metrics` and count every request. Called last, so that refused requests are counted too."""
 
     def spool() -> Spool:
-        here.spool.check()
-        return here.spool
+        deployment.spool.check()
+        return deployment.spool
 
-    collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
-    app.state.loops = [Loop(collector) for collector in collectors]
-    scrape = Scrape(app.state.loops, [here.counts])
-    app.add_middleware(CountRequests, counts=here.counts)
+    counts = deployment.counts
+    app.state.loops = [Loop(BuildCollector()), Loop(QueueCollector(spool)), Loop(VolumesCollector(spool, {}))]
+    scrape = Scrape(app.state.loops, [counts])
+    app.add_middleware(CountRequests, counts=counts)
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """For Prometheus; needs no key and tells no names but routes'."""
+        """For Prometheus. Needs no key, and contains no names of runs or jobs."""
         return Response(encode(scrape), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     for path, methods in app.openapi()["paths"].items():
         for method in methods:
-            for status_class in ("2xx", "4xx", "5xx"):  # so that increase() sees the first of each
+            for status_class in ("2xx", "4xx", "5xx"):  # increase() misses the first request of a series without a 0
                 labels = {"route": path, "method": method.upper(), "status_class": status_class}
-                here.counts.inc("tandem_http_requests_total", 0, **labels)
+                counts.inc("tandem_http_requests_total", 0, **labels)
 
 
 class CountRequests:
-    """ASGI middleware."""
+    """ASGI middleware: counts requests, and observes the seconds of those that are not event streams."""
 
     def __init__(self, app: ASGIApp, counts: Counts) -> None:
         self.app = app
@@ -87,23 +89,23 @@ class CountRequests:
             await self.app(scope, receive, send)
             return
         begin = time.perf_counter()
-        status, streamed = 0, False
+        status, is_stream = 0, False
 
-        async def noted(message: Message) -> None:
-            nonlocal status, streamed
+        async def send_noted(message: Message) -> None:
+            nonlocal status, is_stream
             if message["type"] == "http.response.start":
                 status = message["status"]
-                streamed = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+                is_stream = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_noted)
         except Exception:
             status = status or 500
             raise
         finally:
             if status:
-                self._count(scope, status, None if streamed else time.perf_counter() - begin)
+                self._count(scope, status, None if is_stream else time.perf_counter() - begin)
 
     def _count(self, scope: Scope, status: int, seconds: float | None) -> None:
         route = getattr(scope.get("route"), "path", OTHER)

@@ -1,0 +1,78 @@
+"""Who may use the API: a bearer key, or without keys this machine only. Pure ASGI, so that streams stay streams."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.config import Settings, split_keys
+from tandem.controller.http_errors import refuse
+from tandem.errors import InvalidInput, TandemError, Unauthorized
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+
+
+class Authentication:
+    """ASGI middleware.
+
+    With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the Host header must name
+    the loopback interface, so that a web page that rebinds its DNS name to 127.0.0.1 is refused.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._check_key(scope) if self.digests else _check_host(scope)
+            except TandemError as error:
+                await refuse(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # Every key is compared, in constant time, so that the time says nothing about how nearly one of them fits.
+        matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
+        if scheme.lower() != "bearer" or not matches:
+            problem = "is not one of this controller's keys" if key else "is missing"
+            raise Unauthorized(
+                f"the bearer key {problem}; set TANDEM_API_KEY to a key of this deployment", field="Authorization"
+            )
+
+
+def _check_host(scope: Scope) -> None:
+    host = Headers(scope=scope).get("host", "")
+    if not _is_loopback(re.sub(r":\d+$", "", host)):
+        raise InvalidInput(
+            f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY",
+            field="Host",
+        )
+
+
+def check_bind(settings: Settings) -> None:
+    """Without a key, only this machine may reach the controller; raises Unauthorized otherwise."""
+    if not split_keys(settings.secret("api_key")) and not _is_loopback(settings.controller_host):
+        raise Unauthorized(
+            f"no API key is set, and {settings.controller_host} can be reached from other machines; set TANDEM_API_KEY "
+            "(or TANDEM_API_KEY_FILE), or bind to 127.0.0.1",
+            field="TANDEM_CONTROLLER_HOST",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,97 @@
+"""A training request on its way to the queue: parse it, check it, pack its batch, queue the job. Runs in a thread."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from tandem.controller.deployment import Deployment
+from tandem.controller.http_errors import invalid_json
+from tandem.controller.schemas import RLRequest, SFTRequest, TrainRequest
+from tandem.data.prepare import prepare_rl, prepare_sft
+from tandem.errors import InvalidInput
+from tandem.spool.schema import Job, JobSpec, RLJob, SFTJob
+
+_request: TypeAdapter[RLRequest | SFTRequest] = TypeAdapter(TrainRequest)
+
+
+def submit_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
+    """Queue the job that the JSON `body` asks for; returns it, and whether it is new.
+
+    Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A refused request
+    leaves nothing on the spool.
+    """
+    deployment.spool.runs.get(run)
+    try:
+        request = _request.validate_json(body)
+    except ValidationError as error:
+        raise invalid_json(error, body) from error
+    _check(deployment, request)
+
+    def pack(job_id: str, base_step: int, directory: Path) -> JobSpec:
+        return _pack(deployment, request, run, job_id, base_step, directory)
+
+    return deployment.spool.queue.submit(
+        pack, run=run, job_id=request.id, fingerprint=_fingerprint(run, request), base_step=request.base_step
+    )
+
+
+def _fingerprint(run: str, request: RLRequest | SFTRequest) -> str:
+    """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written does not matter."""
+    canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
+    content = canonical.model_dump_json(exclude={"id"})
+    return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
+
+
+def _check(deployment: Deployment, request: RLRequest | SFTRequest) -> None:
+    """The checks that need the deployment, but not the state of the run."""
+    longest = deployment.arch().max_positions
+    if request.packing.sequence_length > longest:
+        raise InvalidInput(
+            f"{request.packing.sequence_length} is more than the base model's {longest} positions",
+            field="packing.sequence_length",
+        )
+    data_parallel = deployment.settings.trainer_ranks // deployment.settings.tensor_parallel
+    rows = request.optimizer.grad_accumulation_sequences
+    if rows is not None and rows % data_parallel:
+        raise InvalidInput(
+            f"{rows} rows don't divide over {data_parallel} data-parallel ranks; use a multiple of {data_parallel}",
+            field="optimizer.grad_accumulation_sequences",
+        )
+
+
+def _pack(
+    deployment: Deployment, request: RLRequest | SFTRequest, run: str, job_id: str, base_step: int, directory: Path
+) -> JobSpec:
+    """Write the packed arrays into `directory`; returns the job's specification."""
+    vocabulary = deployment.arch().vocab_size
+    spec = {
+        "id": job_id,
+        "run": run,
+        "base_step": base_step,
+        "created": time.time(),
+        "fingerprint": _fingerprint(run, request),
+    }
+    for name in ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer"):
+        spec[name] = getattr(request, name)
+    if isinstance(request, SFTRequest):
+        packed = prepare_sft(
+            request.examples,
+            tokenizer_path=deployment.model_path,
+            vocab_size=vocabulary,
+            packing=request.packing,
+            out=directory,
+        )
+        return SFTJob.model_validate(spec | {"data": packed})
+    reference = request.loss.kl_reference
+    if isinstance(reference, int) and reference > base_step:
+        raise InvalidInput(
+            f"step {reference} will not exist when this job starts from step {base_step}", field="loss.kl_reference"
+        )
+    packed = prepare_rl(
+        request.groups, vocab_size=vocabulary, advantage=request.advantage, packing=request.packing, out=directory
+    )
+    return RLJob.model_validate(spec | {"data": packed})
