@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
 from tandem.families.arch import Arch, arch_from_config, read_arch
-from tandem.model import parallel
+from tandem.model import device, parallel
 from tandem.model.build import build_policy
-from tandem.model.device import device
+from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
 from tandem.model.weights.base import weight_rules
 from tandem.spool.schema import LoraShape
@@ -163,7 +163,7 @@ def speed(config: dict[str, Any], slots: int = 8192) -> None:
             print(
                 f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots, {len(row.item_target)} "
                 f"items, forward {forward:.2f} s, with backward {seconds:.2f} s, {slots / seconds:.0f} slots/s, "
-                f"peak {device.memory_stats()['allocated_peak'] / 2**30:.1f} GiB",
+                f"peak {memory.stats()['allocated_peak'] / 2**30:.1f} GiB",
                 flush=True,
             )
         del policy, outputs

@@ -27,9 +27,8 @@ import torch
 from bench.live_bytes import counted
 from bench.report import report
 from tandem.families.arch import arch_from_config
-from tandem.model import parallel, recompute_fix
+from tandem.model import device, parallel, recompute_fix
 from tandem.model.build import build_policy
-from tandem.model.device import device
 from tandem.model.mcore import ColumnParallelLinear, MLPSubmodules, MoELayer, MoESubmodules, RowParallelLinear
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool.schema import LoraShape

@@ -63,7 +63,7 @@ run() {
     touch "$work/begun"
     export PYTHONPATH="$PWD/src:$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
-    wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer import worker; worker.preload()"; do
+    wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import worker; worker.preload()"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
     for part in shared one tensor data; do wants "$part" && model "$part"; done

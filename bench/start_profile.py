@@ -2,7 +2,7 @@
 
     python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--samples]
                                   [--ranks 1] [--tensor-parallel 1]
-                                  [--do 'from tandem.model import stream; stream.THREADS["cuda"] = 8']
+                                  [--do 'from tandem.model.weights import stream; stream.THREADS["cuda"] = 8']
 
 The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other threads name them.
 --do: Python to run in the ranks (or what they are forked from) beforehand, to see what another constant would do. With
@@ -29,19 +29,19 @@ from bench import restart
 from tandem.trainer.rank import worker
 
 PARTS = (
-    ("tandem.model.device.device", "activate"),
+    ("tandem.model.device", "activate"),
     ("tandem.trainer.rank.session", "meet"),
-    ("tandem.trainer.rank.kept", "Kept.join"),
+    ("tandem.trainer.rank.resident", "RankState.join"),
     ("tandem.trainer.rank.checkpoint", "check"),
-    ("tandem.model.device.device", "_start_cuda"),
+    ("tandem.model.device.cuda_start", "_create_context"),
     ("tandem.model.weights.base", "BaseWeights.__init__"),
     ("tandem.model.weights.base", "BaseWeights.connect"),
     ("tandem.model.weights.base", "BaseWeights.exchange"),
-    ("tandem.trainer.rank.kept", "load_weights"),
-    ("tandem.trainer.rank.kept", "_first_uses"),
-    ("tandem.trainer.rank.kept", "_load_softmax"),
-    ("tandem.trainer.rank.kept", "build_policy"),
-    ("tandem.trainer.rank.kept", "AdapterOptimizer.__init__"),
+    ("tandem.trainer.rank.model_loader", "load_weights"),
+    ("tandem.trainer.rank.model_loader", "_load_cublas"),
+    ("tandem.trainer.rank.model_loader", "_load_softmax_kernels"),
+    ("tandem.trainer.rank.model_loader", "build_policy"),
+    ("tandem.trainer.rank.model_loader", "AdapterOptimizer.__init__"),
     ("tandem.model.policy", "Policy.place"),
     ("tandem.model.policy", "Policy.rehearse"),
     ("tandem.model.policy", "tree_params"),
@@ -51,9 +51,9 @@ PARTS = (
     ("tandem.trainer.rank.checkpoint", "read"),
     ("tandem.trainer.rank.checkpoint", "load"),
     ("tandem.model.weights.stream", "fill"),
-    ("tandem.model.device.device", "release_cached"),
+    ("tandem.model.device.memory", "release_cached"),
     ("tandem.trainer.rank.probe", "logprobs"),
-    ("tandem.trainer.rank.session", "train"),
+    ("tandem.training.steps", "Training.run"),
 )
 _marks: list[dict[str, Any]] = []
 

@@ -63,8 +63,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[object]:
     """This process as the only rank, on the CPU."""
-    from tandem.model import parallel
-    from tandem.model.device import device
+    from tandem.model import device, parallel
 
     device.activate("cpu")
     yield parallel.init_parallel()

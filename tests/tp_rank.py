@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from policies import LORA, linear_row, make_policy
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
 
 CHUNK = 7 * 130  # a few items' logits at a time
 

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import make_policy, write_random_adapter
 from tandem.model import attention
-from tandem.model.policy import row_tensors
 from tandem.trainer.rank import probe
 from tiny import write_random_model
 
@@ -92,8 +91,8 @@ def test_a_turn_is_a_complex_number_s():
 def test_what_is_beyond_the_slots_that_are_computed_changes_nothing(alone, tmp_path):
     model = write_random_model(tmp_path)
     policy = make_policy(model)
-    row = probe._as_row([[3, 1, 4, 1, 5], [9, 2, 6]], 40)
+    sequences = [[3, 1, 4, 1, 5], [9, 2, 6]]
     with torch.no_grad():
-        whole, few = (policy(row_tensors(row, torch.device("cpu"), slots)) for slots in (None, 8))
+        whole, few = (policy(probe.row_tensors(sequences, 40, torch.device("cpu"), slots)) for slots in (40, 8))
     torch.testing.assert_close(few.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(few.entropy, whole.entropy, atol=1e-5, rtol=1e-5)

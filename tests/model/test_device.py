@@ -17,8 +17,7 @@ from tandem.model import device, parallel
 from tandem.families.arch import read_arch
 from tandem.model.build import build_policy
 from tandem.spool.schema import LoraShape
-from tandem.training.memory import MemoryWatch
-from tandem.training.phases import Phases
+from tandem.training.phases import MemoryWatch, Phases
 
 class Asked(Exception): ...
 
@@ -26,7 +25,7 @@ def asked():
     raise Asked
 
 assert device.activate("cuda") == torch.device("cuda:0")
-device._ready, device.backend = asked, lambda: "gloo"  # NCCL's would ask for a GPU
+device.wait_until_started, device.backend = asked, lambda: "gloo"  # NCCL's would ask for a GPU
 watch = MemoryWatch()
 with Phases(lambda phase: watch.beat(), watch).phase("rendezvous"):
     parallel.init_parallel()
@@ -49,4 +48,4 @@ def test_only_to_be_placed_the_model_needs_the_device(family: str, tmp_path: Pat
 def test_a_gpu_that_is_not_there_is_named() -> None:
     ask = "from tandem.model import device; device.activate('cuda', 63); device.device()"
     ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
-    assert "RuntimeError: GPU 63 of those that this process sees can't be used: " in ran.stderr
+    assert "RuntimeError: GPU 63 of those that this process can see can't be used: " in ran.stderr

@@ -10,7 +10,7 @@ import torch
 
 from ranks import run_ranks
 from tandem.families.arch import read_arch
-from tandem.model.device import device
+from tandem.model import device
 from tandem.model.weights.base import BaseWeights
 from tiny import write_random_model
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.errors import InvalidInput
-from tandem.model.device import device
+from tandem.model import device
 from tandem.model.weights import stream
 from tandem.model.weights.stream import Piece, fill, headers
 

@@ -21,7 +21,7 @@ PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from tandem.trainer import worker
+from tandem.trainer.rank import worker
 worker.preload()
 assert "torch._inductor.compile_fx" in sys.modules
 assert torch.utils._triton.has_triton.cache_info().currsize == 0, "with no GPU to be seen the answer was no"

@@ -18,8 +18,7 @@ from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
 from tandem.families.arch import read_arch
 from tandem.families.identity import write_identity_adapter
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
 from tandem.spool import Spool
 from tandem.spool.schema import (
     Beat,

@@ -2,7 +2,7 @@
 
     memory_of_phases.py <spool> <job> <file>
 
-The file gets a list of rows: `at` (begin or end of a phase, or a step's floor), `stats` (`device.memory_stats`), `held`
+The file gets a list of rows: `at` (begin or end of a phase, or a step's floor), `stats` (`memory.stats`), `held`
 (what policy and optimizer hold, by kind), `visible` (bytes of all tensors that Python can reach on the device), and for
 an end `phase` and `told`, what the job's own report says.
 """
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from tandem.model.device import device
+from tandem.model import device
+from tandem.model.device import memory
 from tandem.model.policy import Policy
-from tandem.trainer.rank import checkpoint, kept, worker
-from tandem.training.memory import MemoryWatch
+from tandem.trainer.rank import checkpoint, model_loader, worker
 from tandem.training.optimizer import AdapterOptimizer
+from tandem.training.phases import MemoryWatch
 
 KINDS = ("base", "other", "lora", "gradients", "moments", "read")
 
@@ -83,13 +84,18 @@ def measure(at: str, phase: str | None = None, told: dict[str, int] | None = Non
         device.device().type == "cpu"
     ):  # a GPU's allocator is asked; and there the compiler's own tensors have no storage
         reachable = storages(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-    row = {"at": at, "phase": phase, "told": told, "stats": device.memory_stats(), "held": held()}
+    row = {"at": at, "phase": phase, "told": told, "stats": memory.stats(), "held": held()}
     rows.append(row | {"visible": sum(reachable.values())})
 
 
 def watch() -> None:
     """Measure wherever the rank's own report does; its numbers are taken first."""
-    begin, end, floor, build = MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor, AdapterOptimizer.__init__
+    begin, end, floor, build = (
+        MemoryWatch.begin_phase,
+        MemoryWatch.end_phase,
+        MemoryWatch.begin_step,
+        AdapterOptimizer.__init__,
+    )
     read_state = checkpoint.read
 
     def measured_begin(self: MemoryWatch) -> None:
@@ -110,13 +116,17 @@ def watch() -> None:
         build(self, policy, *more, **options)
         made[:] = [(policy, self)]
 
-    def noted_read(checked: checkpoint.Checked) -> checkpoint.State:
+    def noted_read(checked: checkpoint.CheckedCheckpoint) -> checkpoint.CheckpointState:
         found = read_state(checked)
         read.extend(map(weakref.ref, [*found.adapter.values(), *(found.optimizer or {}).values()]))
         return found
 
-    kept.ThreadPoolExecutor, checkpoint.read = Followed, noted_read
-    MemoryWatch.begin, MemoryWatch.end, MemoryWatch.floor = measured_begin, measured_end, measured_floor
+    model_loader.ThreadPoolExecutor, checkpoint.read = Followed, noted_read
+    MemoryWatch.begin_phase, MemoryWatch.end_phase, MemoryWatch.begin_step = (
+        measured_begin,
+        measured_end,
+        measured_floor,
+    )
     AdapterOptimizer.__init__ = noted
 
 

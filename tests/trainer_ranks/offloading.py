@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from policies import linear_row, make_policy, write_random_adapter
-from tandem.model.device import device
+from tandem.model import device
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import AdapterOptimizer
@@ -57,7 +57,7 @@ class Training:
 
     def reload(self, what: str) -> None:
         if what in ("optimizer", "both"):
-            self.optimizer.reload()
+            self.optimizer.restore()
         if what in ("parameters", "both"):
             self.policy.restore()
             self.policy.load_base(str(self.model))

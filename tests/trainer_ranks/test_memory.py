@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tandem.metrics.catalogue import PHASES
-from tandem.model.device import device
+from tandem.model import device
+from tandem.model.device import memory
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RLLoss
-from tandem.trainer.rank import session, worker
-from tandem.training import steps
-from tandem.training.memory import MemoryWatch
-from tandem.training.phases import Phases
+from tandem.trainer.rank import worker
+from tandem.trainer.rank.heartbeat import Heartbeat
+from tandem.training.phases import MemoryWatch, Phases
+from tandem.training.steps import Training
 from trainer_ranks import jobs
 
 
@@ -34,15 +35,15 @@ def spool(tmp_path: Path, model: Path) -> Spool:
 def run_and_listen(spool: Spool, job_id: str) -> tuple[list[Beat], Beat]:
     """All beats of a job's only rank, and the last one, as it is on the volume."""
     beats: list[Beat] = []
-    original = session.Heartbeat.now
+    original = Heartbeat.write
 
-    def now(self: session.Heartbeat, phase: str) -> None:
+    def now(self: Heartbeat, phase: str) -> None:
         original(self, phase)
         beats.append(spool.jobs.beats(job_id, 1)[0])
 
     job = jobs.claim(spool, job_id)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.Heartbeat, "now", now)
+        patch.setattr(Heartbeat, "write", now)
         assert worker.main(spool.root, job_id, 1) == 0, jobs.error_of(spool, job)
     last = spool.jobs.beats(job_id, 1)[0]
     jobs.finish(spool, job)
@@ -71,8 +72,8 @@ def test_telling_about_memory_changes_no_bit_of_what_is_computed(spool: Spool, m
     jobs.make_run(spool, model, "silent")
     told = jobs.run_here(spool, jobs.submit_rl(spool, job_id="told", epochs=2))
     silent = jobs.submit_rl(spool, "silent", job_id="silent", epochs=2)
-    monkeypatch.setattr(MemoryWatch, "begin", lambda self: None)
-    monkeypatch.setattr(MemoryWatch, "floor", lambda self: None)
+    monkeypatch.setattr(MemoryWatch, "begin_phase", lambda self: None)
+    monkeypatch.setattr(MemoryWatch, "begin_step", lambda self: None)
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
     assert jobs.same_bytes(jobs.run_here(spool, silent), told)
 
@@ -86,14 +87,14 @@ def test_telling_about_memory_changes_no_bit_of_what_is_computed(spool: Spool, m
 
 
 def test_running_out_of_memory_is_an_error_of_its_own_and_the_last_beat_tells_it(spool: Spool, monkeypatch) -> None:
-    original = steps._optimizer_step
+    original = Training._optimizer_step
 
-    def second_runs_out(setup, plan, step, *rest):
+    def second_runs_out(training, step, *rest):
         if step == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return original(setup, plan, step, *rest)
+        return original(training, step, *rest)
 
-    monkeypatch.setattr(steps, "_optimizer_step", second_runs_out)
+    monkeypatch.setattr(Training, "_optimizer_step", second_runs_out)
     error = jobs.fail_here(spool, jobs.submit_sft(spool, epochs=4))
     assert (error.type, error.retriable) == ("oom", True)
     assert "Tried to allocate" in error.message
@@ -107,10 +108,10 @@ class FakeAllocator:
     def __init__(self, monkeypatch) -> None:
         self.now = self.peak = 0
         monkeypatch.setattr(device, "uuid", lambda: "GPU-a")
-        monkeypatch.setattr(device, "memory_stats", self.stats)
-        monkeypatch.setattr(device, "reset_peaks", self.reset)
-        monkeypatch.setattr(device, "allocated", lambda: self.now)
-        monkeypatch.setattr(device, "used", lambda: 2 * self.now)
+        monkeypatch.setattr(memory, "stats", self.stats)
+        monkeypatch.setattr(memory, "reset_peaks", self.reset)
+        monkeypatch.setattr(memory, "allocated", lambda: self.now)
+        monkeypatch.setattr(memory, "used", lambda: 2 * self.now)
 
     def allocate(self, size: int) -> None:
         self.now += size
@@ -131,21 +132,21 @@ class FakeAllocator:
 
 def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(monkeypatch) -> None:
     allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
-    watch.begin()
+    watch.begin_phase()
     allocator.allocate(100)
     allocator.allocate(-70)
     build = {"allocated": 30, "reserved": 31, "device_used": 60, "host_pinned": 7, "peak": 100}
-    assert watch.end("build") == build
+    assert watch.end_phase("build") == build
     allocator.allocate(200)  # between two phases: the attempt's, no phase's
     allocator.allocate(-200)
-    watch.begin()
+    watch.begin_phase()
     allocator.allocate(20)
-    watch.floor()
+    watch.begin_step()
     beat = watch.beat()
     assert (beat["memory"]["allocated"], beat["memory"]["allocated_peak"]) == (50, 230)
     assert (beat["phases"], beat["highest"]) == ({"build": build}, {})
     first = {"allocated": 50, "reserved": 51, "device_used": 100, "host_pinned": 7, "peak": 50}
-    assert watch.end("optimizer") == first
+    assert watch.end_phase("optimizer") == first
     beat = watch.beat()
     assert beat["phases"] == {"build": build, "optimizer": first}
     assert (beat["step_floor"], beat["uuid"]) == (50, "GPU-a")
@@ -155,10 +156,10 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(monkeypatch) ->
 def test_a_phase_that_comes_again_is_told_as_it_ended_last_and_at_its_highest(monkeypatch) -> None:
     allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
     for most, stays in ((30, 5), (90, 1), (60, 3)):
-        watch.begin()
+        watch.begin_phase()
         allocator.allocate(most)
         allocator.allocate(stays - most)
-        watch.end("step")
+        watch.end_phase("step")
         allocator.allocate(-stays)
     report = watch.report()
     assert report.phases == {"step": {"allocated": 3, "reserved": 4, "device_used": 6, "host_pinned": 7, "peak": 60}}
@@ -169,13 +170,14 @@ def test_what_ends_before_the_device_has_started_has_no_memory(monkeypatch) -> N
     allocator, watch = FakeAllocator(monkeypatch), MemoryWatch()
     with monkeypatch.context() as early:
         early.setattr(device, "started", lambda: False)
-        for name in ("uuid", "memory_stats", "reset_peaks", "allocated", "used"):
-            early.delattr(device, name)
-        watch.begin()
-        assert watch.beat() == watch.end("rendezvous") == {}
-    watch.begin()
+        early.delattr(device, "uuid")
+        for name in ("stats", "reset_peaks", "allocated", "used"):
+            early.delattr(memory, name)
+        watch.begin_phase()
+        assert watch.beat() == watch.end_phase("rendezvous") == {}
+    watch.begin_phase()
     allocator.allocate(10)
-    watch.end("build")
+    watch.end_phase("build")
     assert list(watch.report().phases) == ["build"]
 
 

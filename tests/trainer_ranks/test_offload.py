@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
 from tandem.model.device.offload import Offload
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape
 from tandem.trainer.rank import worker
-from tandem.trainer.rank.kept import Kept
+from tandem.trainer.rank.resident import RankState
 from trainer_ranks import jobs
 from trainer_ranks.offloading import SETTINGS, Training, adapter_for, same, total
 
@@ -53,7 +52,7 @@ def test_the_host_buffer_is_used_again_and_grows_only_for_more() -> None:
         offload.park([torch.ones(size)])
         offload.restore()
         assert offload._host is not None
-        return offload._host.data_ptr(), offload.host_bytes
+        return offload._host.data_ptr(), offload._host.nbytes
 
     first = buffer_after(2000)
     assert buffer_after(2000) == buffer_after(100) == first
@@ -64,7 +63,7 @@ def test_what_is_dropped_has_no_host_copy_but_its_size() -> None:
     device.activate("cpu")
     tensor, offload = torch.ones(300), Offload(contents=False)
     assert offload.park([tensor]) == 1200
-    assert offload.host_bytes == 0
+    assert offload._host is None
     offload.restore()
     assert tensor.untyped_storage().nbytes() == 1200
 
@@ -122,10 +121,10 @@ def test_a_second_adam_begins_at_nothing_with_its_own_settings(model: Path, tmp_
     used.step(0)
     used.policy.load_adapter(adapter)
     other = SETTINGS.model_copy(update={"learning_rate": 3e-3, "beta2": 0.9, "weight_decay": 0.0})
-    used.optimizer.begin(other)
+    used.optimizer.reset(other)
     assert used.optimizer.state().step == 0
     fresh = Training(model, adapter)
-    fresh.optimizer.begin(other)
+    fresh.optimizer.reset(other)
     assert used.step(1) == fresh.step(1)
     assert same(used.tensors(), fresh.tensors())
 
@@ -177,25 +176,21 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Pa
 def test_what_is_in_memory_is_used_only_for_the_checkpoint_it_is(tmp_path: Path, model: Path) -> None:
     spool = Spool.create(tmp_path / "spool")
     jobs.make_run(spool, model)
-    kept, read = Kept(), []
+    state, read = RankState(), []
 
     def main(root: Path, job_id: str, attempt: int) -> int:
-        return worker.main(root, job_id, attempt, kept)
+        return worker.main(root, job_id, attempt, state)
 
-    original = Kept.checking
+    original = RankState.check_checkpoint
 
     def listening(self, *arguments):
-        check = original(self, *arguments)
-
-        def told():
-            found = check()
-            read.append("memory" if found is None else "files")
-            return found
-
-        return told
+        checked = original(self, *arguments)
+        if not checked.exception():
+            read.append("memory" if checked.result() is None else "files")
+        return checked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "checking", listening)
+        patch.setattr(RankState, "check_checkpoint", listening)
         for number, job_id in enumerate(("first", "second", "third")):
             if number == 2:  # damaged: in memory or not, the job must say so
                 path = spool.checkpoints.path("r", 2) / "adapter_model.safetensors"

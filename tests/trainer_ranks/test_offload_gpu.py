@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
+from tandem.model.device import memory
 from tandem.trainer.rank import checkpoint
 from trainer_ranks.offloading import Training, adapter_for, same, total
 
@@ -48,7 +48,7 @@ def training(model: Path, tmp_path: Path):
 
 def allocated() -> int:
     gc.collect()  # graphs of earlier steps
-    device.release_cached()
+    memory.release_cached()
     # What was asked for: of a large block the allocator may give up to 1 MiB more.
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
@@ -92,7 +92,7 @@ def test_nothing_stays_and_the_host_buffers_are_used_again(training) -> None:
         assert allocated() - training.before <= SMALL
         assert torch.cuda.memory_reserved() <= 8 * 2**20  # segments with a scalar in them
         host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-        needed = training.policy._own_memory.host_bytes + training.optimizer._adam_memory.host_bytes
+        needed = sum(part._host.nbytes for part in (training.policy._own_memory, training.optimizer._adam_memory))
         assert needed > 0
         # Their sizes are rounded up to a power of two.
         assert needed <= host <= 2 * needed + 2**20
@@ -106,11 +106,11 @@ def test_offloading_after_a_save_gives_back_what_it_gave_before(training, tmp_pa
     training.step(0, LENGTH)
     training.optimizer.zero_grad()
     before = allocated()
-    saved = checkpoint.snapshot(training.policy, training.optimizer)
+    saved = checkpoint.gather(training.policy, training.optimizer)
     previous = tmp_path / "previous"
     previous.mkdir()
     (previous / "adapter_config.json").write_text("{}")
-    checkpoint.stage(saved, previous, tmp_path / "staged")
+    checkpoint.write(saved, previous, tmp_path / "staged")
     assert allocated() == before
     del saved
     training.offload("both")

@@ -20,7 +20,7 @@ from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer.rank import checkpoint, kept, session, worker
+from tandem.trainer.rank import checkpoint, model_loader, session, worker
 from trainer_ranks import jobs
 
 
@@ -101,7 +101,7 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
         jobs.make_run(spool, model, run)
     plain = [jobs.run_here(spool, jobs.submit_rl(spool, "at-once", f"at-once-{number}")) for number in range(2)]
     rehearsed, read = threading.Event(), []
-    rehearse, load_weights = Policy.rehearse, kept.load_weights
+    rehearse, load_weights = Policy.rehearse, model_loader.load_weights
 
     def rehearsing(policy: Policy, row: RowTensors) -> None:
         rehearse(policy, row)
@@ -113,7 +113,7 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
 
     monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "rehearse", rehearsing)
-    monkeypatch.setattr(kept, "load_weights", load_late)
+    monkeypatch.setattr(model_loader, "load_weights", load_late)
     for number, expected in enumerate(plain):
         rehearsed.clear()
         job = jobs.submit_rl(spool, "rehearsed", f"rehearsed-{number}")
@@ -128,7 +128,7 @@ def test_base_weights_that_can_t_be_read_are_told_of_whatever_else_goes_on(spool
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
 
     monkeypatch.setattr(session, "device", jobs.gpu_like())
-    monkeypatch.setattr(kept, "load_weights", fails)
+    monkeypatch.setattr(model_loader, "load_weights", fails)
     error = jobs.fail_here(spool, jobs.submit_sft(spool))
     assert (error.type, error.retriable) == ("invalid_input", False)
     assert "ends at byte 7" in error.message
@@ -399,8 +399,8 @@ def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
 ) -> None:
     (tmp_path / "previous").mkdir()
     (tmp_path / "previous" / CONFIG_FILE).write_text("{}")
-    saved = checkpoint.State({"a": torch.ones(3)}, {"b": torch.zeros(2)})
-    checkpoint.stage(saved, tmp_path / "previous", tmp_path / "good")
+    saved = checkpoint.CheckpointState({"a": torch.ones(3)}, {"b": torch.zeros(2)})
+    checkpoint.write(saved, tmp_path / "previous", tmp_path / "good")
     assert load_file(tmp_path / "good" / WEIGHTS_FILE)["a"].tolist() == [1, 1, 1]
     write = Path.write_bytes
 
@@ -409,4 +409,4 @@ def test_a_checkpoint_that_reads_back_otherwise_is_damaged(
 
     monkeypatch.setattr(Path, "write_bytes", flip)
     with pytest.raises(CheckpointDamaged, match=f"{name} does not read back"):
-        checkpoint.stage(saved, tmp_path / "previous", tmp_path / "bad")
+        checkpoint.write(saved, tmp_path / "previous", tmp_path / "bad")

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 
 from tandem.families.arch import Arch
-from tandem.model import recompute_fix
+from tandem.model import device, recompute_fix
 from tandem.model.attention import TreeAttention
-from tandem.model.device import device
 from tandem.model.experts import Experts, ExpertsLayer
 from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
 from tandem.model.mcore import (

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
-from tandem.model.device import device
+from tandem.model import device
 from tandem.model.mcore import parallel_state
 
 

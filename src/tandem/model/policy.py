@@ -14,8 +14,8 @@ from torch import nn
 
 from tandem.families.adapter import adapter_shapes, key_a, key_b, stacked_name
 from tandem.families.arch import Arch
+from tandem.model import device
 from tandem.model.attention import Kernel, rotation, tree_params
-from tandem.model.device import device
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
@@ -37,7 +37,7 @@ class RowTensors:
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # [S], or longer: see `row_tensors`; on the host
+    subtree_end: torch.Tensor  # on the host; [S], or longer: the attention is compiled for rows of that length
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_target: torch.Tensor  # [items], the slot of the predicted token
 
@@ -50,19 +50,15 @@ class ItemOutputs:
     entropy: torch.Tensor
 
 
-def row_tensors(row: PackedRow, device: torch.device, slots: int | None = None) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18).
+def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
 
-    `slots`: compute just the first so many, beyond which all is padding. The attention, which is compiled for rows of
-    one length, gets them padded.
-    """
-
-    def copied(name: str, slots: int | None = None) -> torch.Tensor:
-        return torch.tensor(getattr(row, name)[:slots], dtype=torch.int64)
+    def copied(name: str) -> torch.Tensor:
+        return torch.tensor(getattr(row, name), dtype=torch.int64)
 
     return RowTensors(
-        tokens=copied("tokens", slots).to(device),
-        positions=copied("positions", slots).to(device),
+        tokens=copied("tokens").to(device),
+        positions=copied("positions").to(device),
         subtree_end=copied("subtree_end"),
         item_source=copied("item_source").to(device),
         item_target=copied("item_target").to(device),

@@ -1,15 +1,12 @@
 """The losses, as pure functions of per-item tensors. One item is one trained token of one trajectory.
 
-Notation: `lp` is the trainer's log-prob of the item's token (float [items], carries gradients), `old` the log-prob in
-the ratio's denominator, `A` the advantage, `r = exp(lp - old)`. A loss is the weighted mean over the items of *all*
-data-parallel ranks of one optimizer step,
+A loss is the weighted mean over the items of one optimizer step, on *all* data-parallel ranks:
 
-    L = sum_i w_i l_i / D
+    L = sum_i w_i l_i / D,    l_i = tis_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
 
-where `w` and `D` come from `item_weights` and the functions here return this rank's part of the sum. With several
-sequences per row nothing changes: a sequence's items are never split over rows.
-
-    l_i = tis_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
+`w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items of a sequence are
+never split over rows. Notation: `lp` is the trainer's log-prob of the item's token, `old` the log-prob in the ratio's
+denominator, `A` the advantage, `r = exp(lp - old)`.
 
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
@@ -19,8 +16,8 @@ Sources:
   (arXiv:2503.20783) divides by a constant.
 - Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
   Training".
-- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why k1 may
-  not be differentiated as it stands: arXiv:2506.09477.
+- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why the
+  derivative of k1 is of no use: arXiv:2506.09477.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from torch import Tensor
 
 from tandem.spool.schema import RLLoss
 
-# Log-ratios are clamped to this many nats before exp, so that one absurd token can't make float32 infinite.
+# Log-ratios are clamped to +- this many nats, so that no single token makes exp(ratio) infinite in float32.
 MAX_LOG_RATIO = 20.0
 
 Ints = NDArray[np.integer[Any]]
@@ -45,30 +42,24 @@ Normalisation = Literal["token", "trajectory", "group", "constant"]
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one row; every tensor is [items], on one device, of one floating dtype (`sequence`: int64)."""
+    """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64); log-probs are in nats."""
 
-    logprobs: Tensor
-    """Natural log-probs under the policy being trained; carries gradients."""
-    entropy: Tensor
-    """Entropy in nats of the distribution each token was drawn from; carries gradients where there is a bonus."""
-    weights: Tensor
-    """`w`; 0 for an item that only keeps collectives matched."""
+    logprobs: Tensor  # of the policy being trained; carries gradients
+    entropy: Tensor  # of the distribution that each token was drawn from, in nats; carries gradients
+    weights: Tensor  # `w`; 0 in a row that is computed only to match collectives
     advantages: Tensor
-    sequence: Tensor
-    """Index of the item's sequence within the row, 0 .. num_sequences - 1."""
+    sequence: Tensor  # index of the item's sequence within the row, 0 .. num_sequences - 1
     num_sequences: int
-    old_logprobs: Tensor | None = None
-    """Denominator of the ratio; needed by RL."""
-    sampler_logprobs: Tensor | None = None
-    """What the sampler (vLLM) reported; needed by RL."""
+    old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
+    sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: scalar, this row's part of `sum_i w_i l_i`. `sums` and `maxima`: detached float64 scalars over items."""
+    """A row's loss, and statistics over its items as detached float64 scalars."""
 
-    loss: Tensor
+    loss: Tensor  # scalar, the row's part of `sum_i w_i l_i`
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
@@ -76,11 +67,11 @@ class LossOutput:
 def item_weights(
     normalisation: Normalisation, trajectory_items: Ints, group_items: Ints, constant: float | None = None
 ) -> tuple[Floats, Floats]:
-    """`(w, d)`, both float64 [items]: the item's weight, and its part of the denominator `D = sum d`.
+    """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum d`.
 
-    trajectory_items, group_items: integers [items], trained tokens of the item's trajectory and of its group.
+    `trajectory_items`, `group_items`: [items], the number of items of the item's trajectory and of its group.
 
-    - token (DAPO's mean over the tokens, of the whole batch): w = d = 1
+    - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 / trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
@@ -94,7 +85,7 @@ def item_weights(
     if normalisation == "group":
         return ones / group_items, ones / group_items
     if constant is None:
-        raise ValueError('normalisation="constant" needs the constant')
+        raise ValueError('normalisation="constant" needs a constant')
     return ones, constant / trajectory_items
 
 
@@ -104,7 +95,7 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Mean log-ratio of each item's whole sequence, [items]: log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    """Mean log-ratio of each item's sequence, [items]: the log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
     zeros = torch.zeros(num_sequences, dtype=log_ratios.dtype, device=log_ratios.device)
     total = zeros.index_add(0, sequence, log_ratios)
     count = zeros.index_add(0, sequence, torch.ones_like(log_ratios))
@@ -112,15 +103,14 @@ def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int)
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is 1 where clipping changed the gradient.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where clipping changed the gradient.
 
     With [lo, hi] = `loss.clip_bounds` and sg = stop-gradient:
 
     - cispo: -sg(clip(r, lo, hi)) A lp
     - ppo:   -min(r A, clip(r, lo, hi) A)
-    - gspo:  -min(s A, clip(s, lo, hi) A), `s` the sequence's ratio, the same for each of its items. With
-      `normalisation="trajectory"` and one sequence per trajectory this is the paper's objective; its gradient reaches
-      every token of the sequence equally, s A / |y| each.
+    - gspo:  -min(s A, clip(s, lo, hi) A), where `s` is the sequence's ratio. With `normalisation="trajectory"` and one
+      sequence per trajectory this is the paper's objective. Each token of a sequence gets the gradient s A / |y|.
     """
     if items.old_logprobs is None:
         raise ValueError("a policy loss needs old_logprobs")
@@ -138,17 +128,16 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def truncated_importance(old: Tensor, sampler: Tensor, cap: float) -> Tensor:
-    """`min(exp(old - sampler), cap)`, detached, [items]: corrects for tokens drawn by another engine than ours."""
+    """`min(exp(old - sampler), cap)`, detached, [items]: corrects for tokens having been drawn by another engine."""
     return log_ratio(old, sampler).exp().clamp(max=cap).detach()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in nats.
 
-    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2 and k3 are differentiated as
-    they stand (k2's gradient, x grad lp, is unbiased for the KL's; k3's is GRPO's). k1's own gradient, grad lp, has
-    zero mean whatever the reference is, so it pulls nowhere: here k1 keeps its value and takes the KL's score-function
-    gradient, x grad lp.
+    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient, x grad lp, is an
+    unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would be grad lp, which has zero mean for
+    any reference, so k1 takes the KL's score-function gradient instead, x grad lp.
     """
     x = log_ratio(logprobs, reference)
     if estimator == "k3":
@@ -160,9 +149,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
 
-    Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`,
-    `kl_sampler` (k3 of KL(sampler || trainer), in nats), `logprob_difference` (|trainer - sampler|, in nats),
-    `kl_reference` (where a reference is given), `tis` (where it is capped). Maxima: `ratio`.
+    Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`, `kl_sampler` (k3
+    of KL(sampler || trainer), nats), `logprob_difference` (|trainer - sampler|, nats), `kl_reference` (if there is a
+    reference), `tis` (if it has a cap). Maxima: `ratio`. Raises ValueError if log-probs that the loss needs are None.
     """
     if items.sampler_logprobs is None or items.old_logprobs is None:
         raise ValueError("RL needs old_logprobs and sampler_logprobs")

@@ -1,6 +1,6 @@
-"""Adam on the LoRA parameters: Megatron's gradient buffers and its optimizer, our gradient clipping.
+"""Adam on the LoRA parameters, with Megatron's gradient buffers and optimizer, and our gradient clipping.
 
-The policy's LoRA parameters are fp32 and cast in use, so they are the master weights themselves.
+The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from tandem.spool.schema import OptimizerSettings
 
 
 class NonFinite(TandemError):
-    """A loss or a gradient is NaN or infinite. Nothing of the step was applied."""
+    """A loss or a gradient is NaN or infinite. The step was not applied."""
 
     code = "non_finite"
 
 
 @dataclass(frozen=True)
 class AdamState:
-    """Steps taken, and name -> first and second moment, fp32. No names where no step was taken yet."""
+    """Adam's first and second moments, fp32, by parameter name; empty before the first step."""
 
-    step: int
+    step: int  # steps taken
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
 
 
 class AdapterOptimizer:
-    """The LoRA parameters' gradients and Adam's state, in this rank's shards.
+    """The gradients and Adam's state of this rank's shards of the LoRA parameters.
 
-    Gradients are accumulated over micro steps and *summed* over data-parallel ranks: losses are divided by a global
-    denominator beforehand.
+    Gradients are accumulated over micro steps and *summed* over data-parallel ranks, because losses are divided by a
+    global denominator beforehand.
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
         self.parameters = policy.lora_parameters()
-        policy.config.calculate_per_token_loss = True  # Megatron's word for: sum over data-parallel ranks, no average
+        policy.config.calculate_per_token_loss = True  # Megatron then sums over data-parallel ranks, without averaging
         self._gradients = DistributedDataParallel(
             config=policy.config,
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
             module=policy,
         )
         self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
-        self.begin(settings)
+        self.reset(settings)
 
-    def begin(self, settings: OptimizerSettings) -> None:
-        """A new Adam that has taken no step; the gradient buffers stay."""
+    def reset(self, settings: OptimizerSettings) -> None:
+        """Start a new Adam that has taken no step. The gradient buffers stay."""
         self.settings = settings
         config = OptimizerConfig(
             optimizer="adam",
@@ -76,18 +76,19 @@ class AdapterOptimizer:
         }
 
     def offload(self) -> int:
-        """Give back the device memory of gradients and Adam's state; the bytes given back. Gradients go with the
-        optimizer, because publishing weights needs only the parameters (R23). They are dropped: `reload` zeroes them.
+        """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
+
+        Gradients are offloaded with the optimizer, because publishing weights needs only the parameters (R23).
         """
-        self._optimizer.zero_grad()  # `.grad` of a parameter is a view of the buffers
+        self._optimizer.zero_grad()  # drops the parameters' `.grad`, which are views of the buffers
         buffers = self._gradients.buffers + self._gradients.expert_parallel_buffers
         state = self.state()
         return self._gradient_memory.park(buffer.grad_data for buffer in buffers) + self._adam_memory.park(
             [*state.exp_avg.values(), *state.exp_avg_sq.values()]
         )
 
-    def reload(self) -> None:
-        """Undo `offload`: buffers of the exact sizes, zeroed, and Adam's state as it was."""
+    def restore(self) -> None:
+        """Undo `offload`: Adam's state is as it was, gradients are zero."""
         self._gradient_memory.restore()
         self._adam_memory.restore()
         self.zero_grad()
@@ -97,15 +98,15 @@ class AdapterOptimizer:
         self._optimizer.zero_grad()
 
     def reduce_gradients(self) -> None:
-        """Sum the accumulated gradients over data-parallel ranks; afterwards they are the parameters' `.grad`."""
-        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron's would make a communicator for one rank, too
+        """Sum the accumulated gradients over data-parallel ranks, into the parameters' `.grad`."""
+        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron creates a communicator even for one rank
             self._gradients.finish_grad_sync()
         self._optimizer.prepare_grads()
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient: each shard counts, a replicated parameter counts once.
+        """L2 norm of the whole gradient, in which a replicated parameter counts once.
 
-        Collective over the model-parallel ranks, the same on all of them; NaN or infinite where any gradient is.
+        A collective of the model-parallel ranks, which all get the same. NaN or infinite if any gradient is.
         """
         square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
         for part in self._optimizer.chained_optimizers:
@@ -115,11 +116,11 @@ class AdapterOptimizer:
         return float(square.sqrt())
 
     def non_finite(self) -> list[str]:
-        """Names of this rank's parameters whose gradient holds NaN or infinity."""
+        """Names of this rank's parameters whose gradients hold NaN or infinity."""
         return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
 
     def step(self, norm: float) -> None:
-        """Scale the gradient down to `max_grad_norm` where `norm` is above it, and apply it."""
+        """Scale the gradient down to `max_grad_norm` if `norm` is larger, and apply it."""
         if norm > self.settings.max_grad_norm:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
@@ -127,7 +128,7 @@ class AdapterOptimizer:
         self._optimizer.step_with_ready_grads()
 
     def state(self) -> AdamState:
-        """References to Adam's state, not copies."""
+        """Adam's state itself, not a copy."""
         exp_avg, exp_avg_sq, steps = {}, {}, {0}
         for name, parameter in self.parameters.items():
             state = self._adam_of[parameter].state[parameter]
@@ -138,7 +139,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def load_state(self, saved: AdamState) -> None:
-        """Continue from a copy of `saved` (local shards of every parameter)."""
+        """Continue from a copy of `saved`, this rank's shards of all parameters."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments: dict[str, dict[str, Tensor]] = {}

@@ -1,91 +1,119 @@
-"""What a job measures about itself: seconds and memory per phase, and statistics reduced over ranks."""
+"""What a rank measures of its phases: seconds, and bytes on its device."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from tandem.model import device, parallel
+from tandem.model.device import memory
+from tandem.spool.schema import RankMemory
 
-from tandem.model import parallel
-from tandem.model.device import device
-from tandem.training.memory import MemoryWatch
+
+class MemoryWatch:
+    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
+
+    It alone resets the allocator's peaks. It never waits for the device: before the device has started it reports
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._attempt_peaks: dict[str, int] = {}
+        self._phases: dict[str, dict[str, int]] = {}
+        self._highest: dict[str, dict[str, int]] = {}
+        self._step_floor: int | None = None
+        self._used_peak = 0
+
+    def begin_phase(self) -> None:
+        """Earlier peaks count for the attempt only."""
+        if device.started():
+            self._allocator_stats()
+            memory.reset_peaks()
+
+    def end_phase(self, name: str) -> dict[str, int]:
+        """Record the phase's bytes, with the keys of `tandem.spool.schema.RankMemory`, and return them."""
+        if not device.started():
+            return {}
+        stats = self._allocator_stats()
+        now = {"allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used()}
+        now |= {"host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"]}
+        if name in self._phases:
+            before = self._highest.get(name, self._phases[name])
+            self._highest[name] = {kind: max(size, before[kind]) for kind, size in now.items()}
+        self._phases[name] = now
+        return now
+
+    def begin_step(self) -> None:
+        """An optimizer step begins, and its gradients are zeroed: what is allocated now is the step's floor."""
+        self._step_floor = memory.allocated()
+
+    def report(self) -> RankMemory:
+        """All phases so far."""
+        return RankMemory(uuid=device.uuid(), phases=self._phases, highest=self._highest)
+
+    def beat(self) -> dict[str, Any]:
+        """The fields of `tandem.spool.schema.Beat` that are about memory."""
+        if not device.started():
+            return {}
+        return {
+            **dict(self.report()),
+            "memory": self._allocator_stats() | self._attempt_peaks,
+            "step_floor": self._step_floor,
+            "device_used": self._device_used(),
+            "device_used_peak": self._used_peak,
+        }
+
+    def _allocator_stats(self) -> dict[str, int]:
+        stats = memory.stats()
+        for name, size in stats.items():
+            if name.endswith("_peak"):
+                self._attempt_peaks[name] = max(self._attempt_peaks.get(name, 0), size)
+        return stats
+
+    def _device_used(self) -> int:
+        used = memory.used()
+        self._used_peak = max(self._used_peak, used)
+        return used
 
 
 class Phases:
-    """Clock of one rank. Each phase is timed up to the device's completion; memory is read at its end.
+    """One rank's clock. Phases don't nest.
 
-    `announce(name)` is called as each phase begins (the heartbeat). Phases don't nest.
+    `announce(name)` is called as a phase begins, and again within long ones: it writes the heartbeat.
     """
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
-        self._announce = announce
-        self._watch = watch
-        self.seconds: dict[str, float] = {}
-        self.memory: dict[str, dict[str, int]] = {}
+        self.announce = announce
+        self.watch = watch
+        self._seconds: dict[str, float] = {}
+        self._memory: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`; the same name again adds up, its memory is that of the last end."""
-        self._announce(name)
-        self._watch.begin()
+        """Measure the block, up to the completion of the work that it queued on the device.
+
+        The seconds of blocks with the same name add up; the memory is that at the end of the last one.
+        """
+        self.announce(name)
+        self.watch.begin_phase()
         start = time.perf_counter()
         try:
             yield
         finally:
             device.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            # Also of a phase that failed: what it held then is what one wants to know after running out of memory.
-            self.memory[name] = self._watch.end(name)
-
-    def beat(self, name: str) -> None:
-        """A sign of life within a phase."""
-        self._announce(name)
-
-    def floor(self) -> None:
-        """Between optimizer steps, with gradients gone: what is allocated now should be the same every time."""
-        self._watch.floor()
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            # Also if the phase failed: after running out of memory, this shows what was allocated.
+            self._memory[name] = self.watch.end_phase(name)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
-        """`(seconds per phase, bytes per "<phase>_<kind>")` since the last call; starts over."""
-        memory = {f"{phase}_{kind}": n for phase, kinds in self.memory.items() for kind, n in kinds.items()}
-        seconds, self.seconds, self.memory = self.seconds, {}, {}
-        return seconds, memory
+        """`(seconds by phase, bytes by "<phase>_<kind>")` since the last call."""
+        sizes = {f"{phase}_{kind}": size for phase, kinds in self._memory.items() for kind, size in kinds.items()}
+        seconds, self._seconds, self._memory = self._seconds, {}, {}
+        return seconds, sizes
 
-    def gather(self) -> dict[str, dict[str, Any]]:
-        """Rank -> its `RankMemory` so far, as JSON has it. A collective of all ranks, for once in a job."""
-        found = parallel.gather_objects(self._watch.report().model_dump())
-        return {str(rank): memory for rank, memory in enumerate(found)}
-
-
-def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,
-               on: torch.device) -> dict[str, float]:  # fmt: skip
-    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one collective."""
-    if not values:
-        return {}
-    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on) for value in values.values()])
-    parallel.all_reduce(vector, op, group)
-    return dict(zip(values, vector.tolist(), strict=True))
-
-
-def token_means(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """The statistics of `losses` under the names that people read. Means are over trained tokens, unweighted."""
-    items = sums["items"]
-    names = {
-        "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
-        "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference",
-        "kl_reference": "kl_reference", "tis": "importance_weight_mean",
-    }  # fmt: skip
-    out = {"loss": sums["loss"], "trainable_tokens": items}
-    out |= {public: sums[name] / items for name, public in names.items() if name in sums}
-    if "advantage_square" in sums:
-        variance = sums["advantage_square"] / items - out["advantage_mean"] ** 2
-        out["advantage_std"] = math.sqrt(max(variance, 0.0))
-    if "ratio" in maxima:
-        out["ratio_max"] = maxima["ratio"]
-    return out
+    def gather_memory(self) -> dict[str, dict[str, Any]]:
+        """Each rank's `RankMemory` so far, as JSON objects by rank. A collective of all ranks."""
+        reports = parallel.gather_objects(self.watch.report().model_dump())
+        return {str(rank): report for rank, report in enumerate(reports)}

@@ -1,7 +1,7 @@
-"""Which rows each optimizer step visits, which rank runs them, and each item's weight. NumPy.
+"""Which rows each optimizer step visits, which rank computes them, and the weight of each item. NumPy.
 
-Every rank computes the whole plan from the job and the packed tables, so no rank has to be told anything, and the
-denominators are global by construction (R20): they are sums over all rows of the optimizer step, not over a rank's.
+Every rank computes the whole plan from the job and the packed tables, without communication. Denominators are sums over
+all rows of an optimizer step, not over one rank's rows (R20).
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Plan:
-    """`steps[s]`: the rows of optimizer step s, in order; a row appears once per epoch."""
+    """`steps[s]`: the rows of optimizer step s, in order. A row appears once per epoch."""
 
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
-        """`(row, counts)` for each micro step of this rank.
+        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`.
 
-        All ranks have the same number of them, so that collectives match; where rows run out, a rank runs the step's
-        first row once more with `counts` False, which means weight zero.
+        All ranks have equally many micro steps, so that their collectives match. A rank that has too few rows computes
+        the step's first row again, with `counts` False: its weight is zero.
         """
-        return _deal(self.steps[step], self.data_parallel, dp_rank)
+        rows = self.steps[step]
+        own = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
+        return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
 
-    def first_visits(self, dp_rank: int) -> list[tuple[int, bool]]:
-        """Like `micro_steps`, over every row that this rank will ever visit, once each: for passes before training."""
-        per_rank = []
-        for rank in range(self.data_parallel):
-            visits = [visit for step in range(len(self.steps)) for visit in self.micro_steps(step, rank)]
-            per_rank.append(list(dict.fromkeys(row for row, _ in visits)))
-        own = per_rank[dp_rank]
-        padding = max(map(len, per_rank)) - len(own)
-        return [(row, True) for row in own] + [(own[0], False)] * padding
+    def visited_rows(self, dp_rank: int) -> list[int]:
+        """The rows that the rank computes in any micro step, once each, for a pass before training.
+
+        The first one is repeated until all ranks have equally many.
+        """
+        visited = [
+            list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, rank)))
+            for rank in range(self.data_parallel)
+        ]
+        own = visited[dp_rank]
+        return own + own[:1] * (max(map(len, visited)) - len(own))
 
 
 def plan_steps(
@@ -50,10 +54,10 @@ def plan_steps(
 ) -> Plan:
     """Cut `epochs` passes over the batch's rows into optimizer steps.
 
-    Each pass visits the rows that train anything in a permutation drawn from (seed, base_step, epoch). `rows_per_step`
-    counts rows over all ranks; None means `data_parallel` (R19). The last step of a pass may have fewer.
+    Each pass visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). `rows_per_step`
+    counts the rows of all ranks; None means `data_parallel` (R19). The last step of a pass may have fewer rows.
 
-    Raises InvalidInput when `data_parallel` doesn't divide `rows_per_step`.
+    Raises InvalidInput if `rows_per_step` is not a multiple of `data_parallel`.
     """
     size = data_parallel if rows_per_step is None else rows_per_step
     if size % data_parallel:
@@ -71,10 +75,7 @@ def plan_steps(
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> tuple[Float64, Float64]:
-    """`(w, d)` of the row's items, float64 [items]: weight, and part of the denominator (`losses.item_weights`).
-
-    An SFT item counts as often as its example's weight says.
-    """
+    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the example's weight."""
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
@@ -86,18 +87,15 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> t
 
 
 def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list[float]:
-    """`D` of each optimizer step: the sum of `d` over the items of all its rows, whichever rank runs them."""
-    per_row: dict[int, float] = {}
+    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank.
+
+    Raises NothingToLearn if a step's items all have weight 0.
+    """
+    of_row: dict[int, float] = {}
     for row in sorted({row for step in plan.steps for row in step}):
-        per_row[row] = float(row_weights(batch, batch.row(row), loss)[1].sum())
-    totals = [sum(per_row[row] for row in step) for step in plan.steps]
+        of_row[row] = float(row_weights(batch, batch.row(row), loss)[1].sum())
+    totals = [sum(of_row[row] for row in step) for step in plan.steps]
     for step, total in enumerate(totals):
         if not total > 0:
-            raise NothingToLearn(f"optimizer step {step + 1} of {len(totals)} has only items of weight 0")
+            raise NothingToLearn(f"all items of optimizer step {step + 1} of {len(totals)} have weight 0")
     return totals
-
-
-def _deal(rows: tuple[int, ...], ranks: int, rank: int) -> list[tuple[int, bool]]:
-    """Rows `rank`, `rank + ranks`, ... and a weightless first row where this rank's turn comes up empty."""
-    own = [(row, True) for row in rows[rank::ranks]]
-    return own + [(rows[0], False)] * (-(-len(rows) // ranks) - len(own))

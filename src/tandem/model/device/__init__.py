@@ -1,0 +1,125 @@
+"""The device of this process: one GPU, or the CPU. Only this package tells the two apart.
+
+A rank calls `activate` once, and then uses the device that it chose through this package. `cuda_start` starts CUDA in
+a thread, `cpu_shim` lets Megatron-core run on the CPU, `memory` measures and frees, `allocation` and `offload` allocate
+and give back, and `ipc` copies from the memory of other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from tandem.model.device import cpu_shim, cuda_start
+
+Kind = Literal["cpu", "cuda"]
+
+_kind: Kind | None = None  # set by `activate`
+_gpu_seen = False  # set by `choose`
+
+
+def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
+    """The kind of device that a setting means: "auto" means CUDA if there is a usable GPU.
+
+    The answer "cuda" is remembered, also for processes forked from this one, because looking for GPUs takes time in
+    each of them. If the GPU disappears in between, starting CUDA reports it.
+    """
+    global _gpu_seen
+    if setting == "auto":
+        _gpu_seen = _gpu_seen or torch.cuda.is_available()
+        return "cuda" if _gpu_seen else "cpu"
+    return setting
+
+
+def activate(kind: Kind, local_rank: int = 0) -> torch.device:
+    """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the process can see.
+
+    Returns at once; CUDA starts in a thread (see `cuda_start`). Call it before anything is built. A second call with
+    the same kind does nothing.
+
+    Raises:
+        RuntimeError: the process already runs on the other kind. (A GPU that is missing is reported later, by the first
+            function that needs it.)
+    """
+    global _kind
+    if _kind not in (None, kind):
+        raise RuntimeError(f"this process runs on {_kind} already; start another process for {kind}")
+    if _kind is None and kind == "cuda":
+        cuda_start.begin(local_rank)
+    elif _kind is None:
+        cpu_shim.install()
+    _kind = kind
+    return torch.device("cuda", cuda_start.index()) if kind == "cuda" else torch.device("cpu")
+
+
+def is_cuda() -> bool:
+    """Whether `activate` chose a GPU. Doesn't wait for it."""
+    if _kind is None:
+        raise RuntimeError("this process has no device yet: call tandem.model.device.activate first")
+    return _kind == "cuda"
+
+
+def started() -> bool:
+    """Whether the device is ready. Until then, this process has allocated nothing on it."""
+    return not is_cuda() or cuda_start.finished()
+
+
+def wait_until_started() -> Kind:
+    """Wait for the device, make it the calling thread's current device, and return its kind."""
+    if is_cuda():
+        cuda_start.wait()
+        return "cuda"
+    return "cpu"
+
+
+def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
+    """`work`, to be called in another thread: it first waits for the device and makes it current in that thread."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        wait_until_started()
+        return work(*args, **kwargs)
+
+    return run
+
+
+def device() -> torch.device:
+    """The device that `activate` chose, when it has started."""
+    return torch.device("cuda", cuda_start.index()) if wait_until_started() == "cuda" else torch.device("cpu")
+
+
+def synchronize() -> None:
+    """Wait until the device has finished all work queued by this process."""
+    if started() and wait_until_started() == "cuda":
+        torch.cuda.synchronize()
+
+
+def uuid() -> str:
+    """The GPU's UUID in NVML's form (`GPU-…` or `MIG-…`), or "cpu"."""
+    if wait_until_started() == "cpu":
+        return "cpu"
+    index, visible = cuda_start.index(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].startswith("MIG-"):
+        return visible[index]
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def backend() -> Literal["gloo", "cpu:gloo,cuda:nccl"]:
+    """torch.distributed's backend for every process group.
+
+    Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such collective of each group would
+    create an NCCL communicator, which takes time once and device memory for as long as the process lives.
+    """
+    return "cpu:gloo,cuda:nccl" if is_cuda() else "gloo"
+
+
+def default_dtype() -> torch.dtype:
+    """The dtype of base weights and activations for the setting `auto`."""
+    return torch.bfloat16 if is_cuda() else torch.float32
+
+
+def attention_kernel() -> Literal["flex", "sdpa"]:
+    """The faster of the two kernels of `tandem.model.attention` on this device."""
+    return "flex" if is_cuda() else "sdpa"

@@ -1,21 +1,26 @@
-"""Many tensors in one allocation: of hundreds, each takes the driver a call, and all who want it meanwhile wait."""
+"""Memory for many tensors at once, and for reading files."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
 
 import torch
 
-ALIGNMENT = 512  # bytes that each tensor begins at a multiple of, as it would in an allocation of its own
+ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
 
 
 def allocate(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, where: torch.device, *, multiple: int = ALIGNMENT
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`(whole, parts)`, uninitialised: a tensor of each shape, in the order of `shapes`, and the flat one that they are
-    views of, whose bytes are a multiple of `multiple`."""
+    """Pack many uninitialised tensors into one allocation, because each driver call blocks the other threads.
+
+    Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a view of it of each
+    shape, in the order of `shapes`.
+    """
     step = ALIGNMENT // dtype.itemsize
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     ends = list(itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=0))
@@ -24,3 +29,23 @@ def allocate(
     )
     begins = zip(sizes.items(), ends[:-1], strict=True)
     return whole, {name: whole[begin : begin + size].view(shapes[name]) for (name, size), begin in begins}
+
+
+@contextlib.contextmanager
+def host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
+    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU.
+
+    Pinned memory is in huge pages if the kernel has any: torch's own, in small pages, takes longer to pin and to read.
+    """
+    if not pinned:
+        yield torch.empty(size, dtype=torch.uint8)
+        return
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer, runtime = torch.frombuffer(memory, dtype=torch.uint8), torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)))
+    try:
+        yield buffer
+    finally:
+        runtime.cudaHostUnregister(buffer.data_ptr())

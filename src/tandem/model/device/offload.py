@@ -1,4 +1,4 @@
-"""Device memory given back for a while, tensor by tensor: the tensors stay, their storages go and come again."""
+"""Gives device memory back for a while: the tensors stay, their storages are emptied and later refilled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.model.device import device
+from tandem.model import device
 from tandem.model.device.allocation import ALIGNMENT
 
 
@@ -19,11 +19,11 @@ class _Parked:
 
 
 class Offload:
-    """A set of tensors that share their fate: their parameters, or their optimizer's state, or its gradients.
+    """Tensors that are parked and restored together: a model's parameters, or its optimizer's state, or its gradients.
 
-    `contents=True` keeps what they hold in one host buffer, pinned where there is a GPU, which is made at the first
-    `park` and used again by later ones (pinning costs far more than copying). `contents=False` drops it: for what is
-    read from files again, or begins at zero.
+    `contents=True` keeps their values in one host buffer (pinned if there is a GPU), made at the first `park` and used
+    again by later ones, because pinning costs far more than copying. `contents=False` drops the values, for tensors
+    that are read from files again or begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:
@@ -35,16 +35,10 @@ class Offload:
     def parked(self) -> bool:
         return bool(self._parked)
 
-    @property
-    def host_bytes(self) -> int:
-        """Size of the host buffer."""
-        return 0 if self._host is None else self._host.nbytes
-
     def park(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Give back the tensors' device memory, exactly; the bytes given back. The tensors may not be read until
-        `restore`. Views of them are parked with them.
+        """Free the tensors' device memory, and with it that of all views of them; returns the number of bytes freed.
 
-        Raises RuntimeError where some are parked already.
+        The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked already.
         """
         if self._parked:
             raise RuntimeError("these tensors are offloaded already; restore them first")
@@ -56,22 +50,22 @@ class Offload:
                 offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if self._contents:
             if self._host is None or self._host.nbytes < offset:
-                self._host = None  # before the larger one is made
+                self._host = None  # frees it before the larger one is made
                 self._host = torch.empty(offset, dtype=torch.uint8, device="cpu", pin_memory=device.is_cuda())
             for part in self._parked:
                 self._copy(part).copy_(_bytes(part.storage), non_blocking=True)
-        device.synchronize()  # the copies, and whatever still reads the tensors
+        device.synchronize()  # waits for the copies, and for kernels that still read the tensors
         for part in self._parked:
             part.storage.resize_(0)
         return sum(part.size for part in self._parked)
 
     def restore(self) -> None:
-        """Give the tensors their memory again, in the exact sizes it had: with their contents, or uninitialised."""
+        """Allocate the tensors' memory again, in the same sizes: with their contents, or uninitialised."""
         for part in self._parked:
             part.storage.resize_(part.size)
             if self._contents:
                 _bytes(part.storage).copy_(self._copy(part), non_blocking=True)
-        device.synchronize()  # before the buffer is used again
+        device.synchronize()  # before the host buffer may be used again
         self._parked = []
 
     def _copy(self, part: _Parked) -> torch.Tensor:

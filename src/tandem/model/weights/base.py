@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
+from tandem.model.device import ipc
 from tandem.model.device.allocation import allocate
 from tandem.model.weights import stream
 
@@ -164,11 +164,11 @@ class BaseWeights:
         `exchange` does first, and may be done while shares are read. Both are collectives of the group's ranks."""
         if self.group is None:
             return
-        exports = parallel.gather_objects(device.exported(self._memory), self.group)
+        exports = parallel.gather_objects(ipc.exported(self._memory), self.group)
         self._others, self._copies = None, []
-        with contextlib.ExitStack() as others, contextlib.suppress(device.NotShared):
+        with contextlib.ExitStack() as others, contextlib.suppress(ipc.NotShared):
             for rank, share in self._of_others().items():
-                copy, part = others.enter_context(device.imported(exports[rank])), self._range(list(share.values()))
+                copy, part = others.enter_context(ipc.imported(exports[rank])), self._range(list(share.values()))
                 self._copies.append(partial(copy, part, int(part.storage_offset()) * part.element_size()))
             self._others = others.pop_all()
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model.device import device
+from tandem.model.device.allocation import host_buffer
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
@@ -187,7 +187,7 @@ def _work(pending: queue.SimpleQueue[list[_Task]], files: dict[Path, int], large
     typed: dict[torch.dtype, torch.Tensor] = {}
     with contextlib.ExitStack() as held, torch.no_grad():
         whole = -(-largest // 16) * 16  # elements of any dtype
-        buffer = held.enter_context(device.staging(whole, pinned=cuda))
+        buffer = held.enter_context(host_buffer(whole, pinned=cuda))
         view = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if cuda else None
         if stream is not None:

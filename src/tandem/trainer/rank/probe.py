@@ -1,26 +1,25 @@
-"""The probe: fixed token sequences and their log-probs, by which the publisher checks what vLLM really serves."""
+"""The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM serves."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch.nn.functional import pad
 
-from tandem.data.packed import PackedBatch, PackedRow
-from tandem.model.policy import Policy, RowTensors, row_tensors
+from tandem.data.packed import PackedBatch
+from tandem.model.policy import Policy, RowTensors
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
-# Of those, how many come before the first trained token where a sequence is longer: trained tokens are what moves.
-CONTEXT = 24
-SLOTS = 64  # what is computed is a multiple of, as matrix products like it
+CONTEXT = 24  # tokens before the first trained one, in a sequence that is longer than MAX_TOKENS
+SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient matmuls
 
 
 def choose(batch: PackedBatch) -> list[list[int]]:
-    """Up to 4 distinct token sequences of 2 to 64 tokens (and no more than a row holds) from the job's data.
+    """Up to 4 distinct token sequences of 2 to 64 tokens (no more than a row holds) from the job's data.
 
-    Each is a stretch of one trained sequence that begins at its start, or CONTEXT tokens before its first trained token
-    if it is longer than a probe. The same batch gives the same probes.
+    Each is part of a trained sequence: its beginning, or if it is longer than a probe, a stretch that begins CONTEXT
+    tokens before its first trained token, because trained tokens change most. The same batch gives the same probes.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: dict[tuple[int, ...], None] = {}
@@ -40,27 +39,18 @@ def choose(batch: PackedBatch) -> list[list[int]]:
 
 @torch.no_grad()
 def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> list[list[float]]:
-    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1.
-
-    As many sequences as fit share a row, which to the attention is as long as the job's own, so that the kernels
-    compiled for those serve here too.
-    """
+    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
-        result = policy(_tensors(together, row_length, device), temperature=1.0)
+        result = policy(row_tensors(together, row_length, device), temperature=1.0)
         values = result.logprobs.float().cpu()
         out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
 
 
 def rehearse(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> None:
-    """Do once what `logprobs` and the job's rows do for the first time; see `Policy.rehearse`."""
-    policy.rehearse(_tensors(_rows(sequences, row_length)[0], row_length, device))
-
-
-def _tensors(sequences: list[list[int]], row_length: int, device: torch.device) -> RowTensors:
-    used = sum(map(len, sequences))
-    return row_tensors(_as_row(sequences, row_length), device, min(-(-used // SLOTS) * SLOTS, row_length))
+    """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
+    policy.rehearse(row_tensors(_rows(sequences, row_length)[0], row_length, device))
 
 
 def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
@@ -73,29 +63,22 @@ def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
     return rows
 
 
-def _as_row(sequences: list[list[int]], length: int) -> PackedRow:
-    """One row of sequences that don't see one another; every token but each sequence's first is an item."""
-    sizes = np.array([len(tokens) for tokens in sequences])
-    used, ends = int(sizes.sum()), np.cumsum(sizes)
-    first = np.repeat(ends - sizes, sizes)  # of each slot's sequence
-    slots = np.arange(used)
-    targets = slots[slots > first].astype(np.int32)
-    nothing = np.zeros(len(targets), np.int32)
+def row_tensors(sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS) -> RowTensors:
+    """One row of sequences that don't see one another; every token but each sequence's first is an item.
 
-    def padded(values: NDArray[np.int64], padding: NDArray[np.int64]) -> NDArray[np.int32]:
-        return np.concatenate([values, padding]).astype(np.int32)
-
-    rest = np.arange(used, length)
-    return PackedRow(
-        index=0,
-        num_tokens=used,
-        tokens=padded(np.concatenate([np.array(tokens) for tokens in sequences]), 0 * rest),
-        positions=padded(slots - first, 0 * rest),
-        subtree_end=padded(np.repeat(ends, sizes), rest + 1),
-        item_target=targets,
-        item_source=targets - 1,
-        item_sequence=nothing,
-        item_trajectory=nothing,
-        item_logprob=nothing.astype(np.float32),
-        item_advantage=nothing.astype(np.float32),
+    Only the slots in use are computed, padded to a multiple of `multiple`. The attention's row is as long as the job's
+    own rows, so that the kernels compiled for those are used.
+    """
+    sizes = torch.tensor([len(tokens) for tokens in sequences])
+    ends = sizes.cumsum(0)
+    used = int(ends[-1])
+    padding = (0, min(-(-used // multiple) * multiple, row_length) - used)
+    positions = torch.arange(used) - (ends - sizes).repeat_interleave(sizes)
+    targets = positions.nonzero()[:, 0]
+    return RowTensors(
+        tokens=pad(torch.tensor([token for tokens in sequences for token in tokens]), padding).to(device),
+        positions=pad(positions, padding).to(device),
+        subtree_end=torch.cat([ends.repeat_interleave(sizes), torch.arange(used, row_length) + 1]),
+        item_source=(targets - 1).to(device),
+        item_target=targets.to(device),
     )

@@ -1,9 +1,9 @@
-"""One rank of one job, as a process: its arguments, its exit status, and the error it leaves behind.
+"""The process of one rank: its arguments, its exit status, and the error that it leaves behind.
 
     python -m tandem.trainer.rank.worker --root <spool> --job <id> --attempt <n>
 
-under torchrun's environment. What a rank does is in `tandem.trainer.rank.session`. A rank that fails leaves
-`error.<rank>.json` (a JobError) in the attempt's work directory and exits with 1.
+in torchrun's environment. `tandem.trainer.rank.session` has what a rank does. A rank that fails writes
+`error.<rank>.json` (a JobError) into the attempt's work directory and exits with 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import importlib
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +31,33 @@ from tandem.spool.schema import JobError
 from tandem.system.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from tandem.trainer.rank.kept import Kept
+    from tandem.trainer.rank.resident import RankState
 
-# A rank that merely lost its peer waits this long before it fails too, so that the peer's own error is the first.
+# A rank that fails because another rank is gone waits this long, so that the other's own error comes first.
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
+
+# Module and function: what torch.compile does at its first use. A version that has one of them not needs it not.
+_FIRST_USES_OF_COMPILE = (
+    ("torch._inductor.codecache", "torch_key"),  # hashes torch's sources, for the keys of compiled code
+    ("triton.runtime.cache", "triton_key"),  # hashes Triton's sources
+    ("torch._inductor.fx_passes.quantization", None),
+    ("torch._inductor.fx_passes.pre_grad", "lazy_init"),
+    ("torch._inductor.codegen.common", "init_backend_registration"),
+    ("triton.backends.nvidia.driver", "libcuda_dirs"),  # runs ldconfig
+    ("torch._dynamo.aot_compile", None),  # this and the following load code that was compiled before
+    ("torch._inductor.codegen.memory_planning", None),
+    ("torch._inductor.hooks", None),
+    ("torch.fx.experimental.validator", None),
+)
 
 
 @cache
 def preload() -> None:
-    """Import everything a rank uses, ahead of a job or for a process that ranks are forked from. Touches no device."""
-    _quiet()
-    # What imports make stays. Looking through it for garbage takes half a second each time, now and in the job, and
-    # would give each forked rank pages of its own.
+    """Import everything a rank uses: before its job, or in the process that ranks are forked from. Uses no device."""
+    _silence_import_warnings()
+    # The imported objects stay. Without this the collector would search them during the import and in each job, and
+    # would copy their memory pages in each forked rank.
     gc.disable()
     try:
         _import()
@@ -53,61 +67,49 @@ def preload() -> None:
 
 
 def _import() -> None:
-    importlib.import_module("tandem.trainer.rank.session")
-    # torch.use_deterministic_algorithms imports it on its first call: two seconds that every forked rank would pay.
-    importlib.import_module("torch._inductor.config")
+    import_module("tandem.trainer.rank.session")
+    import_module("torch._inductor.config")  # torch.use_deterministic_algorithms imports it at its first call
     with contextlib.suppress(ImportError):
-        importlib.import_module("megatron.core.models.mimo.optimizer")  # to make any optimizer, Megatron asks it
-    from tandem.model.device import device
+        import_module("megatron.core.models.mimo.optimizer")  # Megatron imports it to make any optimizer
+    from tandem.model import device
 
     if device.choose(Settings().device) == "cuda":
-        # What torch.compile imports on its first call, another second. Not its worker processes, which it starts when
-        # this is imported: a rank forks its own if there is anything to compile.
+        # Importing the compiler must not start its worker processes: a rank forks its own if it compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        importlib.import_module("torch._inductor.compile_fx")
-        with contextlib.suppress(ImportError, AttributeError):
-            # Hashes of torch's and Triton's sources, for the keys of what is compiled: half a second.
-            importlib.import_module("torch._inductor.codecache").torch_key()
-            importlib.import_module("triton.runtime.cache").triton_key()
-        with contextlib.suppress(ImportError, AttributeError):
-            # What it imports at its first graph.
-            importlib.import_module("torch._inductor.fx_passes.quantization")
-            importlib.import_module("torch._inductor.fx_passes.pre_grad").lazy_init()
-            importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
-        with contextlib.suppress(Exception):
-            importlib.import_module("triton.backends.nvidia.driver").libcuda_dirs()  # asks ldconfig
-        for name in ("_dynamo.aot_compile", "_inductor.codegen.memory_planning", "_inductor.hooks",
-                     "fx.experimental.validator"):  # fmt: skip
-            with contextlib.suppress(ImportError):  # to load what was compiled ahead
-                importlib.import_module(f"torch.{name}")
+        import_module("torch._inductor.compile_fx")
+        for module, function in _FIRST_USES_OF_COMPILE:
+            with contextlib.suppress(Exception):
+                imported = import_module(module)
+                if function is not None:
+                    getattr(imported, function)()
 
 
 def resident() -> Callable[[Path, str, int], int]:
-    """`main` for a process that stays: each call may use what the one before it kept. After any status but 0 the
-    process should end."""
-    from tandem.trainer.rank.kept import Kept
+    """`main` for a process that stays: each call may use what the one before it kept. The process should end after
+    any status but 0."""
+    from tandem.trainer.rank.resident import RankState
 
-    return partial(main, kept=Kept())
+    return partial(main, state=RankState())
 
 
-def main(root: Path | str, job_id: str, attempt: int, kept: Kept | None = None) -> int:
-    """Run this process's rank; its exit status. Never raises: errors go to stderr and to `error.<rank>.json`."""
+def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = None) -> int:
+    """Run this process's rank; returns its exit status. Errors go to stderr and to `error.<rank>.json`."""
     faulthandler.enable()
-    _quiet()
+    _silence_import_warnings()
     rank = int(os.environ.get("RANK", "0"))
     work: Path | None = None
     try:
         spool = Spool(root)
         work = spool.paths.work_dir(job_id, attempt)
-        # cuBLAS sums in the same order every time only with a workspace that was fixed before its first use.
+        # cuBLAS is deterministic only with a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # One queue to the GPU instead of eight: making them is half of the time that a context takes.
+        # One queue to the GPU instead of eight, because creating queues takes half of the time of a CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Late: importing torch takes seconds, and a spool that is unusable should say so at once.
+        # Only now, because importing torch takes seconds, and an unusable spool should be reported at once.
         preload()
         from tandem.trainer.rank.session import run_rank
 
-        run_rank(spool, Settings(root=spool.root), job_id, attempt, kept)
+        run_rank(spool, Settings(root=spool.root), job_id, attempt, state)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -121,22 +123,22 @@ def main(root: Path | str, job_id: str, attempt: int, kept: Kept | None = None) 
 
 
 def describe(error: BaseException) -> JobError:
-    """What a job's record says about `error`."""
+    """The record of `error` for the job's file."""
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
-    # By its name: torch may not be imported yet, or not at all.
-    memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    # By name, because torch may not be imported.
+    out_of_memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     trace = "".join(traceback.format_exception(error))
     return JobError(
-        type="oom" if memory else "rank_error",
+        type="oom" if out_of_memory else "rank_error",
         message=f"{type(error).__name__}: {error}",
         retriable=True,
         log_tail=trace[-_TRACEBACK_CHARACTERS:],
     )
 
 
-def _quiet() -> None:
-    """Megatron warns at import about each optional package that is absent; a job's log is for what happened in it."""
+def _silence_import_warnings() -> None:
+    """Megatron warns about each optional package that is not installed; a job's log should not have that."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
 

@@ -1,0 +1,77 @@
+"""Memory of this process's device: how much is in use, and freeing what allocators keep unused. All sizes in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from tandem.model.device import wait_until_started
+
+
+def stats() -> dict[str, int]:
+    """Counters of this process's allocator. Doesn't wait for queued work.
+
+    `allocated`, `reserved`, `active`, `inactive_split`, `requested` (see torch.cuda.memory_stats) in bytes now, and as
+    `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory; and the counts `alloc_retries`,
+    `ooms`, `device_allocs`, `device_frees` since the process began. On the CPU only `allocated` and `reserved`, which
+    both are the resident set.
+    """
+    if wait_until_started() == "cpu":
+        now, peak = _resident_set()
+        return {"allocated": now, "reserved": now, "allocated_peak": peak, "reserved_peak": peak}
+    torch_stats = torch.cuda.memory_stats()
+    values: dict[str, int] = {}
+    for name in ("allocated", "reserved", "active", "inactive_split", "requested"):
+        values[name] = torch_stats.get(f"{name}_bytes.all.current", 0)
+        values[f"{name}_peak"] = torch_stats.get(f"{name}_bytes.all.peak", 0)
+    values["host_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    counts = ("alloc_retries", "num_alloc_retries"), ("ooms", "num_ooms"), ("device_allocs", "num_device_alloc")
+    for name, key in (*counts, ("device_frees", "num_device_free")):
+        values[name] = torch_stats.get(key, 0)
+    return values
+
+
+def reset_peaks() -> None:
+    """Let the peaks of `stats` begin at what is in use now."""
+    if wait_until_started() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):  # where this is forbidden, the peaks stay those since the process began
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def allocated() -> int:
+    """`stats()["allocated"]` alone."""
+    return torch.cuda.memory_allocated() if wait_until_started() == "cuda" else _resident_set()[0]
+
+
+def used() -> int:
+    """Bytes in use on the whole device, by all processes."""
+    if wait_until_started() == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_cached() -> None:
+    """Free what the allocators keep for later: unused device memory and unused pinned host memory."""
+    if wait_until_started() == "cuda":
+        release_workspaces()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # which torch.accelerator.empty_host_cache of newer versions calls
+
+
+def release_workspaces() -> None:
+    """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new one."""
+    if wait_until_started() == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def _resident_set() -> tuple[int, int]:
+    """This process's resident set now, and its largest since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+    return sizes["VmRSS"], sizes.get("VmHWM", sizes["VmRSS"])

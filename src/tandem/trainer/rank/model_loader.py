@@ -1,0 +1,186 @@
+"""Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on at once.
+
+For a new model on a GPU (a model that a resident rank kept is not built or warmed up again):
+
+    main thread     build the model in host memory -> place it in the allocated memory -> make the optimizer
+    pool            allocate the base weights (waits for CUDA) -> read them from files
+    pool            load the softmax's kernels
+    pool            once placed: read the checkpoint's state -> copy it into model and optimizer
+    pool            once allocated: connect to the base weights of the other data-parallel ranks
+    warm-up thread  load cuBLAS and connect tensor-parallel ranks -> rehearse: run one layer on the placed model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.config import Settings
+from tandem.families.arch import Arch
+from tandem.model import device, parallel
+from tandem.model.build import build_policy
+from tandem.model.device import memory, on_device
+from tandem.model.logprobs import item_logprobs
+from tandem.model.mcore import parallel_state
+from tandem.model.parallel import Topology
+from tandem.model.policy import Policy
+from tandem.model.weights.base import BaseWeights, load_weights
+from tandem.trainer.rank import checkpoint
+from tandem.trainer.rank.rendezvous import Assignment
+from tandem.training.optimizer import AdamState, AdapterOptimizer
+from tandem.training.phases import Phases
+
+# While weights are read, a thread that computes gives way to another one after this long.
+SWITCH_SECONDS = 1e-4
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    policy: Policy
+    optimizer: AdapterOptimizer
+    base: BaseWeights
+
+
+class ModelLoader:
+    """Loads the model of one job. Used once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        arch: Arch,
+        assignment: Assignment,
+        topology: Topology,
+        checked: Future[checkpoint.CheckedCheckpoint | None],
+        rehearse: Callable[[Policy], None] | None,
+    ) -> None:
+        """`checked`: the checkpoint to start from; None if a kept model has its state. `rehearse(policy)`: does what a
+        process's first pass takes longer for; None: nothing is warmed up."""
+        self._arch, self._assignment, self._topology = arch, assignment, topology
+        self._dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        self._recompute = settings.recompute
+        self._checked, self._rehearse = checked, rehearse
+        self._pool = ThreadPoolExecutor(4)
+        # One thread, because tensor-parallel ranks must run the collectives in it in the same order. It ends with the
+        # loading, because each thread keeps a cuBLAS handle.
+        self._warm_up_thread = ThreadPoolExecutor(1)
+        self._weights_tasks: list[Future[None]] = []
+        self._warm_ups: list[Future[None]] = []
+        self._kept_adam: AdamState | None = None
+
+    def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
+        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: the model of an
+        earlier job, to be used again.
+
+        Raises what its tasks raise: InvalidInput for the base model, CheckpointDamaged for the checkpoint.
+        """
+        with self._pool, self._warm_up_thread, _short_switch_interval():
+            with phases.phase("build"):
+                model = self._build() if kept is None else self._restore(kept)
+            state_loaded = self._pool.submit(on_device(self._load_state), model)
+            if self._warm_ups:
+                with phases.phase("rehearsal"):  # what is left of it
+                    _wait(self._warm_ups)
+            with phases.phase("base_weights"):
+                _wait(self._weights_tasks)
+                if unread := model.base.exchange():
+                    self._read_base_weights(lambda: unread).result()
+            with phases.phase("state"):
+                state_loaded.result()
+                memory.release_cached()  # which reading and rehearsing have used
+        return model
+
+    def _build(self) -> LoadedModel:
+        arch, tp, run, job = self._arch, self._topology.tp, self._assignment.run, self._assignment.job
+        # Reading of the base weights begins as soon as their memory is allocated.
+        allocated = self._pool.submit(
+            on_device(lambda: BaseWeights(arch, self._dtype, tp=tp, group=parallel.reading_group()))
+        )
+        self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().share()))
+        if self._rehearse is not None:
+            self._weights_tasks.append(self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // tp))
+            self._warm_ups.append(self._warm_up_thread.submit(on_device(_load_cublas)))
+        policy = build_policy(
+            arch, run.lora, dtype=self._dtype, recompute=self._recompute, base=lambda: allocated.result().parameters
+        )
+        self._state = self._pool.submit(on_device(self._read_state))
+        base = allocated.result()
+        self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
+        if self._rehearse is not None:
+            self._warm_ups.append(self._warm_up_thread.submit(on_device(_run_rehearsal), self._rehearse, policy))
+        return LoadedModel(policy, AdapterOptimizer(policy, job.optimizer), base)
+
+    def _restore(self, kept: LoadedModel) -> LoadedModel:
+        """Undo what `RankState.offload` did; the base weights, which it dropped, are read again."""
+        self._state = self._pool.submit(on_device(self._read_state))
+        kept.policy.restore()
+        self._weights_tasks.append(self._read_base_weights(kept.base.share))
+        self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
+        kept.optimizer.restore()
+        self._kept_adam = kept.optimizer.state()
+        kept.optimizer.reset(self._assignment.job.optimizer)
+        return kept
+
+    def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
+        model, tp, tp_rank = Path(self._assignment.model), self._topology.tp, self._topology.tp_rank
+        return self._pool.submit(load_weights, model, self._arch, parameters, tp=tp, tp_rank=tp_rank)
+
+    def _read_state(self) -> checkpoint.CheckpointState | None:
+        checked = self._checked.result()
+        return None if checked is None else checkpoint.read(checked)
+
+    def _load_state(self, model: LoadedModel) -> None:
+        if (saved := self._state.result()) is not None:
+            checkpoint.load(saved, model.policy, model.optimizer)
+        else:
+            assert self._kept_adam is not None, "no checkpoint was read, although no model was kept"
+            model.optimizer.load_state(self._kept_adam)
+        # The last references to the tensors that were copied, so that the device's memory is free.
+        del self._state, self._kept_adam
+
+
+def _wait(tasks: Iterable[Future[None]]) -> None:
+    for task in tasks:
+        task.result()
+
+
+@contextlib.contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    """Readers need the interpreter's lock often and briefly. By default each would wait 5 ms for a computing thread."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@torch.no_grad()
+def _load_cublas() -> None:
+    """Do what a process's first matrix product and first tensor-parallel collective do. Leaves no device memory."""
+    square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
+    parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
+    device.synchronize()
+    memory.release_workspaces()
+
+
+@torch.no_grad()
+def _load_softmax_kernels(vocabulary: int) -> None:
+    """Load the kernels that compute log-probs from logits. Without a collective, so that it may run beside any."""
+    hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
+    item_logprobs(
+        hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+        lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
+        vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=parallel_state.get_context_parallel_group(),
+    )  # fmt: skip
+
+
+def _run_rehearsal(rehearse: Callable[[Policy], None], policy: Policy) -> None:
+    rehearse(policy)
+    memory.release_workspaces()

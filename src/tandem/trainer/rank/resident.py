@@ -1,0 +1,89 @@
+"""What a rank keeps from one job to the next, if it stays (`launch=resident`): process groups and the model.
+
+Between jobs the model's device memory is given back. A job that needs other process groups or another model begins
+anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tandem.config import Settings
+from tandem.families.arch import Arch
+from tandem.model import parallel
+from tandem.model.device import memory
+from tandem.model.parallel import Topology
+from tandem.spool import Spool
+from tandem.trainer.rank import checkpoint
+from tandem.trainer.rank.model_loader import LoadedModel
+from tandem.trainer.rank.rendezvous import Assignment
+
+_libc = ctypes.CDLL(None)
+
+
+class RankState:
+    """The process groups and the model of this process. A rank that exits after its job begins with an empty one."""
+
+    def __init__(self) -> None:
+        self._requirements: tuple[object, ...] | None = None  # `Assignment.requirements` of what is kept
+        self._topology: Topology | None = None
+        self.model: LoadedModel | None = None
+        self.checkpoint: tuple[str, int, str] | None = None
+        """Run, step and job of the checkpoint that equals the model's adapter and Adam's state."""
+
+    def check_checkpoint(
+        self, spool: Spool, assignment: Assignment, arch: Arch
+    ) -> Future[checkpoint.CheckedCheckpoint | None]:
+        """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`.
+
+        The result is None if the model in memory has that checkpoint's state, so that the files need not be read.
+        """
+        run, step = assignment.run, assignment.job.base_step
+        kept, self.checkpoint = self.checkpoint, None
+        in_memory = assignment.requirements() == self._requirements and (
+            kept == (run.name, step, spool.checkpoints.manifest(run.name, step).job)
+        )
+
+        def check() -> checkpoint.CheckedCheckpoint | None:
+            if in_memory:
+                spool.checkpoints.verify(run.name, step)
+                return None
+            return checkpoint.check(spool, run.name, step, arch, run.lora)
+
+        thread = ThreadPoolExecutor(1)
+        result = thread.submit(check)
+        thread.shutdown(wait=False)
+        return result
+
+    def join(self, assignment: Assignment, settings: Settings, connect: Callable[[], None]) -> Topology:
+        """The process groups for the job: the kept ones, or new ones. If they are new, the kept model is discarded."""
+        if assignment.requirements() != self._requirements or self._topology is None:
+            self._discard()
+            connect()
+            self._topology = parallel.init_parallel(
+                settings.tensor_parallel, timeout_seconds=assignment.job.stall_seconds
+            )
+            self._requirements = assignment.requirements()
+        return self._topology
+
+    def offload(self) -> None:
+        """Give back the model's device memory, and all memory that allocators keep unused."""
+        if self.model is not None and not self.model.policy.offloaded:
+            self.model.policy.offload()
+            self.model.optimizer.offload()
+        gc.collect()  # graphs and buffers in reference cycles
+        memory.release_cached()
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)  # each job's threads fragment the heap further
+
+    def _discard(self) -> None:
+        """Drop the model and leave the process groups, which all ranks do together (R3)."""
+        if self.model is not None:
+            self.model = None
+            gc.collect()
+            memory.release_cached()
+        self._requirements = self._topology = None
+        parallel.destroy()

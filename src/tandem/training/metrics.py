@@ -1,0 +1,59 @@
+"""An optimizer step's metrics, as its event and the checkpoint's manifest have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.data.packed import PackedBatch
+from tandem.model import parallel
+
+_MEANS = {
+    "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
+    "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
+    "tis": "importance_weight_mean",
+}  # fmt: skip
+"""Sum in `tandem.training.losses.LossOutput` -> metric."""
+
+
+def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,
+               device: torch.device) -> dict[str, float]:  # fmt: skip
+    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one collective."""
+    if not values:
+        return {}
+    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    parallel.all_reduce(vector, op, group)
+    return dict(zip(values, vector.tolist(), strict=True))
+
+
+def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items, unweighted."""
+    items = sums["items"]
+    metrics = {"loss": sums["loss"], "trainable_tokens": items}
+    metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
+    if "advantage_square" in sums:
+        variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
+        metrics["advantage_std"] = math.sqrt(max(variance, 0.0))
+    if "ratio" in maxima:
+        metrics["ratio_max"] = maxima["ratio"]
+    return metrics
+
+
+def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
+    """How many trajectories the rows train and, for RL, statistics of their rewards; each trajectory counts once."""
+    trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
+    rewards = batch.trajectory_reward[trajectories].astype(np.float64)
+    count = {"trajectories": float(len(trajectories))}
+    if np.isnan(rewards).any():  # SFT
+        return count
+    return count | {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+    }
