@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import report
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 
 # groups, trajectories per group, tokens of a prompt, mean tokens of a completion, row length
 SHAPES = [(64, 16, 512, 768, 8192), (16, 64, 1000, 2000, 16384), (1000, 4, 40, 20, 2048)]

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import report
+from tandem.data.inputs import PackingSettings, SFTExample
 from tandem.data.prepare import prepare_sft
-from tandem.data.trajectories import PackingSettings, SFTExample
 from tandem.families.arch import EXPERT_TARGETS, read_arch
 from tandem.families.identity import write_identity_adapter
 from tandem.spool import Spool

@@ -18,8 +18,7 @@ from typing import Any
 
 import openai
 
-from tandem.client import AsyncTandem
-from tandem.data.trajectories import turn_from_openai
+from tandem.client import AsyncTandem, turn_from_openai
 from tandem.errors import NothingToLearn
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}

@@ -24,7 +24,7 @@ from api_server import (
     work,
 )
 from tandem.client import Tandem
-from tandem.data.packed import PackedBatch
+from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed
 from tandem.spool.schema import JobError, LoraShape, Served
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tandem.data.advantages import group_advantages
-from tandem.data.trajectories import AdvantageSettings
+from tandem.data.inputs import AdvantageSettings
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
 

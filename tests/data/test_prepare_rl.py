@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.data.packed import PackedBatch, PackedRow
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
+from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.data.prepare import prepare_rl
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 

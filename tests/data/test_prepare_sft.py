@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tandem.data.packed import PackedBatch
+from tandem.data.inputs import PackingSettings, SFTExample
+from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_sft
-from tandem.data.trajectories import PackingSettings, SFTExample
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import RowTensors, assert_close, gradients, linear_row, make_policy, write_random_adapter
-from tandem.data.packed import PackedBatch
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
+from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.model.policy import row_tensors
 from tiny import write_random_model
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
 from tandem.families.arch import read_arch
 from tandem.families.identity import write_identity_adapter
 from tandem.model import device, parallel

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.data.packed import PackedBatch
+from tandem.data.packed_format import PackedBatch
 from tandem.metrics.catalogue import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.data.packed import PackedBatch
+from tandem.data.inputs import AdvantageSettings, PackingSettings
+from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl
-from tandem.data.trajectories import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import RLLoss
 from tandem.training.schedule import denominators, plan_steps

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from tandem.data.trajectories import Group, Trajectory, Turn
+from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors

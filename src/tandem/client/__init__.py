@@ -18,7 +18,7 @@ from tandem.client.memory import AttemptMemory
 from tandem.client.sync_client import Tandem
 from tandem.client.types import LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.trajectories import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
+from tandem.data.inputs import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
 from tandem.spool.schema import (
     Event,
     JobError,

@@ -18,7 +18,7 @@ from tandem.client.http import ANSWER_SECONDS, CONNECT_SECONDS, AsyncHttp, Backo
 from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.types import LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.trajectories import Group, SFTExample
+from tandem.data.inputs import Group, SFTExample
 from tandem.errors import NotServed, TandemError
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from tandem.data.trajectories import AdvantageSettings, PackingSettings
+from tandem.data.inputs import AdvantageSettings, PackingSettings
 from tandem.spool.schema import Event, OptimizerSettings, RLLoss, SFTLoss
 
 Wait = Literal["job", "served"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
 from tandem.spool.schema import (
     JobError,
     JobId,

@@ -1,4 +1,4 @@
-"""From what a client hands in to the packed directory of a job."""
+"""Makes a job's packed directory from the groups or examples of a client."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from tandem.data.advantages import group_advantages
-from tandem.data.pack import PackedTrajectory, pack
-from tandem.data.packed import write_packed
+from tandem.data.chat_template import chat_turns, load_tokenizer
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.packed_format import write_packed
+from tandem.data.packing import PackedTrajectory, pack
 from tandem.data.sequences import LinearSequence, fit_to_row, linear_sequence, link_turns
-from tandem.data.sft import chat_turns, load_tokenizer
-from tandem.data.trajectories import AdvantageSettings, Group, PackingSettings, SFTExample
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -29,48 +29,51 @@ def prepare_rl(
     packing: PackingSettings,
     out: Path,
 ) -> PackedData:
-    """Write `groups` as a packed directory `out` and return what a job records of it.
+    """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
-    A group is dropped, and counted, when all its advantages are 0 (no variance in its rewards) and
-    `keep_zero_variance` is off: it has no policy gradient. Advantages are computed over the whole group, before
-    trajectories that are too long are left out. Reward statistics are over everything handed in. `PackedData.path` is
-    left empty: the spool sets it when the directory gets its final name.
+    Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
+    `keep_zero_variance` is on. Computes advantages over the whole group, before it leaves out trajectories that are too
+    long. Reward statistics are over all trajectories of the client. `PackedData.path` stays empty: the spool sets it
+    when the directory gets its final name.
 
-    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn; nothing is written then.
+    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes nothing then.
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
     dropped_groups = 0
-    kept: list[PackedTrajectory] = []
+    trajectories: list[PackedTrajectory] = []
     for g, group in enumerate(groups):
         rewards = np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
-        for t, reward in enumerate(rewards):
-            _check_range(reward, f"groups.{g}.trajectories.{t}.reward")
         advantages = group_advantages(rewards, advantage)
         members = []
         for t, trajectory in enumerate(group.trajectories):
-            where = f"groups.{g}.trajectories.{t}"
+            field = f"groups.{g}.trajectories.{t}"
+            _check_float32(trajectory.reward, f"{field}.reward")
             for k, turn in enumerate(trajectory.turns):
-                _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{where}.turns.{k}.prompt_token_ids")
-                _check_vocabulary(turn.token_ids, vocab_size, f"{where}.turns.{k}.token_ids")
+                _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
+                _check_vocabulary(turn.token_ids, vocab_size, f"{field}.turns.{k}.token_ids")
             if trajectory.advantage is not None:
-                _check_range(trajectory.advantage, f"{where}.advantage")
+                _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
             sequences = link_turns((turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in trajectory.turns)
-            _check_length(sequences, packing, where)
+            _check_length(sequences, packing, field)
             members.append(PackedTrajectory(sequences, g, float(advantages[t]), trajectory.reward))
         if advantages.any() or advantage.keep_zero_variance:
-            kept.extend(members)
+            trajectories.extend(members)
         else:
             dropped_groups += 1
-    every = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], np.float64)
-    statistics = {
-        "reward_mean": float(every.mean()),
-        "reward_std": float(every.std()),
-        "reward_min": float(every.min()),
-        "reward_max": float(every.max()),
-    }
-    return _write(kept, vocab_size, packing, out, dropped_groups=dropped_groups, **statistics)
+    rewards = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], np.float64)
+    return _write(
+        trajectories,
+        vocab_size,
+        packing,
+        out,
+        dropped_groups=dropped_groups,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        reward_min=float(rewards.min()),
+        reward_max=float(rewards.max()),
+    )
 
 
 def prepare_sft(
@@ -81,26 +84,28 @@ def prepare_sft(
     packing: PackingSettings,
     out: Path,
 ) -> PackedData:
-    """Write `examples` as a packed directory `out`; each is a trajectory and a group of its own, with its weight as
-    advantage. `tokenizer_path` (directory or hub name) is read only if an example has `messages`; how those become
-    tokens is said in `tandem.data.sft`. Otherwise as `prepare_rl`; fields are `examples.<i>...`."""
+    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
+
+    Reads the tokenizer (a directory or a hub's name) only if an example has `messages`; `tandem.data.chat_template`
+    says how these become tokens. Fields of errors are `examples.<i>...`.
+    """
     if not examples:
         raise InvalidInput("there is no example", field="examples")
     tokenizer = load_tokenizer(tokenizer_path) if any(example.messages for example in examples) else None
     trajectories = []
     for e, example in enumerate(examples):
-        where = f"examples.{e}"
-        _check_range(example.weight, f"{where}.weight")
+        field = f"examples.{e}"
+        _check_float32(example.weight, f"{field}.weight")
         if example.token_ids is not None and example.trainable is not None:
-            _check_vocabulary(example.token_ids, vocab_size, f"{where}.token_ids")
+            _check_vocabulary(example.token_ids, vocab_size, f"{field}.token_ids")
             targets = [index for index, trained in enumerate(example.trainable) if trained]
             sequences = [linear_sequence(example.token_ids, targets, [float("nan")] * len(targets))]
         else:
-            turns = chat_turns(tokenizer, example.messages or [], where)
+            turns = chat_turns(tokenizer, example.messages or [], field)
             for prompt, completion in turns:
-                _check_vocabulary(prompt + completion, vocab_size, f"{where}.messages")
+                _check_vocabulary(prompt + completion, vocab_size, f"{field}.messages")
             sequences = link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
-        _check_length(sequences, packing, where)
+        _check_length(sequences, packing, field)
         trajectories.append(PackedTrajectory(sequences, e, example.weight, float("nan")))
     return _write(trajectories, vocab_size, packing, out)
 
@@ -110,34 +115,23 @@ def _write(
 ) -> PackedData:
     kept: list[PackedTrajectory] = []
     truncated = 0
-    numbers: dict[int, int] = {}  # of the groups that something is left of
+    numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
-        fitted = fit_to_row(trajectory.sequences, packing)
-        if fitted.sequences:
+        if fitted := fit_to_row(trajectory.sequences, packing):
             number = numbers.setdefault(trajectory.group, len(numbers))
-            kept.append(replace(trajectory, sequences=fitted.sequences, group=number))
-            truncated += fitted.truncated
+            kept.append(replace(trajectory, sequences=fitted, group=number))
+            truncated += fitted is not trajectory.sequences
     dropped = len(trajectories) - len(kept)
     if not kept:
-        reasons = []
-        if flat := summary.get("dropped_groups", 0):
-            reasons.append(
-                f"{flat} groups have no variance in their rewards (sample more per prompt, take prompts that are "
-                "neither always solved nor never, or set advantage.keep_zero_variance)"
-            )
-        if dropped:
-            reasons.append(
-                f"{dropped} trajectories don't fit {packing.sequence_length} tokens (raise packing.sequence_length)"
-            )
-        raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
+        raise _nothing_to_learn(summary.get("dropped_groups", 0), dropped, packing)
     arrays = pack(kept, packing.sequence_length)
     write_packed(out, arrays, vocab_size=vocab_size)
     return PackedData(
         path="",
-        num_rows=len(arrays.tokens),
+        num_rows=len(arrays["tokens"]),
         sequence_length=packing.sequence_length,
-        num_items=len(arrays.item_target),
-        num_tokens=int(arrays.row_num_tokens.sum()),
+        num_items=len(arrays["item_target"]),
+        num_tokens=int(arrays["row_num_tokens"].sum()),
         num_unshared_tokens=sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences),
         num_trajectories=len(kept),
         num_groups=len(numbers),
@@ -145,6 +139,19 @@ def _write(
         truncated_trajectories=truncated,
         **summary,
     )
+
+
+def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: PackingSettings) -> NothingToLearn:
+    reasons = []
+    if dropped_groups:
+        reasons.append(
+            f"{dropped_groups} groups have no variance in their rewards (sample more per prompt, take prompts that are "
+            "neither always solved nor never, or set advantage.keep_zero_variance)"
+        )
+    if dropped_trajectories:
+        limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
+        reasons.append(f"{dropped_trajectories} trajectories don't fit {limit}")
+    return NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
 
 
 def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
@@ -156,7 +163,7 @@ def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
         )
 
 
-def _check_range(value: float, field: str) -> None:
+def _check_float32(value: float, field: str) -> None:
     if abs(value) > _MAX_FLOAT32:
         raise InvalidInput(f"{value} does not fit float32", field=field)
 

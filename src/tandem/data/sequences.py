@@ -1,19 +1,19 @@
-"""Linear token sequences: what turns become, and how they are made to fit a row."""
+"""Linear token sequences: made from turns, and made to fit a row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.data.packed import Float32, Int32
-from tandem.data.trajectories import PackingSettings
+from tandem.data.inputs import PackingSettings
+from tandem.data.packed_format import Float32, Int32
 
 
 @dataclass(frozen=True)
 class LinearSequence:
-    """`tokens` [n] int32, the last of which is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
+    """`tokens` [n] int32, of which the last is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
     rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled."""
 
     tokens: Int32
@@ -22,16 +22,18 @@ class LinearSequence:
 
 
 def linear_sequence(tokens: list[int], targets: list[int], logprobs: list[float]) -> LinearSequence:
-    """Cuts off what follows the last trained token: nothing that is trained attends to it."""
+    """Cuts off the tokens after the last trained one: no trained token attends to them."""
     return LinearSequence(
         np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32), np.array(logprobs, np.float32)
     )
 
 
 def link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
-    """Turns (prompt, sampled tokens, log-probs) to sequences: a turn whose prompt starts with everything of the turn
-    before it (prompt and sampled tokens) continues that turn's sequence, what lies between them being context; any
-    other turn starts a new one."""
+    """Joins turns (prompt, sampled tokens, log-probs) to sequences.
+
+    A turn whose prompt starts with all tokens of the turn before it (prompt and sampled) continues that turn's
+    sequence; the tokens between them are context. Any other turn starts a new sequence.
+    """
     sequences: list[LinearSequence] = []
     tokens: list[int] = []
     targets: list[int] = []
@@ -47,34 +49,21 @@ def link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> lis
     return sequences
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """`sequences` is empty when the trajectory is dropped."""
+def fit_to_row(sequences: list[LinearSequence], packing: PackingSettings) -> list[LinearSequence]:
+    """The sequences of one trajectory after `packing.too_long`; empty if the trajectory is dropped.
 
-    sequences: list[LinearSequence]
-    truncated: bool
-
-
-def fit_to_row(sequences: list[LinearSequence], packing: PackingSettings) -> Fitted:
-    """Applies `packing.too_long` ("drop" or "truncate") to one trajectory. Truncation keeps the first
-    `sequence_length` tokens of a sequence, and leaves a sequence out that has no trained token there."""
+    "truncate" keeps the first `sequence_length` tokens of a sequence, and leaves out a sequence without a trained token
+    among them.
+    """
     length = packing.sequence_length
     if all(len(sequence.tokens) <= length for sequence in sequences):
-        return Fitted(sequences, truncated=False)
+        return sequences
     if packing.too_long == "drop":
-        return Fitted([], truncated=False)
-    kept = []
+        return []
+    fitted = []
     for sequence in sequences:
-        if len(sequence.tokens) > length:
-            count = int(np.searchsorted(sequence.targets, length))
-            if count == 0:
-                continue
+        count = int(np.searchsorted(sequence.targets, length))
+        if count:
             end = int(sequence.targets[count - 1]) + 1
-            sequence = replace(
-                sequence,
-                tokens=sequence.tokens[:end],
-                targets=sequence.targets[:count],
-                logprobs=sequence.logprobs[:count],
-            )
-        kept.append(sequence)
-    return Fitted(kept, truncated=bool(kept))
+            fitted.append(LinearSequence(sequence.tokens[:end], sequence.targets[:count], sequence.logprobs[:count]))
+    return fitted

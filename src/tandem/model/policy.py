@@ -27,7 +27,7 @@ from tandem.model.weights.base import load_weights, model_directory
 from tandem.spool.schema import LoraShape
 
 if TYPE_CHECKING:
-    from tandem.data.packed import PackedRow
+    from tandem.data.packed_format import PackedRow
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.data.packed import PackedBatch
+from tandem.data.packed_format import PackedBatch
 from tandem.model import parallel
 
 _MEANS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.packed import PackedBatch, PackedRow
+from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import RLLoss, SFTLoss
 from tandem.training.losses import item_weights

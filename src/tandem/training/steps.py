@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.data.packed import PackedBatch, PackedRow
+from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, row_tensors
 from tandem.spool.schema import RLJob, RunSpec, SFTJob

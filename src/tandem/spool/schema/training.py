@@ -77,7 +77,7 @@ class OptimizerSettings(Record):
 
 
 class PackedData(Record):
-    """`jobs/data/<id>/`: memory-mapped arrays in the format of `tandem.data.packed`."""
+    """`jobs/data/<id>/`: memory-mapped arrays in the format of `tandem.data.packed_format`."""
 
     path: str
     num_rows: int = Field(ge=1)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tandem.data.packed import PackedBatch
+from tandem.data.packed_format import PackedBatch
 from tandem.model.policy import Policy, RowTensors
 
 MAX_SEQUENCES = 4

@@ -16,7 +16,7 @@ import torch
 
 from tandem import __version__
 from tandem.config import Settings
-from tandem.data.packed import PackedBatch
+from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.arch import read_arch
 from tandem.model import device, parallel

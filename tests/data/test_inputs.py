@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter, ValidationError
 
-from tandem.data.trajectories import (
+from tandem.data.inputs import (
     AdvantageSettings,
     Group,
     PackingSettings,
@@ -235,7 +235,7 @@ def test_error_counts_the_others() -> None:
 
 def test_clients_need_neither_numpy_nor_torch() -> None:
     code = (
-        "import sys, tandem.data.trajectories;"
+        "import sys, tandem.data.inputs;"
         "print([name for name in ('numpy', 'torch', 'transformers', 'openai') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

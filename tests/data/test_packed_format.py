@@ -1,47 +1,46 @@
 """The packed format: round trip, refusal of damaged directories, release of the maps."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tandem.data.packed import PackedArrays, PackedBatch, write_packed
+from tandem.data.packed_format import Arrays, PackedBatch, write_packed
 from tandem.errors import InvalidInput, SpoolUnusable
 
 
-def small() -> PackedArrays:
+def small() -> Arrays:
     """Two rows of 8. Row 0: prompt 5 6 with completions 7 8 and 9 (slots 2-3 and 4). Row 1: 1 2 3, training 2 and 3."""
     i32, f32 = np.int32, np.float32
-    return PackedArrays(
-        tokens=np.array([[5, 6, 7, 8, 9, 0, 0, 0], [1, 2, 3, 0, 0, 0, 0, 0]], i32),
-        positions=np.array([[0, 1, 2, 3, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0]], i32),
-        subtree_end=np.array([[5, 5, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]], i32),
-        row_num_tokens=np.array([5, 3], i32),
-        item_offsets=np.array([0, 3, 5], np.int64),
-        item_target=np.array([2, 3, 4, 1, 2], i32),
-        item_source=np.array([1, 2, 1, 0, 1], i32),
-        item_sequence=np.array([0, 0, 1, 2, 2], i32),
-        item_trajectory=np.array([0, 0, 1, 2, 2], i32),
-        item_logprob=np.array([-1, -2, -3, -4, -5], f32),
-        item_advantage=np.array([1, 1, -1, 0.5, 0.5], f32),
-        trajectory_group=np.array([0, 0, 1], i32),
-        trajectory_num_items=np.array([2, 1, 2], i32),
-        trajectory_reward=np.array([1, 0, 0.5], f32),
-        group_num_items=np.array([3, 2], i32),
-    )
+    return {
+        "tokens": np.array([[5, 6, 7, 8, 9, 0, 0, 0], [1, 2, 3, 0, 0, 0, 0, 0]], i32),
+        "positions": np.array([[0, 1, 2, 3, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0]], i32),
+        "subtree_end": np.array([[5, 5, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]], i32),
+        "row_num_tokens": np.array([5, 3], i32),
+        "item_offsets": np.array([0, 3, 5], np.int64),
+        "item_target": np.array([2, 3, 4, 1, 2], i32),
+        "item_source": np.array([1, 2, 1, 0, 1], i32),
+        "item_sequence": np.array([0, 0, 1, 2, 2], i32),
+        "item_trajectory": np.array([0, 0, 1, 2, 2], i32),
+        "item_logprob": np.array([-1, -2, -3, -4, -5], f32),
+        "item_advantage": np.array([1, 1, -1, 0.5, 0.5], f32),
+        "trajectory_group": np.array([0, 0, 1], i32),
+        "trajectory_num_items": np.array([2, 1, 2], i32),
+        "trajectory_reward": np.array([1, 0, 0.5], f32),
+        "group_num_items": np.array([3, 2], i32),
+    }
 
 
 def test_round_trip(tmp_path: Path) -> None:
     arrays = small()
     write_packed(tmp_path / "a", arrays, vocab_size=10)
     with PackedBatch.open(tmp_path / "a") as batch:
-        assert (len(batch), batch.sequence_length, batch.num_items, batch.num_sequences) == (2, 8, 5, 3)
+        assert (len(batch), batch.sequence_length, batch.num_items) == (2, 8, 5)
         assert batch.trajectory_num_items.tolist() == [2, 1, 2]
         row = batch.row(0)
         assert row.num_tokens == 5
-        assert row.tokens.tolist() == arrays.tokens[0].tolist()
+        assert row.tokens.tolist() == arrays["tokens"][0].tolist()
         assert row.item_source.tolist() == [1, 2, 1]
         assert row.item_logprob.tolist() == [-1, -2, -3]
         assert batch.row(1).item_trajectory.tolist() == [2, 2]
@@ -103,10 +102,10 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
 def test_contradictions_are_refused(tmp_path: Path, name: str, index: int, value: float) -> None:
     """By the writer, and by the reader when the file was altered after it was written."""
     arrays = small()
-    array = getattr(arrays, name).copy()
+    array = arrays[name].copy()
     array[index] = value
     with pytest.raises(InvalidInput) as refused:
-        write_packed(tmp_path / "bad", dataclasses.replace(arrays, **{name: array}), vocab_size=10)
+        write_packed(tmp_path / "bad", {**arrays, name: array}, vocab_size=10)
     assert refused.value.field
     assert not (tmp_path / "bad").exists()
 
@@ -117,10 +116,8 @@ def test_contradictions_are_refused(tmp_path: Path, name: str, index: int, value
 
 
 def test_split_sequence_is_refused(tmp_path: Path) -> None:
-    arrays = small()
-    split = dataclasses.replace(
-        arrays, item_sequence=np.array([0, 0, 1, 1, 1], np.int32), item_trajectory=np.array([0, 0, 1, 1, 1], np.int32)
-    )
+    both = np.array([0, 0, 1, 1, 1], np.int32)
+    split = {**small(), "item_sequence": both, "item_trajectory": both}
     with pytest.raises(InvalidInput, match="split over rows"):
         write_packed(tmp_path / "bad", split, vocab_size=10)
 
@@ -133,11 +130,11 @@ def test_source_in_another_branch_is_refused(tmp_path: Path) -> None:
         ("positions", [0, 1, 2, 3, 2, 3, 0, 0]),
         ("subtree_end", [6, 6, 4, 4, 6, 6, 7, 8]),
     ]:
-        getattr(arrays, name)[0] = values
-    arrays.row_num_tokens[0] = 6
-    arrays.item_target[2], arrays.item_source[2] = 5, 4
+        arrays[name][0] = values
+    arrays["row_num_tokens"][0] = 6
+    arrays["item_target"][2], arrays["item_source"][2] = 5, 4
     write_packed(tmp_path / "good", arrays, vocab_size=10)
-    arrays.item_source[2] = 2
+    arrays["item_source"][2] = 2
     with pytest.raises(InvalidInput, match="not the token before its target"):
         write_packed(tmp_path / "bad", arrays, vocab_size=10)
 

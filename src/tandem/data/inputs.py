@@ -1,8 +1,8 @@
-"""What a client hands in: trajectories as vLLM sampled them, and examples for SFT. pydantic only: no numpy, no torch.
+"""What a client sends: trajectories as vLLM sampled them, SFT examples, and settings. Imports no numpy and no torch.
 
-A trajectory is what an OpenAI-style client has after sampling with `logprobs=True` and
+An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
 `extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the sampled token ids and
-their log-probs. These ids are what is trained; text is never tokenised again.
+their log-probs. The trainer trains these ids, and never tokenises the text again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from tandem.errors import InvalidInput
 
-# vLLM's log-probs come from float32 log-softmax: a sure token may be a rounding error above 0.
+# vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token above 0.
 LOGPROB_SLACK = 1e-4
-# What vLLM's OpenAI server writes where it has no log-prob for the sampled token; a ratio against it overflows.
+# vLLM's OpenAI server writes this if it has no log-prob for the sampled token; a ratio against it overflows.
 MISSING_LOGPROB = -9999.0
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 
@@ -25,13 +25,13 @@ TokenIds = list[Annotated[int, Field(strict=True)]]
 
 
 class Input(BaseModel):
-    """Base of what people send: an unknown key is an error, NaN and infinity are, and `true` is not a number."""
+    """Base of what clients send: unknown keys, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _check_ids(ids: list[int]) -> list[int]:
-    # min and max are several times faster over millions of ids than a constraint on each.
+    # Over millions of ids, min and max are several times faster than a constraint on each.
     for bad in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bad <= MAX_TOKEN_ID:
             raise ValueError(f"token id {bad} at index {ids.index(bad)} is outside [0, 2^31)")
@@ -39,9 +39,9 @@ def _check_ids(ids: list[int]) -> list[int]:
 
 
 class Turn(Input):
-    """One assistant message as sampled. `prompt_token_ids`: the whole context it was sampled from, not empty;
-    `token_ids`: what was sampled, the end-of-turn token included, not empty; `logprobs`: of each sampled token, in
-    nats, at the sampling temperature (vLLM: `--logprobs-mode processed_logprobs` where that is not 1)."""
+    """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
+    end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
+    not 1, run vLLM with `--logprobs-mode processed_logprobs`)."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
@@ -56,7 +56,7 @@ class Turn(Input):
         if len(logprobs) != expected:
             raise ValueError(f"{len(logprobs)} log-probs for {expected} sampled tokens; there must be one for each")
         if (highest := max(logprobs, default=0.0)) > LOGPROB_SLACK:
-            raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0: log-probs are wanted, in nats")
+            raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0; give log-probs in nats")
         if (lowest := min(logprobs, default=0.0)) <= MISSING_LOGPROB:
             raise ValueError(
                 f"{lowest} at index {logprobs.index(lowest)} is vLLM's placeholder for a log-prob it did not compute"
@@ -65,10 +65,10 @@ class Turn(Input):
 
 
 class Trajectory(Input):
-    """One rollout. A turn whose prompt starts with the turn before (prompt and sampled tokens) continues the same
-    linear sequence; any other turn starts another sequence of the same trajectory, with the same advantage.
+    """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces the computed one.
 
-    `messages` and `metrics` are for people and are not trained. `advantage` replaces the computed one."""
+    A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that turn's linear
+    sequence; any other turn starts another sequence of the trajectory, with the same advantage."""
 
     turns: list[Turn] = Field(min_length=1)
     reward: StrictFloat
@@ -78,13 +78,13 @@ class Trajectory(Input):
 
 
 class Group(Input):
-    """Trajectories of one task, whose rewards are compared with each other."""
+    """All trajectories of one prompt; advantages compare their rewards."""
 
     trajectories: list[Trajectory] = Field(min_length=1)
 
 
 class AdvantageSettings(Input):
-    """How rewards become advantages: `tandem.data.advantages` has the formulas."""
+    """How rewards become advantages. Formulas: `tandem.data.advantages`."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: bool = True
@@ -101,13 +101,13 @@ class AdvantageSettings(Input):
 
 
 class PackingSettings(Input):
-    """`sequence_length`: slots of a row. `too_long` says what becomes of a sequence that is longer:
+    """`sequence_length`: slots of a row. `too_long`: what happens to a longer sequence:
 
-    - refuse: the whole input is refused, naming the trajectory;
-    - drop: the trajectory is left out, after advantages were computed over its whole group;
-    - truncate: the end of the sequence is cut off; a trajectory with no trained token left is dropped.
+    - refuse: refuse the whole input, naming the trajectory;
+    - drop: leave the trajectory out, after computing advantages over its whole group;
+    - truncate: cut off the sequence's end; drop a trajectory without a trained token left.
 
-    Both are counted in `PackedData`."""
+    `PackedData` counts dropped and truncated trajectories."""
 
     sequence_length: Annotated[int, Field(strict=True)] = Field(default=2048, ge=2, le=2**20)
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
@@ -121,7 +121,7 @@ class Message(Input):
 class SFTExample(Input):
     """Either `messages`, rendered with the model's chat template and trained on assistant messages only, or `token_ids`
     with `trainable` (same length; the first is false, since nothing predicts the first token). `weight` multiplies
-    the loss of each of its tokens."""
+    the loss of each trained token."""
 
     messages: list[Message] | None = Field(default=None, min_length=1)
     token_ids: TokenIds | None = Field(default=None, min_length=2)
@@ -130,9 +130,9 @@ class SFTExample(Input):
 
     @field_validator("messages")
     @classmethod
-    def _assistant(cls, messages: list[Message] | None) -> list[Message] | None:
+    def _has_assistant(cls, messages: list[Message] | None) -> list[Message] | None:
         if messages is not None and not any(message.role == "assistant" for message in messages):
-            raise ValueError("there is no assistant message, so nothing to train")
+            raise ValueError("there is no assistant message, so there is nothing to train")
         return messages
 
     @field_validator("token_ids")
@@ -151,7 +151,7 @@ class SFTExample(Input):
         if not any(trainable):
             raise ValueError("no token is trainable")
         if trainable[0]:
-            raise ValueError("the first token can't be trained, since no token before it predicts it; set it to false")
+            raise ValueError("the first token can't be trained, since no token predicts it; set it to false")
         return trainable
 
     @model_validator(mode="after")
@@ -164,8 +164,7 @@ class SFTExample(Input):
 
 
 def from_validation_error(exc: ValidationError) -> InvalidInput:
-    """The first error of a pydantic ValidationError as InvalidInput: its `field` is the dotted path, and the message
-    says how many more errors there are."""
+    """The first error as InvalidInput, with its dotted path as `field`; the message counts the other errors."""
     errors = exc.errors()
     first = errors[0]
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -179,33 +178,33 @@ def from_validation_error(exc: ValidationError) -> InvalidInput:
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # Without warnings: the openai package doesn't validate answers, and vLLM's nulls are not quite its types.
+    # Without warnings: the openai package doesn't validate responses, and vLLM's nulls don't match its types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
-    """The turn that choice number `choice` of an answer from vLLM's OpenAI server holds.
+    """The turn in choice number `choice` of a response of vLLM's OpenAI server.
 
-    `response`: an object of the openai package, or the same as a dict; chat completions (`prompt_token_ids` beside
-    `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or completions (`prompt_token_ids` in the
-    choice, log-probs in `choices[i].logprobs.token_logprobs`). Raises InvalidInput whose field is the path in the
-    answer of what is missing.
+    `response`: an object of the openai package, or the same as a dict; a chat completion (`prompt_token_ids` beside
+    `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or a completion (`prompt_token_ids` in the choice,
+    log-probs in `choices[i].logprobs.token_logprobs`). InvalidInput (field: the path in the response) if it is
+    incomplete.
     """
     data = _as_dict(response)
     choices = data.get("choices") or []
     if not 0 <= choice < len(choices):
-        raise InvalidInput(f"the answer has {len(choices)} choices, there is no number {choice}", field="choices")
+        raise InvalidInput(f"the response has {len(choices)} choices, so no number {choice}", field="choices")
     chosen = choices[choice]
     prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
     where = f"choices.{choice}"
     for field, value in (("prompt_token_ids", prompt), (f"{where}.token_ids", chosen.get("token_ids"))):
         if value is None:
             raise InvalidInput('missing: sample with extra_body={"return_token_ids": True}, from vLLM', field=field)
-    found = chosen.get("logprobs") or {}
-    if found.get("content") is not None:
-        logprobs = [entry.get("logprob") for entry in found["content"]]
-    elif found.get("token_logprobs") is not None:
-        logprobs = found["token_logprobs"]
+    sampled = chosen.get("logprobs") or {}
+    if sampled.get("content") is not None:
+        logprobs = [entry.get("logprob") for entry in sampled["content"]]
+    elif sampled.get("token_logprobs") is not None:
+        logprobs = sampled["token_logprobs"]
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}.logprobs")
     try:
@@ -217,19 +216,19 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
 
 class TrajectoryBuilder:
-    """Collects a conversation while it is sampled: send `messages`, `add_response` what came back, `add` the user's
-    or a tool's next message, and so on; then `finish`."""
+    """Builds a trajectory while its conversation is sampled: send `messages`, pass the response to `add_response` and
+    the next message of the user or a tool to `add`, and so on; then call `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self._turns: list[Turn] = []
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """A message that is not sampled: context only."""
+        """Adds a message that was not sampled; it is context only."""
         self.messages.append(dict(message))
 
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
-        """A chat completion (see `turn_from_openai`); appends its message to `messages` and returns it."""
+        """Adds a chat completion (see `turn_from_openai`): appends its message to `messages` and returns it."""
         self._turns.append(turn_from_openai(response, choice))
         sampled = _as_dict(response)["choices"][choice]["message"]
         message = {key: sampled[key] for key in ("role", "content", "tool_calls") if sampled.get(key) is not None}
@@ -239,7 +238,7 @@ class TrajectoryBuilder:
     def finish(
         self, reward: float, *, advantage: float | None = None, metrics: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Raises InvalidInput (NaN reward, no response added)."""
+        """The trajectory; InvalidInput without a response, or with a NaN reward."""
         try:
             return Trajectory(
                 turns=self._turns,

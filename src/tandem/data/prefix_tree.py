@@ -1,9 +1,8 @@
 """Prefix trees over token sequences, kept as a sorted list.
 
-In lexicographic order a sequence shares its longest prefix with a neighbour, so that the sorted list and the common
-prefix lengths of neighbours are the whole tree: no nodes are stored. Each shared token saves a slot and costs nothing,
-since the mask is computed per slot anyway; therefore every common prefix within a row is shared, of any length, sampled
-or not, between trajectories, groups and duplicates alike.
+In lexicographic order a sequence shares its longest prefix with a neighbour. So the sorted list and the common prefix
+lengths of neighbours are the whole tree, without nodes. Every common prefix within a row is shared, of any length,
+sampled or not, between trajectories, groups and duplicates: a shared token saves a slot, and the mask costs the same.
 """
 
 from __future__ import annotations
@@ -13,22 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.data.packed import Int32
+from tandem.data.packed_format import Int32
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """How many leading tokens are equal."""
+    """The number of leading tokens that are equal."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
     return first if shorter and differ[first] else shorter
 
 
-class PrefixTree:
-    """The sequences of one row (or group) and the number of slots that their tree takes.
+def sort_keys(tokens: list[Int32]) -> list[bytes]:
+    """Byte strings that compare as the (non-negative) token sequences do, a prefix before its extensions."""
+    return [sequence.astype(">i4").tobytes() for sequence in tokens]
 
-    `tokens` are all sequences there are and `keys` the same as big-endian bytes, whose order is the tokens' order;
-    the tree holds indices into both.
+
+class PrefixTree:
+    """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
+
+    `tokens` are all sequences of the job, and `keys` their `sort_keys`. The tree holds indices into both.
     """
 
     def __init__(self, tokens: list[Int32], keys: list[bytes]) -> None:
@@ -37,7 +40,7 @@ class PrefixTree:
         self._keys = keys
         self._order: list[tuple[bytes, int]] = []
 
-    def fresh(self) -> PrefixTree:
+    def empty_copy(self) -> PrefixTree:
         """An empty tree over the same sequences."""
         return PrefixTree(self._tokens, self._keys)
 
@@ -47,31 +50,24 @@ class PrefixTree:
         return [index for _, index in self._order]
 
     def length(self, index: int) -> int:
-        """Tokens of sequence `index`."""
+        """The number of tokens of sequence `index`."""
         return len(self._tokens[index])
 
     def cost(self, index: int) -> int:
-        """Slots that adding sequence `index` would take: its length less what it shares with a neighbour."""
+        """Slots that adding sequence `index` would take: its length less the prefix that it shares with a neighbour."""
         at = bisect_left(self._order, (self._keys[index], index))
-        own = self._tokens[index]
-        shared = max(
-            (common_prefix(own, self._tokens[other]) for _, other in self._order[max(at - 1, 0) : at + 1]), default=0
-        )
-        return len(own) - shared
+        neighbours = [self._tokens[other] for _, other in self._order[max(at - 1, 0) : at + 1]]
+        shared = max((common_prefix(self._tokens[index], neighbour) for neighbour in neighbours), default=0)
+        return self.length(index) - shared
 
     def add(self, index: int) -> None:
         self.num_slots += self.cost(index)
         insort(self._order, (self._keys[index], index))
 
 
-def sort_keys(tokens: list[Int32]) -> list[bytes]:
-    """Byte strings that compare as the (non-negative) token sequences do, a prefix before what extends it."""
-    return [sequence.astype(">i4").tobytes() for sequence in tokens]
-
-
 @dataclass(frozen=True)
 class Layout:
-    """A tree in depth-first order. `tokens`, `positions`, `subtree_end`: int32 [slots], as in `tandem.data.packed`;
+    """A tree in depth-first order. `tokens`, `positions`, `subtree_end`: int32 [slots], as in the packed format;
     `paths[i]`: int32, the slots of the i-th sequence of `tree.sequences`, token by token."""
 
     tokens: Int32
@@ -81,8 +77,8 @@ class Layout:
 
 
 def lay_out(tree: PrefixTree, tokens: list[Int32]) -> Layout:
-    """Depth-first order is lexicographic order: each sequence appends the tokens it does not share with the one
-    before it, and so closes the subtrees of the tokens on that one's path that it leaves."""
+    """Depth-first order is lexicographic order: each sequence appends the tokens that it does not share with the one
+    before it. This ends the subtrees of those tokens of the one before that it does not share."""
     size = tree.num_slots
     out = Layout(np.empty(size, np.int32), np.empty(size, np.int32), np.full(size, size, np.int32), [])
     previous = np.empty(0, np.int32)
@@ -91,8 +87,7 @@ def lay_out(tree: PrefixTree, tokens: list[Int32]) -> Layout:
     for index in tree.sequences:
         own = tokens[index]
         shared = common_prefix(previous, own)
-        # A sequence that merely extends or repeats the one before leaves nothing.
-        out.subtree_end[path[shared:]] = filled
+        out.subtree_end[path[shared:]] = filled  # nothing, if this sequence extends or repeats the one before
         end = filled + len(own) - shared
         out.tokens[filled:end] = own[shared:]
         out.positions[filled:end] = np.arange(shared, len(own))

@@ -1,25 +1,25 @@
-"""Chat examples to tokens, with the model's own chat template.
+"""Tokenises chat examples with the model's own chat template.
 
-Each assistant message is trained in exactly the context in which it would be sampled: its prompt is the template's
-rendering of the messages before it with the generation prompt, and what is trained is the rest of the rendering that
-ends with the message. So the trained tokens are exact for templates that show old messages differently (Qwen3 leaves
-out old reasoning): such a message becomes a sequence of its own, as an RL turn does, and shares its prefix in the row.
+Each assistant message is trained in the context in which it would be sampled. Its prompt is the rendering of the
+messages before it with the generation prompt; the trained text is the rest of the rendering that ends with the message.
+So the trained tokens are also exact for templates that render old messages differently (Qwen3 leaves out old
+reasoning): such a message becomes a sequence of its own, as an RL turn does, and shares its prefix in the row.
 
-Trained are the message's tokens up to and including its end-of-turn token; white space that the template puts after
-that token is not, since sampling has stopped by then.
+A message is trained up to and including its end-of-turn token. White space after that token is not trained, since
+sampling stops before it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tandem.data.trajectories import Message
+from tandem.data.inputs import Message
 from tandem.errors import InvalidInput
 
 
 def load_tokenizer(path: str) -> Any:
     """transformers' tokenizer of a directory or hub name; needs no torch. Raises InvalidInput (field: base_model)."""
-    # Here, not above: it takes seconds to import, and RL needs none of it.
+    # Imported here, because it takes seconds and RL doesn't need it.
     from transformers import AutoTokenizer
 
     try:
@@ -29,8 +29,10 @@ def load_tokenizer(path: str) -> Any:
 
 
 def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tuple[list[int], list[int]]]:
-    """(prompt token ids, trained token ids) of each assistant message, in order. Raises InvalidInput (field below
-    `where`) where the template fails, or where what it renders for a message can't be told from its prompt."""
+    """(prompt token ids, trained token ids) of each assistant message, in order.
+
+    InvalidInput (field below `where`) if the template fails, or if the message can't be told from its prompt.
+    """
     if not tokenizer.chat_template:
         raise InvalidInput(
             "the base model's tokenizer has no chat template; give token_ids and trainable instead of messages",
@@ -46,8 +48,8 @@ def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tupl
         whole = _render(tokenizer, plain[: index + 1], field, generation=False)
         if not whole.startswith(prompt):
             raise InvalidInput(
-                "the chat template renders the conversation up to this message differently once the message is there, "
-                "so which tokens are the assistant's is not known; give token_ids and trainable instead",
+                "the chat template renders the messages before this one differently once this message is there, so "
+                "the assistant's tokens are unknown; give token_ids and trainable instead",
                 field=field,
             )
         turns.append(_tokens(tokenizer, prompt, whole, field))
@@ -64,12 +66,12 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], field: str, *, gener
 
 
 def _tokens(tokenizer: Any, prompt: str, whole: str, field: str) -> tuple[list[int], list[int]]:
-    # The template writes every special token itself.
+    # The template's text has all special tokens already.
     prompt_ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     whole_ids: list[int] = tokenizer.encode(whole, add_special_tokens=False)
     trained = whole_ids[len(prompt_ids) :]
     if whole_ids[: len(prompt_ids)] != prompt_ids:
-        # A token spans the border. Sampling starts after the prompt's own tokens, so the message's are made alone.
+        # A token spans the border. Sampling starts after the prompt's own tokens, so the message is tokenised alone.
         completion = whole[len(prompt) :]
         trained = tokenizer.encode(completion, add_special_tokens=False)
         if tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:

@@ -1,0 +1,155 @@
+"""Places sequences in rows, and turns rows into the packed arrays."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.data.packed_format import Arrays
+from tandem.data.prefix_tree import PrefixTree, lay_out, sort_keys
+from tandem.data.sequences import LinearSequence
+
+# The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
+OPEN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class PackedTrajectory:
+    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1, ... in order."""
+
+    sequences: list[LinearSequence]
+    group: int
+    advantage: float
+    reward: float
+
+
+def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
+    """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
+
+    A group whose tree fits a row is kept whole: groups go, largest first, into the row with the least free slots that
+    suffice (best-fit decreasing). A group whose tree is larger is split over rows, which repeats prefixes.
+    """
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    owner = np.repeat(np.arange(len(trajectories)), [len(trajectory.sequences) for trajectory in trajectories])
+    group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
+    groups: list[list[int]] = [[] for _ in range(int(group_of[-1]) + 1)]
+    for index, trajectory in enumerate(owner):
+        groups[group_of[trajectory]].append(index)
+    tokens = [sequence.tokens for sequence in sequences]
+    rows = _place(groups, PrefixTree(tokens, sort_keys(tokens)), sequence_length)
+
+    shape = (len(rows), sequence_length)
+    row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
+    order: list[int] = []  # the sequences, as they lie in the rows
+    targets, sources, items_of_row = [], [], []
+    for r, row in enumerate(rows):
+        layout, used = lay_out(row, tokens), row.num_slots
+        row_tokens[r, :used] = layout.tokens
+        positions[r, :used] = layout.positions
+        subtree_end[r, :used] = layout.subtree_end
+        for index, path in zip(row.sequences, layout.paths, strict=True):
+            targets.append(path[sequences[index].targets])
+            sources.append(path[sequences[index].targets - 1])
+        order.extend(row.sequences)
+        items_of_row.append(sum(len(sequences[index].targets) for index in row.sequences))
+
+    item_counts = [len(sequences[index].targets) for index in order]
+    item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
+    advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    return {
+        "tokens": row_tokens,
+        "positions": positions,
+        "subtree_end": subtree_end,
+        "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
+        "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
+        "item_target": np.concatenate(targets).astype(np.int32),
+        "item_source": np.concatenate(sources).astype(np.int32),
+        "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
+        "item_trajectory": item_trajectory,
+        "item_logprob": np.concatenate([sequences[index].logprobs for index in order]),
+        "item_advantage": advantages[item_trajectory],
+        "trajectory_group": group_of,
+        "trajectory_num_items": np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32),
+        "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
+        "group_num_items": np.bincount(group_of[item_trajectory], minlength=len(groups)).astype(np.int32),
+    }
+
+
+class _Rows:
+    """Rows that are being filled. A prefix that several groups of a row share takes its slots once."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self.trees: list[PrefixTree] = []
+        self._length = sequence_length
+        self._by_free: list[tuple[int, int]] = []  # (free slots, row), sorted
+
+    def free(self, row: int) -> int:
+        """The free slots of a row."""
+        return self._length - self.trees[row].num_slots
+
+    def append(self, tree: PrefixTree) -> int:
+        """Makes `tree` a new row, and returns the row's number."""
+        self.trees.append(tree)
+        row = len(self.trees) - 1
+        insort(self._by_free, (self.free(row), row))
+        return row
+
+    def add(self, row: int, sequences: list[int]) -> None:
+        self._by_free.pop(bisect_left(self._by_free, (self.free(row), row)))
+        for index in sequences:
+            self.trees[row].add(index)
+        insort(self._by_free, (self.free(row), row))
+
+    def tightest(self, size: int) -> int | None:
+        """The row with the least free slots that are at least `size`."""
+        at = bisect_left(self._by_free, (size, -1))
+        return self._by_free[at][1] if at < len(self._by_free) else None
+
+    def emptiest(self, size: int) -> int | None:
+        """The row with the most free slots, if these are at least `size`."""
+        return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
+
+
+def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> list[PrefixTree]:
+    """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
+    trees = []
+    for group in groups:
+        tree = empty.empty_copy()
+        for index in group:
+            tree.add(index)
+        trees.append(tree)
+
+    rows = _Rows(sequence_length)
+    for tree in sorted(trees, key=lambda tree: -tree.num_slots):
+        if tree.num_slots > sequence_length:
+            _split(tree, rows)
+        elif (row := rows.tightest(tree.num_slots)) is not None:
+            rows.add(row, tree.sequences)
+        else:
+            rows.append(tree)
+    return rows.trees
+
+
+def _split(tree: PrefixTree, rows: _Rows) -> None:
+    """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
+
+    Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots, then where the fewest
+    are free. If it fits none of them, it goes to the row with the most free slots, so that its siblings can follow; if
+    it does not fit there, to a new row.
+    """
+    window: list[int] = []
+    for index in tree.sequences:
+        costs = [(rows.trees[row].cost(index), rows.free(row), row) for row in window]
+        fitting = [entry for entry in costs if entry[0] <= entry[1]]
+        if fitting:
+            rows.add(min(fitting)[2], [index])
+            continue
+        row = rows.emptiest(tree.length(index))
+        if row is None:
+            row = rows.append(tree.empty_copy())
+        rows.add(row, [index])
+        window = [*window, row][-OPEN_ROWS:]
