@@ -5,6 +5,8 @@ TOOLS := .tools
 # A uv that is already here serves; otherwise one is installed into .tools.
 UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
 RUN := $(UV) run --frozen --no-sync
+# Two workers; a file's tests stay in one, and so do those that share a stack (tests/conftest.py).
+PYTEST := $(RUN) pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,13 +34,13 @@ lint: setup  ## ruff and mypy --strict
 	$(RUN) mypy --config-file tests/mypy.ini
 
 test: lint  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
-	$(RUN) pytest -m "not gpu" --durations=15
+	$(PYTEST) -m "not gpu" --durations=15
 
 test-all: lint  ## the same with every case of the large matrices, of which `make test` runs a sample
-	$(RUN) pytest -m "not gpu" --all-cases --durations=15
+	$(PYTEST) -m "not gpu" --all-cases --durations=15
 
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
-	$(RUN) pytest -m "not gpu and not docker and not slow"
+	$(PYTEST) -m "not gpu and not docker and not slow"
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)

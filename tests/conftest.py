@@ -13,32 +13,47 @@ from tandem.system.environment import omp_waiting
 os.environ.update(omp_waiting(os.environ))
 
 
+# The workers of pytest-xdist inherit it.
+SEED = os.environ.setdefault("SAMPLE_SEED", str(random.SystemRandom().randrange(2**32)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of the tests that are marked `sample`")
-    parser.addoption("--sample-seed", type=int, default=None, help="choose the cases of `sample` by this seed")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.sample_seed is None:
-        config.option.sample_seed = random.SystemRandom().randrange(2**32)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    chosen = "all cases" if config.option.all_cases else f"a sample: --sample-seed={config.option.sample_seed}"
-    return f"large matrices: {chosen}"
+    return f"large matrices: {'all cases' if config.option.all_cases else f'a sample, SAMPLE_SEED={SEED}'}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.all_cases:
+        _keep_samples(config, items)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    # Workers take groups in this order. The longest come first, so that no worker ends long before the other.
+    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item)) in FIRST else len(FIRST))
+
+
+FIRST = ["docker", "tests/stack/test_faults.py", "vllm", "tests/stack/test_demo.py"]
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of one group run in one worker, in their order: a file, or all tests that share a server or a stack."""
+    if "vllm" in getattr(item, "fixturenames", ()):
+        return "vllm"
+    return "docker" if item.get_closest_marker("docker") else item.nodeid.partition("::")[0]
+
+
+def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with the mark `sample(n)`, keep n of its cases, chosen by the seed."""
-    if config.option.all_cases:
-        return
     matrices: dict[tuple[int, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("sample"):
             matrices[mark.args[0], item.nodeid.partition("[")[0]].append(item)
     left_out = set()
     for (count, name), cases in matrices.items():
-        chosen = random.Random(f"{config.option.sample_seed} {name}").sample(cases, min(count, len(cases)))
+        chosen = random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases)))
         left_out |= set(cases) - set(chosen)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
