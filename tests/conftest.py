@@ -59,22 +59,6 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=list(left_out))
 
 
-@pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One vLLM for the whole session (it takes half a minute to start); tests name their runs apart."""
-    import tiny_model
-
-    from vllm_server import VllmServer
-
-    directory = tmp_path_factory.mktemp("vllm")
-    server = VllmServer(directory, tiny_model.write_tiny_qwen3(directory / "model", hidden_size=64, layers=2))
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
-
-
 @pytest.fixture(scope="module")
 def alone() -> Iterator[object]:
     """This process as the only rank, on the CPU."""

@@ -110,7 +110,7 @@ def test_a_model_under_the_root_is_taken_from_there(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", 0.02), ("bfloat16", 0.05)])
 def test_the_tolerance_of_a_served_step_follows_the_dtype(monkeypatch, dtype, expected):
-    from tandem.inference.server.args import verify_tolerance
+    from tandem.inference.publisher.verify import verify_tolerance
 
     assert verify_tolerance(Settings(device="cpu", dtype=dtype)) == expected
     assert verify_tolerance(Settings(device="cpu", dtype=dtype, verify_tolerance=0.3)) == 0.3

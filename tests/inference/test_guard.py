@@ -1,4 +1,4 @@
-"""The admin guard, by itself and in front of a real router."""
+"""The admin guard, alone and in front of a real router."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, WebSocket
+from starlette._utils import get_route_path
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from tandem.inference.server.guard import KEYED, PUBLIC, AdminGuard
+from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS, AdminGuard, route_path
 from tandem.vllm_client.names import ADMIN_HEADER
 
 ADMIN = {ADMIN_HEADER: "s3cret-token"}
@@ -30,9 +31,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the-key")
 
 
-def client(**options: Any) -> TestClient:
-    """A router that answers on every path, behind the guard."""
-    app = FastAPI(openapi_url=None, **options)
+def client() -> TestClient:
+    """An app with the guard that answers on every path."""
+    app = FastAPI(openapi_url=None)
 
     @app.websocket("/{path:path}")
     async def socket(websocket: WebSocket, path: str) -> None:
@@ -48,8 +49,8 @@ def client(**options: Any) -> TestClient:
     return TestClient(app, raise_server_exceptions=False)
 
 
-def test_public_routes_need_nothing() -> None:
-    for path in PUBLIC:
+def test_public_routes_need_no_secret() -> None:
+    for path in PUBLIC_PATHS:
         assert client().get(path).status_code == 200, path
 
 
@@ -65,7 +66,7 @@ def test_every_other_route_needs_the_token(path: str) -> None:
         assert client().request(method, path, headers=ADMIN).status_code == 200
 
 
-def test_token_twice_is_refused() -> None:
+def test_a_token_that_is_sent_twice_is_refused() -> None:
     token = ADMIN[ADMIN_HEADER]
     for values in ([token, token], [token, "wrong"], ["wrong", token]):
         answer = client().get("/pause", headers=[(ADMIN_HEADER, value) for value in values])
@@ -79,14 +80,13 @@ def test_token_twice_is_refused() -> None:
      "/v1/completions/../load_lora_adapter", "/v1/completions%2f..%2fload_lora_adapter", "/health%00", "/health%20",
      "/metrics/../pause", "/metricsx", "/pause#/health"],
 )  # fmt: skip
-def test_spellings_do_not_get_around_it(path: str) -> None:
+def test_other_spellings_of_a_path_are_closed_too(path: str) -> None:
     assert client().post(path, headers=API).status_code == 401
-    raw, query = path.split("#")[0].split("?")[0], ""
-    assert _asgi(raw, query) == 401
+    assert _asgi(path.split("#")[0].split("?")[0]) == 401
 
 
-def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> int:
-    """The status for exactly this `path`, which no client has tidied up before."""
+def _asgi(path: str, root_path: str = "", scheme: str = "http") -> int:
+    """The status for exactly this `path`. An HTTP client would normalise it first."""
     statuses = []
 
     async def reached(scope: Any, receive: Any, send: Any) -> None:
@@ -99,7 +99,7 @@ def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> i
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    scope = {"type": scheme, "method": "POST", "path": path, "query_string": query.encode(), "headers": []}
+    scope = {"type": scheme, "method": "POST", "path": path, "query_string": b"", "headers": []}
     asyncio.run(AdminGuard(reached)({**scope, "root_path": root_path}, receive, send))
     return statuses[0] if statuses else 0
 
@@ -110,7 +110,7 @@ def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> i
         ("/models-api/health", "/models-api", 200),
         ("/models-api/pause", "/models-api", 401),
         ("/pause", "/models-api", 401),
-        ("/health", "/models-api", 200),  # Starlette routes it all the same
+        ("/health", "/models-api", 200),  # Starlette routes it nevertheless
         ("/models-apihealth", "/models-api", 401),
         ("/health/pause", "/health", 401),
         ("/pause/health", "/pause", 200),  # a server mounted at /pause: its router sees /health
@@ -118,13 +118,9 @@ def _asgi(path: str, query: str, root_path: str = "", scheme: str = "http") -> i
     ],
 )
 def test_root_path(path: str, root_path: str, status: int) -> None:
-    from starlette._utils import get_route_path
-
-    from tandem.inference.server.guard import route_path
-
-    assert _asgi(path, "", root_path) == status
+    assert _asgi(path, root_path) == status
     scope = {"type": "http", "path": path, "root_path": root_path}
-    assert route_path(scope) == get_route_path(scope), "the guard must judge the path that the router matches"
+    assert route_path(scope) == get_route_path(scope), "the guard must decide by the path that the router matches"
 
 
 def test_websockets_and_unknown_scopes() -> None:
@@ -134,11 +130,11 @@ def test_websockets_and_unknown_scopes() -> None:
         assert caught.value.code == 1008
         with client().websocket_connect(path, headers=ADMIN) as socket:
             assert socket.receive_text() == "in"
-    assert _asgi("/health", "", scheme="webtransport") == 0
+    assert _asgi("/health", scheme="webtransport") == 0
 
 
-def test_tokenize_needs_the_api_key_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in KEYED:
+def test_tokenize_needs_the_api_key_if_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in API_KEY_PATHS:
         for headers, status in [({}, 401), (API, 200), ({"Authorization": "Bearer wrong"}, 401), (ADMIN, 200),
                                 ({"Authorization": "the-key"}, 401)]:  # fmt: skip
             assert client().post(path, headers=headers).status_code == status, headers

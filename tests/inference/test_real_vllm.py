@@ -1,68 +1,87 @@
-"""The guard, the admin client and retention with the real vLLM."""
+"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and what it serves right.
+
+All tests share one server and name their runs apart. Dense models are served in tests/stack.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
-from published_runs import LORA
+from inference.stage import commit, make_run, write_identity
+from policies import linear_row, make_policy, write_random_adapter
+from tandem.config import Settings
 from tandem.errors import Unauthorized
-from tandem.families.arch import read_arch
-from tandem.families.identity import write_identity_adapter
+from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.retention import Retention
-from tandem.inference.server.guard import KEYED, PUBLIC
-from tandem.spool.schema import LoraShape
+from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS
+from tandem.spool import Spool
+from tandem.spool.schema import LoraShape, Probe, Served
 from tandem.supervise.watchdog import parse
-from tandem.vllm_client.admin import AdminClient, InferenceRefused, InferenceUnavailable
+from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import ADMIN_HEADER
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 
 pytestmark = pytest.mark.slow
 
 API = {"Authorization": f"Bearer {API_KEY}"}
-names = (f"real@{i}" for i in itertools.count())
+ATTENTION = LoraShape(rank=4, alpha=10.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+EVERYWHERE = LoraShape(rank=4, alpha=10.0)
+SEQUENCES = [np.random.default_rng(5).integers(0, 256, size).tolist() for size in (150, 33, 64)]
+names = (f"real-{i}" for i in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def vllm(loading_vllm: VllmServer) -> Iterator[VllmServer]:
+    loading_vllm.wait()
+    yield loading_vllm
+    loading_vllm.close()
 
 
 @pytest.fixture
-def admin(vllm: VllmServer) -> Iterator[AdminClient]:
-    with AdminClient(vllm.url, api_key=API_KEY, admin_token=ADMIN_TOKEN) as client:
-        yield client
+def client(vllm: VllmServer) -> VllmClient:
+    return vllm.client()
 
 
 @pytest.fixture
 def identity(vllm: VllmServer, tmp_path: Path) -> Path:
-    write_identity_adapter(tmp_path, read_arch(str(vllm.model)), LORA, base_model=str(vllm.model), seed=0)
+    write_identity(tmp_path, vllm.model, ATTENTION)
     return tmp_path
 
 
-def test_guard_covers_every_route_of_the_app(vllm: VllmServer) -> None:
+# ---- guard
+
+
+def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
     routes = re.findall(r"Route: (\S+), Methods: (.+)", vllm.log.read_text())
     paths = {re.sub(r"\{[^}]*\}", "x", path) for path, _ in routes}
-    # Guards against a log line that changed: these are what the guard is for.
+    # Fails if vLLM prints its routes in another way.
     known = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/pause", "/sleep", "/update_weights"]
     assert {*known, "/collective_rpc", "/reset_prefix_cache", "/v1/models", "/v1/chat/completions"} <= paths
     assert len(paths) > 40
     with httpx.Client(base_url=vllm.url, timeout=60) as http:
-        for path in sorted(paths - PUBLIC - KEYED):
+        for path in sorted(paths - PUBLIC_PATHS - API_KEY_PATHS):
             around = (f"/{path}", f"{path}/", path.upper(), f"/health/..{path}", f"/v1/models/../..{path}")
             for spelling in (path, *around):
                 for method in ("GET", "POST", "DELETE", "OPTIONS"):
-                    # As written: httpx would tidy the path up.
+                    # httpx would normalise a path that it is given as text.
                     url = httpx.URL(vllm.url).copy_with(raw_path=spelling.encode())
                     assert http.request(method, url, headers=API).status_code == 401, (method, spelling)
         for path in ("/is_paused", "/is_sleeping", "/get_world_size"):
             assert http.get(path, headers={**API, ADMIN_HEADER: ADMIN_TOKEN}).status_code == 200, path
         for path in ("/health", "/version", "/metrics"):
             assert http.get(path).status_code == 200, path
-        # The API key is vLLM's own affair on /v1, the guard's on the two routes that vLLM leaves open.
+        # vLLM checks the API key on /v1, the guard on the two routes that vLLM leaves open.
         assert http.get("/v1/models").status_code == 401
         assert http.get("/v1/models", headers=API).status_code == 200
         body = {"model": "base", "prompt": "yes"}
@@ -83,89 +102,90 @@ def test_secrets_are_on_no_command_line_and_in_no_log(vllm: VllmServer) -> None:
     assert ADMIN_TOKEN not in log
 
 
-def test_admin_client(vllm: VllmServer, admin: AdminClient, identity: Path) -> None:
-    name = next(names)
-    assert admin.healthy()
-    assert admin.version() >= (0, 26)
-    assert admin.models()["base"] == str(vllm.model)
-    admin.load_lora(name, str(identity))
-    assert admin.models()[name] == str(identity)
+# ---- client and retention
+
+
+def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
+    name = f"{next(names)}@1"
+    assert client.healthy()
+    assert client.version() >= (0, 26)
+    assert client.models()["base"] == str(vllm.model)
+    client.load_lora(name, str(identity))
+    assert client.models()[name] == str(identity)
     with pytest.raises(InferenceRefused, match="already been loaded"):
-        admin.load_lora(name, str(identity))
+        client.load_lora(name, str(identity))
     tokens = list(range(1, 40))
-    assert admin.prompt_logprobs(name, tokens) == pytest.approx(admin.prompt_logprobs("base", tokens), abs=1e-6)
-    assert admin.reset_prefix_cache()
-    assert admin.unload_lora(name)
-    assert not admin.unload_lora(name)
-    assert name not in admin.models()
+    assert client.prompt_logprobs(name, tokens) == pytest.approx(client.prompt_logprobs("base", tokens), abs=1e-6)
+    assert client.reset_prefix_cache()
+    client.unload_lora(name)
+    assert name not in client.models()
+    client.unload_lora(name)  # a name that vLLM does not have is no error
 
 
-def test_admin_client_says_what_is_wrong(vllm: VllmServer, admin: AdminClient, tmp_path: Path) -> None:
+def test_the_client_reports_what_is_wrong(vllm: VllmServer, client: VllmClient, tmp_path: Path) -> None:
     with pytest.raises(InferenceRefused):
-        admin.load_lora(next(names), str(tmp_path / "nothing"))
-    for what in ("weights", "config", "rank"):
+        client.load_lora("missing@1", str(tmp_path / "missing"))
+    for fault in ("weights", "config", "rank"):
+        directory = tmp_path / fault
+        directory.mkdir()
+        write_identity(
+            directory, vllm.model, LoraShape(rank=128, targets=ATTENTION.targets) if fault == "rank" else ATTENTION
+        )
+        weights = directory / "adapter_model.safetensors"
+        if fault == "weights":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        elif fault == "config":
+            (directory / "adapter_config.json").write_text("{")
         with pytest.raises(InferenceRefused):
-            admin.load_lora(next(names), str(_broken_adapter(tmp_path / what, vllm.model, what)))
+            client.load_lora(f"{fault}@1", str(directory))
     with pytest.raises(InferenceRefused, match="does not exist"):
-        admin.prompt_logprobs("nobody@1", [1, 2, 3])
-    with AdminClient(vllm.url, api_key=API_KEY, admin_token="wrong") as other, pytest.raises(Unauthorized):
-        other.load_lora("x@1", str(tmp_path))
-    with (
-        AdminClient("http://127.0.0.1:9", api_key=None, admin_token=None) as other,
-        pytest.raises(InferenceUnavailable),
-    ):
-        other.models()
-    # None of this has hurt it.
-    assert admin.healthy()
-    assert len(admin.prompt_logprobs("base", [1, 2, 3])) == 2
+        client.prompt_logprobs("nobody@1", [1, 2, 3])
+    with pytest.raises(Unauthorized):
+        vllm.client(admin_token="wrong").load_lora("x@1", str(tmp_path))
+    with pytest.raises(InferenceUnavailable):
+        vllm.client(inference_url="http://127.0.0.1:9").models()
+    # None of this has hurt the server.
+    assert client.healthy()
+    assert len(client.prompt_logprobs("base", [1, 2, 3])) == 2
 
 
-def _broken_adapter(directory: Path, model: Path, what: str) -> Path:
-    directory.mkdir()
-    lora = LoraShape(rank=128) if what == "rank" else LORA
-    write_identity_adapter(directory, read_arch(str(model)), lora, base_model=str(model), seed=0)
-    weights = directory / "adapter_model.safetensors"
-    if what == "weights":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif what == "config":
-        (directory / "adapter_config.json").write_text("{")
-    return directory
+def stream(vllm: VllmServer, model: str) -> AbstractContextManager[httpx.Response]:
+    """A request that runs for a while."""
+    body = {"model": model, "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
 
 
-def test_adapter_in_use_is_not_retired(vllm: VllmServer, admin: AdminClient, identity: Path) -> None:
-    name = next(names)
-    admin.load_lora(name, str(identity))
-    retention = Retention(admin, grace=0.0, max_listed=99)
-    body = {"model": name, "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120) as stream:
-        lines = stream.iter_lines()
+def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
+    run = next(names)
+    name = f"{run}@1"
+    client.load_lora(name, str(identity))
+    retention = Retention(client, grace=0.0, max_listed=99)
+    with stream(vllm, name) as answer:
+        lines = answer.iter_lines()
         next(lines)
-        _until(lambda: name in admin.adapters_in_use())
-        assert retention.retire({name: str(identity)}, runs={"real"}, wanted=(), existing={name}) == []
-        # A step that a rollback discarded goes at once; the request that uses it goes on.
-        assert retention.retire({name: str(identity)}, runs={"real"}, wanted=(), existing=()) == [name]
-        admin.unload_lora(name)
-        assert name not in admin.models()
+        _until(lambda: name in client.adapters_in_use())
+        assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
+        # A step that a rollback discarded goes at once. The request that uses it continues.
+        assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [name]
+        client.unload_lora(name)
+        assert name not in client.models()
         for _ in range(20):
             assert next(lines) is not None
-    _until(lambda: name not in admin.adapters_in_use())
+    _until(lambda: name not in client.adapters_in_use())
 
 
-def test_prompt_logprobs_while_others_sample(vllm: VllmServer, admin: AdminClient, identity: Path) -> None:
-    """Publication verifies while clients sample, with adapters and without."""
-    name = next(names)
-    admin.load_lora(name, str(identity))
-    tokens = list(range(1, 40))
-    alone = admin.prompt_logprobs("base", tokens)
-    with ExitStack() as stack:
+def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
+    """The publisher verifies while clients sample, with adapters and without."""
+    name = f"{next(names)}@1"
+    client.load_lora(name, str(identity))
+    alone = client.prompt_logprobs("base", SEQUENCES[1])
+    with ExitStack() as streams:
         for model in ("base", name, name):
-            body = {"model": model, "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-            call = httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
-            next(stack.enter_context(call).iter_lines())
+            next(streams.enter_context(stream(vllm, model)).iter_lines())
         for model in (name, "base"):
-            assert admin.prompt_logprobs(model, tokens) == pytest.approx(alone, abs=1e-4)
-    assert admin.healthy()
-    admin.unload_lora(name)
+            assert client.prompt_logprobs(model, SEQUENCES[1]) == pytest.approx(alone, abs=1e-4)
+    assert client.healthy()
+    client.unload_lora(name)
 
 
 def _until(check, timeout: float = 60.0) -> None:
@@ -175,35 +195,181 @@ def _until(check, timeout: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_requests_of_a_sleeping_vllm_wait_and_end_as_if_nothing_had_been(
-    vllm: VllmServer, admin: AdminClient, identity: Path
+def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
+    vllm: VllmServer, client: VllmClient, identity: Path
 ) -> None:
-    """On the CPU no memory moves, but the engine stops, forgets its cache and goes on as it does on a GPU."""
-    name = next(names)
-    admin.load_lora(name, str(identity))
+    """On the CPU no memory moves, but the engine stops, drops its cache and continues as on a GPU."""
+    name = f"{next(names)}@1"
+    client.load_lora(name, str(identity))
 
     def complete(model: str, tokens: int) -> dict[str, object]:
         body = {"model": model, "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         answer = httpx.post(f"{vllm.url}/v1/completions", json=body, headers=API, timeout=120).json()
         return {key: answer["choices"][0][key] for key in ("text", "finish_reason")}
 
-    undisturbed = complete("base", 2000), complete(name, 8)
-    assert not admin.is_sleeping()
+    def asleep() -> bool:
+        return parse(httpx.get(f"{vllm.url}/metrics").text).asleep
+
+    undisturbed = complete("base", 1000), complete(name, 8)
+    assert not client.is_sleeping()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(complete, "base", 2000)
+        running = pool.submit(complete, "base", 1000)
         time.sleep(0.3)
-        admin.sleep()
-        assert admin.is_sleeping()
-        assert admin.healthy()
+        client.sleep()
+        assert client.is_sleeping()
+        assert client.healthy()
         coming = pool.submit(complete, name, 8)
-        time.sleep(2)
+        time.sleep(1)
         assert not running.done()
         assert not coming.done()
-        assert parse(httpx.get(f"{vllm.url}/metrics").text).asleep
-        admin.sleep()  # once more changes nothing
-        admin.wake_up()
-        assert not admin.is_sleeping()
+        assert asleep()
+        client.sleep()  # a second sleep changes nothing
+        client.wake_up()
+        assert not client.is_sleeping()
         assert (running.result(), coming.result()) == undisturbed
-    admin.wake_up()  # nor does this
-    assert not parse(httpx.get(f"{vllm.url}/metrics").text).asleep
+    client.wake_up()  # nor does a second wake
+    assert not asleep()
     assert undisturbed[0]["finish_reason"] == "length"
+
+
+# ---- served weights
+
+
+class Trainer:
+    """The trainer's side: a spool, adapters, their log-probs on fixed sequences, and a publisher to vLLM."""
+
+    def __init__(self, vllm: VllmServer, directory: Path) -> None:
+        self.model, self.directory = vllm.model, directory
+        self.spool = Spool.create(directory / "spool")
+        settings = Settings(root=self.spool.root, inference_url=vllm.url, device="cpu")
+        self._publisher = Publisher(settings, vllm.client(), grace=0.5)
+        self._logprobs: dict[Path | None, list[list[float]]] = {}
+
+    def run(self, lora: LoraShape = ATTENTION) -> str:
+        return make_run(self.spool, next(names), self.model, lora).name
+
+    def adapter(self, seed: int, scale: float = 1.0, lora: LoraShape = ATTENTION) -> Path:
+        """A random adapter; `scale` multiplies B."""
+        from safetensors.torch import load_file, save_file
+
+        directory = self.directory / f"adapter-{seed}-{scale}-{len(lora.targets)}"
+        path = write_random_adapter(directory, self.model, lora, seed=seed)
+        file = path / "adapter_model.safetensors"
+        save_file({k: v * scale if "lora_B" in k else v for k, v in load_file(file).items()}, file)
+        return path
+
+    def logprobs(self, adapter: Path | None, lora: LoraShape = ATTENTION) -> list[list[float]]:
+        if adapter not in self._logprobs:
+            policy = make_policy(self.model, lora, adapter)
+            self._logprobs[adapter] = [policy(linear_row(tokens)).logprobs.tolist() for tokens in SEQUENCES]
+        return self._logprobs[adapter]
+
+    def probe(self, adapter: Path, previous: Path | None, lora: LoraShape = ATTENTION) -> Probe:
+        base = self.logprobs(None)
+        before = base if previous is None else self.logprobs(previous)
+        return Probe(tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=base)
+
+    def publish(self, run: str) -> Served:
+        self._publisher.once()
+        served = self.spool.served.get(run)
+        assert served is not None
+        return served
+
+
+@pytest.fixture
+def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Trainer(vllm, tmp_path)
+
+
+def distance(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+    return float(np.mean(np.abs(np.concatenate(a) - np.concatenate(b))))
+
+
+def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
+    trainer: Trainer, client: VllmClient
+) -> None:
+    attention, everywhere = trainer.run(ATTENTION), trainer.run(EVERYWHERE)
+    for run in (attention, everywhere):
+        served = trainer.publish(run)
+        assert (served.step, served.refused_step) == (0, None)
+        assert served.mean_abs_logprob_error < 1e-6
+    assert distance([client.prompt_logprobs("base", t) for t in SEQUENCES], trainer.logprobs(None)) < 1e-4
+    for run, lora in ((attention, ATTENTION), (everywhere, EVERYWHERE)):
+        adapter = trainer.adapter(1, lora=lora)
+        probe = trainer.probe(adapter, None, lora)
+        assert distance(probe.logprobs, probe.base) > 0.5, "an adapter that changes little proves little"
+        commit(trainer.spool, run, adapter, probe)
+    served = trainer.publish(attention)
+    assert (served.model, served.refused_step) == (f"{attention}@1", None)
+    assert served.tokens_checked == 149 + 32 + 63
+    # float32 on both sides: the error is far below the 0.02 that is allowed.
+    assert served.mean_abs_logprob_error < 1e-4
+    # vLLM (0.32, CPU) loads the file without an error and leaves the experts' adapters out.
+    served = trainer.publish(everywhere)
+    assert (served.step, served.refused_step) == (0, 1)
+    assert "differ from the trainer's" in str(served.refused_reason)
+    assert client.healthy()
+
+
+def test_wrong_adapters_are_refused(trainer: Trainer, client: VllmClient) -> None:
+    run = trainer.run()
+    right, small, other = trainer.adapter(1), trainer.adapter(1, 1.001), trainer.adapter(2)
+
+    def refused(step: int, word: str) -> None:
+        served = trainer.publish(run)
+        assert (served.step, served.refused_step) == (1, step)
+        assert word in str(served.refused_reason)
+        assert f"{run}@{step}" not in client.models()
+        assert f"{run}@1" in client.models()
+        trainer.spool.checkpoints.rollback(run, 1)
+
+    commit(trainer.spool, run, right, trainer.probe(right, None))
+    trainer.publish(run)
+    # Other weights than those of the probe, in a checkpoint whose hashes are right.
+    commit(trainer.spool, run, other, trainer.probe(small, right))
+    refused(2, "differ from the trainer's")
+    # The weights of the step before. This step is so small that the tolerance can't tell them apart.
+    probe = trainer.probe(small, right)
+    assert distance(probe.logprobs, probe.previous) < 0.02
+    commit(trainer.spool, run, right, probe)
+    refused(2, "nearer to those of the checkpoint before")
+    # The same small step with its own weights is served.
+    commit(trainer.spool, run, small, probe)
+    served = trainer.publish(run)
+    assert (served.step, served.refused_step) == (2, None)
+
+
+def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached_blocks(
+    vllm: VllmServer, trainer: Trainer, client: VllmClient
+) -> None:
+    run = trainer.run()
+    prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
+
+    def first_token() -> tuple[int, float]:
+        """A sampled token, computed from the prefix cache where that has the prompt."""
+        body = {"model": f"{run}@1", "prompt": prompt, "max_tokens": 1, "temperature": 1, "logprobs": 0,
+                "return_token_ids": True}  # fmt: skip
+        answer = httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120).json()["choices"][0]
+        return answer["token_ids"][0], answer["logprobs"]["token_logprobs"][0]
+
+    def cache_hits() -> float:
+        text = httpx.get(f"{vllm.url}/metrics", timeout=60).text
+        return sum(float(n) for n in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", text, re.MULTILINE))
+
+    def expected(adapter: Path, token: int) -> float:
+        row = linear_row([*prompt, token], trained=[len(prompt)])
+        return float(make_policy(trainer.model, ATTENTION, adapter)(row).logprobs[0])
+
+    for seed in (1, 2):
+        adapter = trainer.adapter(seed)
+        commit(trainer.spool, run, adapter, trainer.probe(adapter, None))
+        assert trainer.publish(run).model == f"{run}@1"
+        before = cache_hits()
+        for _ in range(2):
+            token, logprob = first_token()
+            assert logprob == pytest.approx(expected(adapter, token), abs=1e-3)
+        assert cache_hits() > before, "the prefix cache was not used, so this test proves nothing about it"
+        trainer.spool.checkpoints.rollback(run, 0)
+        assert trainer.publish(run).step == 0
+        assert f"{run}@1" not in client.models()

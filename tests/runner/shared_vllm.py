@@ -11,7 +11,7 @@ from pathlib import Path
 from fake_vllm import FakeVllm
 from runner import fake_gpu
 from tandem.config import load_settings
-from tandem.inference.server.room import make_room
+from tandem.inference.server.wait_for_gpu import wait_for_gpu
 from tandem.system import logs
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     logs.configure()
     settings = load_settings()
     gpu = Path(os.environ["FAKE_GPU"])
-    make_room(settings, free_seconds=20)
+    wait_for_gpu(settings, free_seconds=20)
     fake_gpu.use(gpu, "vllm", fake_gpu.AWAKE)
     fake = FakeVllm()
     refuse = [int(os.environ.get("FAKE_REFUSED_WAKES", "0"))]

@@ -4,5 +4,4 @@ ADMIN_HEADER = "x-tandem-admin-token"
 """The request header with the admin token. `Authorization` carries the API key, which vLLM checks itself."""
 
 BASE_MODEL_NAME = "base"
-"""The name under which vLLM serves the base model without an adapter. Checkpoints are `<run>@<step>`, so no
-run can have this name."""
+"""vLLM serves the base model without an adapter under this name. No run can have it: checkpoints are `<run>@<step>`."""

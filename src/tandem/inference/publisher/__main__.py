@@ -1,6 +1,52 @@
-"""`python -m tandem.inference.publisher`: the publisher as a program."""
+"""`python -m tandem.inference.publisher`: publishes checkpoints to the vLLM server beside it until SIGTERM."""
 
-from tandem.inference.publisher.publisher import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from pydantic import ValidationError
+
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.inference.publisher.publisher import Publisher
+from tandem.system import liveness
+from tandem.system.logs import Log, configure
+from tandem.vllm_client.client import VllmClient
+
+log = Log("publisher")
+
+POLL_SECONDS = 0.5
+
+
+def main() -> None:
+    """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
+    configure()
+    # The publisher may die at any point, so SIGTERM ends it at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        settings = Settings()
+        client = VllmClient(settings)
+    except (ValidationError, OSError) as error:
+        log.error(f"the publisher can't start: {error}")
+        sys.exit(2)
+    log.info("started", pid=os.getpid(), root=settings.root, vllm=client.url)
+    publisher: Publisher | None = None
+    trouble = ""
+    while True:
+        liveness.beat("publisher")
+        try:
+            publisher = publisher or Publisher(settings, client)
+            publisher.once()
+            trouble = ""
+        except (TandemError, ValidationError, OSError) as error:
+            if str(error) != trouble:
+                log.error(f"trying again: {error}")
+            trouble = str(error)
+        time.sleep(POLL_SECONDS)
+
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,12 @@
-"""A vLLM plugin (entry point `vllm.general_plugins`), which vLLM calls in every process that it starts.
+"""A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
 
-The engine's processes die with the process that started them. Without it, `kill -9` of the API server leaves the engine
-behind for ever, with all of the GPU's memory, and the server that is started next finds none (vLLM 0.32; nor can the
-orphan be found by its environment, which it overwrites).
+It works around two faults of vLLM 0.32:
 
-And on the CPU a mixture of experts is computed by vLLM's kernels for the CPU.
+- `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory, and the next
+  server finds none free. (The orphan can't be found by its environment, because it overwrites that.) Every engine
+  process asks the kernel to die with its parent.
+- With `--enable-lora`, vLLM runs every mixture of experts in its Triton kernels, also without adapters on experts. The
+  CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
 """
 
 from __future__ import annotations
@@ -15,16 +17,14 @@ from tandem.system.processes import die_with_parent
 
 
 def register() -> None:
-    """In the API server, which is nobody's child in this sense, it does nothing."""
+    """Apply both workarounds in vLLM's child processes. The API server needs neither."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with_parent(parent.pid)
-        _experts_without_lora_on_the_cpu()
+        _switch_expert_lora_off_on_the_cpu()
 
 
-def _experts_without_lora_on_the_cpu() -> None:
-    """With `--enable-lora` vLLM (0.32) gives every mixture of experts to its Triton kernels, adapters on experts or
-    not; on the CPU, which has no Triton, the first request then ends the engine."""
+def _switch_expert_lora_off_on_the_cpu() -> None:
     try:
         from vllm.platforms import current_platform
     except ImportError:
@@ -33,10 +33,10 @@ def _experts_without_lora_on_the_cpu() -> None:
         return
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    made = FusedMoEConfig.__post_init__
+    original = FusedMoEConfig.__post_init__
 
     def without_lora(config: FusedMoEConfig) -> None:
         config.is_lora_enabled = False
-        made(config)
+        original(config)
 
     FusedMoEConfig.__post_init__ = without_lora

@@ -9,16 +9,18 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput, TandemError
-from tandem.inference.server.args import server_command
-from tandem.inference.server.room import make_room
+from tandem.inference.server.command import server_command
+from tandem.inference.server.wait_for_gpu import wait_for_gpu
 from tandem.system.logs import Log, configure
 
 log = Log("inference")
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on wrong settings, 1 where
-    there is no room for it now."""
+    """Replace this process by vLLM, so that signals and exit status are vLLM's own.
+
+    Exits 2 on wrong settings, and 1 where vLLM can't start now but may later.
+    """
     configure()
     try:
         settings = Settings()
@@ -27,14 +29,14 @@ def main() -> None:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2)
     try:
-        variables = make_room(settings)
+        marker = wait_for_gpu(settings)
     except TandemError as error:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2 if isinstance(error, InvalidInput) else 1)
     if not settings.secret("admin_token"):
-        log.warning("no admin token is set (TANDEM_ADMIN_TOKEN): nobody, the publisher included, can load adapters")
+        log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
-    os.execve(command.argv[0], command.argv, command.env | variables)
+    os.execve(command.argv[0], command.argv, command.env | marker)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 One job: write the hold -> vLLM is healthy still -> it sleeps -> its memory is measured to be free -> ranks run and go
 -> memory is measured to be back -> vLLM wakes -> the hold goes. The hold is written before vLLM is asked again, and a
-vLLM that starts looks for a hold first (`inference.room`): so one that is about to take the memory is either seen here
+vLLM that starts looks for a hold first (`wait_for_gpu`): so one that is about to take the memory is either seen here
 or waits there. Without torch; on GPUs of its own a runner has `Alone`.
 """
 
@@ -22,8 +22,8 @@ from tandem.spool.schema import Hold, HoldPhase, Job, JobError
 from tandem.system import liveness
 from tandem.system.gpus import FREE_BYTES, Devices, over
 from tandem.system.logs import Log
-from tandem.vllm_client.admin import AdminClient, InferenceUnavailable
-from tandem.vllm_client.waking import awake, settle
+from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.wake import ensure_awake, is_awake
 
 log = Log("runner")
 
@@ -89,7 +89,7 @@ class Shared(Alone):
         if not devices.uuids:
             raise InvalidInput("there is no GPU to share; give the container one", field="TANDEM_GPU_MODE")
         self._spool, self._devices, self._name, self._stopping = spool, devices, name, stopping
-        self._admin = AdminClient.from_settings(settings, timeout=5.0, work_timeout=SLEEP_SECONDS)
+        self._admin = VllmClient(settings, timeout=5.0, work_timeout=SLEEP_SECONDS)
         self._heartbeat = settings.heartbeat_seconds
         # Several beats long: none comes while killed ranks are waited for, or nvidia-smi thinks.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
@@ -106,7 +106,7 @@ class Shared(Alone):
             self._within(WAKE_SECONDS, self._admin.wake_up, self._stopping)
 
         try:
-            why = settle(self._spool, self._admin, self._devices, wake)
+            why = ensure_awake(self._spool, self._admin, self._devices, wake)
             return why or (None if self._admin.healthy() else "vLLM is not ready: its engine is dead")
         except InferenceUnavailable as error:
             return f"vLLM is not ready: {error}"
@@ -212,7 +212,7 @@ class Shared(Alone):
             if time.time() > hold.deadline:
                 log.error("memory is not back and the deadline is over: waking vLLM all the same", bytes_in_use=left)
                 return True
-            if awake(self._admin):
+            if is_awake(self._admin):
                 # Another one started, or somebody woke it, though we held the GPUs: our beats did not get through.
                 log.warning("vLLM is awake already, and what is in use is its own", bytes_in_use=left)
                 return True

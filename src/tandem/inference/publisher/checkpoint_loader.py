@@ -1,0 +1,137 @@
+"""Loads a checkpoint into vLLM, verifies it there, and remembers the outcome."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.config import resolve_model
+from tandem.errors import CheckpointDamaged
+from tandem.inference.publisher.lora_transport import WEIGHTS_FILE, LoraTransport
+from tandem.inference.publisher.verify import verify
+from tandem.spool import Spool
+from tandem.spool.schema import Manifest, RunSpec, Served
+from tandem.system.logs import Log
+from tandem.vllm_client.client import InferenceRefused, VllmClient
+
+log = Log("publisher")
+
+FileStats = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint:
+    """A checkpoint that vLLM lists under `path` and that was verified."""
+
+    path: Path
+    record: Served
+    job: str | None
+    seconds: dict[str, float]
+
+
+class CheckpointRefused(Exception):
+    """This checkpoint is not served. The message says why."""
+
+
+@dataclass
+class CheckpointLoader:
+    """`tolerance`: nats; `base_model`: the one that vLLM serves, to explain a refusal."""
+
+    spool: Spool
+    client: VllmClient
+    transport: LoraTransport
+    tolerance: float
+    base_model: str | None
+    _served: dict[str, ServedCheckpoint] = field(default_factory=dict)
+    _refused: dict[str, tuple[FileStats, str]] = field(default_factory=dict)
+
+    def server_lost(self) -> None:
+        """Forget everything, refusals included: they may have been the server's fault."""
+        self._served.clear()
+        self._refused.clear()
+        self.transport.server_lost()
+
+    def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
+        """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
+
+        A refused checkpoint is tried again when its files change or the server is lost.
+        """
+        served = self._served.get(name)
+        try:
+            manifest = self.spool.checkpoints.manifest(run.name, step)
+            path = self.transport.path(name, manifest)
+        except CheckpointDamaged as error:
+            if served is not None and self.transport.has(name, served.path):
+                return served  # vLLM serves a verified copy, which the damage on the volume does not change
+            raise self._refuse(name, (), str(error)) from error
+        if served is not None and served.path == path and self.transport.has(name, path):
+            return served
+        self._served.pop(name, None)
+        if name in self.transport.listed and not self.transport.has(name, path):
+            log.info("unloading an adapter whose checkpoint was replaced", model=name)
+            self.unload(name)
+        stats = self._file_stats(run.name, step)
+        refused_stats, reason = self._refused.get(name, ((), ""))
+        if reason and refused_stats == stats:
+            raise CheckpointRefused(reason)
+        try:
+            served = self._load_and_verify(run, manifest, name, path)
+        except (CheckpointDamaged, InferenceRefused) as error:
+            raise self._refuse(name, stats, str(error)) from error
+        self._served[name] = served
+        self._refused.pop(name, None)
+        return served
+
+    def unload(self, name: str) -> None:
+        self.transport.unload(name)
+        self._served.pop(name, None)
+
+    def _load_and_verify(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
+        started = time.monotonic()
+        manifest = self.spool.checkpoints.verify(run.name, manifest.step)
+        self.transport.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
+        copied = time.monotonic()
+        if not self.transport.has(name, path):
+            self.transport.load(name, path)
+        loaded = time.monotonic()
+        result = verify(self.client, name, manifest.probe, tolerance=self.tolerance)
+        if result.reason:
+            raise InferenceRefused(result.reason + self._other_base_model(run))
+        seconds = {
+            "copy": copied - started,
+            "load": loaded - copied,
+            "verify": time.monotonic() - loaded,
+            "since_checkpoint": time.time() - manifest.created,
+        }
+        record = Served(
+            step=manifest.step,
+            model=name,
+            checkpoint=manifest.files[WEIGHTS_FILE].sha256,
+            verified=time.time(),
+            mean_abs_logprob_error=result.error,
+            tokens_checked=result.tokens,
+        )
+        log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
+        return ServedCheckpoint(path, record, manifest.job, seconds)
+
+    def _refuse(self, name: str, stats: FileStats, reason: str) -> CheckpointRefused:
+        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files."""
+        if name in self.transport.listed:
+            self.unload(name)
+        if self._refused.get(name) != (stats, reason):
+            log.warning(f"{name} is refused: {reason}")
+        self._refused[name] = (stats, reason)
+        return CheckpointRefused(reason)
+
+    def _file_stats(self, run: str, step: int) -> FileStats:
+        """Path, size, modification time and inode of each file: they differ after any change."""
+        directory = self.spool.checkpoints.path(run, step)
+        files = [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
+        return tuple((str(path), s.st_size, s.st_mtime_ns, s.st_ino) for path, s in files)
+
+    def _other_base_model(self, run: RunSpec) -> str:
+        wanted = resolve_model(self.spool.root, run.base_model)
+        if self.base_model in (None, wanted):
+            return ""
+        return f"; the run's base model is {wanted}, vLLM's is {self.base_model}"

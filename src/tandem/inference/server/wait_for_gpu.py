@@ -1,0 +1,107 @@
+"""What happens before vLLM starts: processes that an earlier vLLM left are killed, and its GPUs become free.
+
+vLLM allocates a share of a GPU's whole memory. Where something else uses that memory, it fails after a minute of
+loading.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.errors import SpoolUnusable, TandemError
+from tandem.inference.server.command import serving_device
+from tandem.spool import Spool
+from tandem.supervise import supervisord
+from tandem.system import processes
+from tandem.system.gpus import FREE_BYTES, STAYING_BYTES, Devices
+from tandem.system.logs import Log
+
+log = Log("inference")
+
+FREE_SECONDS = 60.0
+"""How long the GPUs may take to become free. After that this program exits, and supervisord starts it again."""
+_KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_MARKER = "TANDEM_VLLM_OF"
+"""The environment variable by which processes of an earlier vLLM are found. Its value names spool and port."""
+
+
+class CannotStartNow(TandemError):
+    """vLLM can't start now, but may later."""
+
+
+def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
+    """Kill what an earlier vLLM of this spool and port left, then wait until a trainer and its memory are gone.
+
+    Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until this process ends,
+    also across `exec`. Raises CannotStartNow where this vLLM already runs, where a process survives SIGKILL, or where a
+    GPU is not free after `free_seconds`.
+    """
+    marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
+    _lock(supervisord.runtime_dir(settings.root, supervisord.current_role()) / f"vllm-{settings.inference_port}.lock")
+    for leftover in processes.marked(*marker):
+        log.warning("killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command)
+    survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
+    if survivors:
+        pids = ", ".join(str(process.pid) for process in survivors)
+        raise CannotStartNow(f"processes of an earlier vLLM survive SIGKILL: {pids}")
+    if settings.gpu_mode == "shared":
+        _wait_for_trainer(settings)
+    if serving_device(settings) == "cuda":
+        _wait_for_memory(settings, free_seconds)
+    return dict([marker])
+
+
+def _lock(path: Path) -> None:
+    """Lock `path` until this process ends. `exec` keeps a record lock, and children don't inherit it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.set_inheritable(descriptor, True)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        message = f"vLLM already runs for this spool and port ({path} is locked): stop it first"
+        raise CannotStartNow(message) from error
+
+
+def _wait_for_trainer(settings: Settings) -> None:
+    """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
+    waiting = False
+    while True:
+        try:
+            hold = Spool(settings.root, writable=False).hold.live()
+        except SpoolUnusable as error:
+            # Without the volume no runner works either. What is in use is measured next.
+            log.warning("can't see whether a trainer holds the GPUs", error=error)
+            return
+        if hold is None:
+            break
+        if not waiting:
+            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+            waiting = True
+        time.sleep(_POLL_SECONDS)
+    if waiting:
+        log.info("the trainer has given the GPUs back")
+
+
+def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
+    # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some memory. If that is too
+    # much for vLLM, it refuses to start by itself.
+    devices = Devices(settings, "inference").first(settings.inference_tensor_parallel)
+    allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
+    floor = dict.fromkeys(devices.uuids, allowed)
+    if busy := devices.busy(floor):
+        log.warning("waiting until the devices are free", bytes_in_use=busy)
+        devices.wait_free(free_seconds, floor)
+    if busy := devices.busy(floor):
+        in_use = ", ".join(
+            f"{uuid} ({'unknown to nvidia-smi' if used is None else f'{used} bytes in use'})"
+            for uuid, used in busy.items()
+        )
+        raise CannotStartNow(
+            f"not free after {free_seconds:.0f} s: {in_use}; vLLM starts when less than {FREE_BYTES + allowed} bytes "
+            "are in use: stop the other programs on these GPUs"
+        )

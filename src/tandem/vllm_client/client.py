@@ -1,0 +1,213 @@
+"""The HTTP calls that Tandem makes to a vLLM server: health, models, adapters, prompt log-probs, sleep and wake."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from tandem.config import Settings
+from tandem.errors import TandemError, Unauthorized
+from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.vllm_client.versions import (
+    PREFIX_CACHE_KEYED_BY_PATH,
+    Version,
+    parse_version,
+    prefix_cache_was_reset,
+)
+
+_LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
+_IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
+
+
+class InferenceUnavailable(TandemError):
+    """vLLM can't be reached, is starting, or its engine is dead. The same call can succeed later."""
+
+    code = "inference_unavailable"
+    http_status = 503
+    retriable = True
+
+
+class InferenceRefused(TandemError):
+    """vLLM answered with an error. The same call gives the same answer again."""
+
+    code = "inference_refused"
+    http_status = 502
+
+
+class VllmClient:
+    """One vLLM server. A timeout bounds every call. Only calls without side effects are retried.
+
+    Every method can raise InferenceUnavailable, InferenceRefused and Unauthorized.
+    """
+
+    def __init__(self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> None:
+        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the engine computes or
+        loads. OSError if a file with a secret can't be read."""
+        headers = {}
+        if settings.inference_key:
+            headers["Authorization"] = f"Bearer {settings.inference_key}"
+        if admin_token := settings.secret("admin_token"):
+            headers[ADMIN_HEADER] = admin_token.strip()
+        self.url = settings.resolved_inference_url
+        self._work_timeout = work_timeout
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0))
+        self._version: Version | None = None
+
+    # ---- state
+
+    def healthy(self) -> bool:
+        """Whether the server answers and its engine is alive. Raises nothing."""
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def version(self) -> Version:
+        """vLLM's version, for example (0, 32, 0). Only the first call asks the server."""
+        if self._version is None:
+            self._version = parse_version(str(_json(self._request("GET", "/version"))["version"]))
+        return self._version
+
+    def forget_version(self) -> None:
+        """Ask again: the server went away, and another version may have taken its place."""
+        self._version = None
+
+    @property
+    def prefix_cache_keyed_by_path(self) -> bool:
+        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks."""
+        return self.version() >= PREFIX_CACHE_KEYED_BY_PATH
+
+    def models(self) -> dict[str, str]:
+        """Each served model, the base model included: name -> the path it was loaded from."""
+        cards = _json(self._request("GET", "/v1/models"))["data"]
+        return {str(card["id"]): str(card.get("root") or "") for card in cards}
+
+    def adapters_in_use(self) -> set[str]:
+        """Names of the adapters that running or waiting requests use, as of the engine's last step (`/metrics`)."""
+        text = self._request("GET", "/metrics").text
+        # vLLM keeps one sample per set of names there ever was. Its value is the Unix time of the last step with it.
+        samples = [(float(match["value"]), match["labels"]) for match in _LORA_INFO.finditer(text)]
+        if not samples or not _requests_in_flight(text):
+            return set()
+        names = re.findall(r'(?:running|waiting)_lora_adapters="([^"]*)"', max(samples)[1])
+        return {name for group in names for name in group.split(",") if name}
+
+    def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values.
+
+        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them. NaN
+        stands for a value that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
+        """
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = _json(self._request("POST", "/v1/completions", body, tries=3, timeout=self._work_timeout))
+        entries = answer["choices"][0].get("prompt_logprobs") or []
+        if len(entries) != len(tokens):
+            raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
+        values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+        # JSON has no NaN and no infinity: vLLM sends null.
+        return [math.nan if value is None else float(value) for value in values]
+
+    # ---- adapters
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused when vLLM can't load it.
+
+        `load_inplace` stays off: with it some versions read the files again on every engine step.
+        """
+        body = {"lora_name": name, "lora_path": path, "load_inplace": False}
+        self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
+
+    def unload_lora(self, name: str) -> None:
+        """Remove the name, if vLLM has it. Requests that already run with the adapter finish with it."""
+        try:
+            self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except InferenceRefused:
+            if name in self.models():
+                raise
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached blocks; running requests start again. False when vLLM could not drop all of them."""
+        done = prefix_cache_was_reset(self._request("POST", "/reset_prefix_cache?reset_running_requests=true"))
+        return not _requests_in_flight(self._request("GET", "/metrics").text) if done is None else done
+
+    # ---- sleep
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps, at any level, or is paused. While it falls asleep, the answer waits for that.
+
+        A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in use.
+        """
+        return bool(_json(self._request("GET", "/is_sleeping"))["is_sleeping"])
+
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
+
+        Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM issue 39934).
+        Mode `keep`: running requests go back to the queue and continue after waking, and new ones wait. The default
+        mode would end them early. Nothing may be loaded into a sleeping vLLM: it writes the adapter to unmapped memory,
+        and the engine dies.
+        """
+        self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
+
+    def wake_up(self) -> None:
+        """Wake the engine, if it sleeps. InferenceRefused where memory is missing; see `versions` for what follows."""
+        self._request("POST", "/wake_up", timeout=self._work_timeout)
+
+    # ---- transport
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        tries: int = 1,
+        timeout: float | None = None,
+    ) -> httpx.Response:
+        """A successful response. `tries` counts for POST; every GET has three. `timeout`: seconds, not the default."""
+        tries = 3 if method == "GET" else tries
+        for attempt in range(tries):
+            try:
+                response = self._http.request(
+                    method, path, json=body, timeout=self._http.timeout if timeout is None else timeout
+                )
+                break
+            except httpx.TransportError as error:
+                # A call that timed out has used its bound. Only a failed connection is worth another try.
+                if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
+                    message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
+                    raise InferenceUnavailable(message) from error
+                time.sleep(0.1 * 2**attempt)
+        if response.is_success:
+            return response
+        message = f"{method} {path} of vLLM at {self.url} answered {response.status_code}: {_error_message(response)}"
+        if response.status_code in (401, 403):
+            raise Unauthorized(f"{message}. Set TANDEM_ADMIN_TOKEN and TANDEM_API_KEY to the values that vLLM has")
+        if response.status_code in (502, 503, 504) or (response.status_code == 500 and not self.healthy()):
+            raise InferenceUnavailable(message)
+        raise InferenceRefused(message)
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise InferenceUnavailable(f"{response.url} did not answer with JSON: is it a vLLM server?") from error
+
+
+def _error_message(response: httpx.Response) -> str:
+    try:
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
+
+
+def _requests_in_flight(metrics: str) -> bool:
+    """Whether requests run or wait, according to the text of `/metrics`."""
+    return any(float(match["value"]) for match in _IN_FLIGHT.finditer(metrics))

@@ -1,0 +1,110 @@
+"""vLLM's command line and environment for each kind of deployment."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.inference.server.command import ServerCommand, server_command
+
+
+def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
+    settings = Settings(**{"base_model": "org/model", "device": "cpu", **values})  # type: ignore[arg-type]
+    return server_command(settings, environ=environ or {})
+
+
+def option(argv: list[str], name: str) -> str:
+    """The last value of an option, which is the one that counts."""
+    return argv[len(argv) - 1 - argv[::-1].index(name) + 1]
+
+
+def test_cpu() -> None:
+    made = command({"PATH": "/bin"})
+    assert made.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    expected = {
+        "--model": "org/model", "--served-model-name": "base", "--dtype": "float32",
+        "--logprobs-mode": "processed_logprobs", "--middleware": "tandem.inference.server.guard.AdminGuard",
+    }  # fmt: skip
+    assert {name: option(made.argv, name) for name in expected} == expected
+    assert "--gpu-memory-utilization" not in made.argv
+    assert "--lora-target-modules" in made.argv
+    assert "lm_head" not in made.argv
+    expected = {
+        "PATH": "/bin", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1", "GOMP_SPINCOUNT": "1000",
+    }  # fmt: skip
+    assert made.env.items() >= expected.items()
+    assert "HF_HUB_OFFLINE" not in made.env
+
+
+def test_cuda() -> None:
+    made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
+    expected = {
+        "--dtype": "bfloat16", "--gpu-memory-utilization": "0.85", "--tensor-parallel-size": "2",
+        "--max-model-len": "4096",
+    }  # fmt: skip
+    assert {name: option(made.argv, name) for name in expected} == expected
+    assert "--enforce-eager" not in made.argv
+    assert not [name for name in made.env if name.startswith(("VLLM_CPU", "OMP", "GOMP"))]
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"), [({"gpu_mode": "shared"}, "--enable-sleep-mode"), ({"expert_lora": True}, "experts")]
+)
+def test_a_setting_adds_one_word(setting: dict[str, object], word: str) -> None:
+    plain, with_setting = command(device="cuda").argv, command(device="cuda", **setting).argv
+    at = with_setting.index(word)
+    assert [*with_setting[:at], *with_setting[at + 1 :]] == plain
+    if word == "experts":
+        assert "--lora-target-modules" in with_setting[:at]
+        assert with_setting[at + 1].startswith("--")
+
+
+def test_secrets_are_only_in_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("the-api-key\n")
+    made = command(api_key_file=tmp_path / "key", admin_token="the-admin-token")
+    assert made.env["VLLM_API_KEY"] == "the-api-key"
+    assert not [argument for argument in made.argv if "the-api-key" in argument or "the-admin-token" in argument]
+
+
+def test_a_model_on_the_spool_is_served_offline(tmp_path: Path) -> None:
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    made = command(root=tmp_path, base_model="models/tiny")
+    assert option(made.argv, "--model") == str(tmp_path / "models/tiny")
+    assert made.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_operator_overrides_arguments_and_environment() -> None:
+    extra = ["--max-num-seqs", "7", "--dtype", "float16"]
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "9", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
+    made = command(environ, vllm_args=shlex.join(extra))
+    assert made.argv[-4:] == extra
+    assert made.env.items() >= environ.items()
+    assert "GOMP_SPINCOUNT" not in made.env, "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
+
+
+@pytest.mark.parametrize(("rank", "accepted"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
+def test_the_lora_rank_is_one_that_vllm_accepts(rank: int, accepted: int) -> None:
+    assert option(command(max_lora_rank=rank).argv, "--max-lora-rank") == str(accepted)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_lora_rank": 513}, "max_lora_rank"),
+        ({"vllm_args": "--x 'open"}, "vllm_args"),
+        ({"vllm_args": "--api-key x"}, "vllm_args"),
+        ({"vllm_args": "--api-key=x"}, "vllm_args"),
+        ({"vllm_args": "--api_key x"}, "vllm_args"),
+        ({"base_model": None}, "base_model"),
+        ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(values: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        command(**values)
+    assert caught.value.field == field

@@ -1,0 +1,185 @@
+"""The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one it wakes vLLM."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inference.stage import Stage
+from runner import fake_gpu
+from tandem.inference.publisher.publisher import Publisher
+from tandem.vllm_client.client import InferenceRefused
+
+MIB = 2**20
+# A runner that takes the spool's lock and writes a hold. It ends when its standard input does.
+HOLDER = """
+import sys, time
+from tandem.spool import Spool
+from tandem.spool.schema import Hold
+spool, floor, lease = Spool(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+with spool.runner_lock("holder"):
+    print("starts", flush=True)
+    with spool.hold.lock():
+        now = time.time()
+        spool.hold.put(Hold(runner="holder", job="j", attempt=1, phase="training", since=now, beat=now, lease=lease,
+                            deadline=now + float(sys.argv[4]), floor={"GPU-aaaa1111": floor} if floor else {}))
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+class SharedGpu:
+    """A stage whose vLLM sleeps or not on a fake GPU, and runners that hold it."""
+
+    def __init__(self, directory: Path, stage: Stage) -> None:
+        self.gpu, self.programs = fake_gpu.install(directory)
+        self.stage, self.spool, self.vllm = stage, stage.spool, stage.vllm
+        self.runners: list[subprocess.Popen[str]] = []
+
+    def publisher(self) -> Publisher:
+        return self.stage.publisher(device="cuda", gpu_mode="shared", grace=60.0)
+
+    def start_runner(self, *, floor: int = 0, lease: float = 60, deadline: float = 600) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(self.spool.root), str(floor), str(lease), str(deadline)]
+        runner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.runners.append(runner)
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == "starts\n"
+        return runner
+
+    def hold(self, **values: float) -> None:
+        assert self.start_runner(**values).stdout.readline() == "holds\n"
+
+    def kill_runner(self) -> None:
+        self.runners[-1].kill()
+        self.runners[-1].wait()
+
+    def use(self, mib: int) -> None:
+        (self.gpu / f"rank.{os.getpid()}").write_text(f"{mib}\n")
+
+
+@pytest.fixture
+def shared(stage, tmp_path, monkeypatch):
+    shared = SharedGpu(tmp_path, stage)
+    monkeypatch.setenv("PATH", f"{shared.programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield shared
+    for runner in shared.runners:
+        runner.kill()
+        runner.communicate()
+    assert not stage.vllm.dead
+
+
+def test_under_a_live_hold_the_publisher_neither_loads_nor_wakes(shared):
+    publisher = shared.publisher()
+    shared.hold()
+    shared.vllm.asleep = True
+    assert publisher.once() is False
+    assert shared.vllm.asleep
+    assert not [path for path, _ in shared.vllm.calls if path not in ("/health", "/is_sleeping")]
+    shared.kill_runner()
+    assert publisher.once() is True
+    assert not shared.vllm.asleep
+    assert shared.vllm.loads() == ["run@0"]
+    assert shared.spool.hold.get() is None
+    assert shared.stage.served() == (0, None)
+
+
+def test_a_checkpoint_loaded_before_a_sleep_is_neither_loaded_nor_verified_again(shared):
+    publisher = shared.publisher()
+    assert publisher.once()
+    verifications = shared.stage.called("/v1/completions")
+    assert verifications > 0
+    shared.hold()
+    shared.vllm.asleep = True
+    assert not publisher.once()
+    shared.kill_runner()
+    assert publisher.once()
+    assert shared.vllm.loads() == ["run@0"]
+    assert shared.stage.called("/v1/completions") == verifications
+
+
+def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(shared):
+    publisher = shared.publisher()
+    shared.hold(floor=900 * MIB)
+    shared.vllm.asleep = True
+    shared.use(30_000)
+    shared.kill_runner()
+    assert not publisher.once()
+    assert shared.vllm.asleep
+    shared.use(900 + 200)
+    assert publisher.once()
+    assert not shared.vllm.asleep
+
+
+def test_memory_in_use_beside_an_awake_vllm_is_its_own(shared):
+    """A runner was killed after vLLM had woken and before the hold went, or both died and vLLM came back first."""
+    publisher = shared.publisher()
+    shared.hold(floor=900 * MIB)
+    shared.use(70_000)
+    shared.kill_runner()
+    assert publisher.once()
+    assert shared.spool.hold.get() is None
+    assert shared.vllm.loads() == ["run@0"]
+
+
+def test_after_the_deadline_the_publisher_wakes_vllm_whatever_memory_is_in_use(shared):
+    shared.hold(floor=900 * MIB, deadline=-1)
+    shared.vllm.asleep = True
+    shared.use(30_000)
+    shared.kill_runner()
+    assert shared.publisher().once()
+    assert not shared.vllm.asleep
+
+
+def test_a_runner_that_hangs_is_lost_when_its_lease_is_over(shared):
+    publisher = shared.publisher()
+    shared.hold(floor=900 * MIB, lease=1)
+    shared.vllm.asleep = True
+    assert not publisher.once()
+    hold = shared.spool.hold.get()
+    shared.spool.hold.put(hold.model_copy(update={"beat": hold.beat - 1.1}))
+    assert publisher.once()
+    assert not shared.vllm.asleep
+
+
+def test_a_hold_of_an_earlier_runner_is_not_live(shared):
+    shared.hold()
+    earlier = shared.spool.hold.get()
+    shared.kill_runner()
+    shared.hold()
+    assert shared.spool.hold.live() is not None
+    shared.spool.hold.put(earlier)
+    assert shared.spool.hold.live() is None
+
+
+def test_a_vllm_that_sleeps_without_a_hold_is_woken_also_after_it_refused(shared):
+    def refuse() -> None:
+        raise MemoryError
+
+    publisher = shared.publisher()
+    shared.vllm.asleep, shared.vllm.on_wake = True, refuse
+    for _ in range(2):
+        with pytest.raises(InferenceRefused, match="MemoryError"):
+            publisher.once()
+    assert shared.vllm.loads() == []
+    shared.vllm.on_wake = lambda: None
+    assert publisher.once()
+
+
+def test_no_hold_is_written_while_the_publisher_works(shared):
+    publisher = shared.publisher()
+    with publisher._vllm_awake() as why_not:
+        assert why_not == ""
+        runner = shared.start_runner()
+        time.sleep(0.5)
+        assert shared.spool.hold.get() is None
+        assert runner.poll() is None
+    assert runner.stdout.readline() == "holds\n"
+    with publisher._vllm_awake() as why_not:
+        assert why_not == "the trainer has the GPUs (training, job j)"

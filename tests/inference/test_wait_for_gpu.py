@@ -1,0 +1,121 @@
+"""Before vLLM starts: an earlier vLLM's processes are killed, its GPUs are free, and no second vLLM is running."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.system import processes
+
+MIB = 2**20
+# Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its own.
+START = """
+import os, sys
+from tandem.config import load_settings
+from tandem.errors import TandemError
+from tandem.inference.server.wait_for_gpu import wait_for_gpu
+from tandem.system.logs import configure
+configure()
+try:
+    marker = wait_for_gpu(load_settings(), free_seconds=float(os.environ["FREE_SECONDS"]))
+except TandemError as error:
+    sys.exit(str(error))
+print("starts", flush=True)
+os.execvpe("sh", ["sh", "-c", "setsid sleep 3600 & echo child $!; wait"], os.environ | marker)
+"""
+
+
+class Servers:
+    """Starts such servers on a machine whose nvidia-smi reads a file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.table = directory / "table"
+        program = directory / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\nexec cat {self.table}\n")
+        program.chmod(0o755)
+        self.environment = os.environ | {
+            "PATH": f"{program.parent}:{os.environ['PATH']}", "TANDEM_ROOT": str(directory / "root"),
+            "TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": "1", "FREE_SECONDS": "20",
+            "XDG_RUNTIME_DIR": str(directory),
+        }  # fmt: skip
+        self.marker = ("TANDEM_VLLM_OF", f"{directory / 'root'}:8000")
+        self.running: list[subprocess.Popen[str]] = []
+
+    def use(self, mib: int) -> None:
+        """Memory in use on the second GPU. The first one, which is not vLLM's, is always full."""
+        self.table.write_text(f"0, GPU-aaaa, 80000\n1, GPU-bbbb, {mib}\n")
+
+    def start(self, **variables: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", START]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.running.append(subprocess.Popen(command, env=self.environment | variables, text=True, **pipes))
+        return self.running[-1]
+
+    def child(self, server: subprocess.Popen[str]) -> int:
+        """The pid of the child of a server that has started."""
+        assert server.stdout is not None
+        assert server.stdout.readline() == "starts\n"
+        return int(server.stdout.readline().split()[1])
+
+
+@pytest.fixture
+def servers(tmp_path):
+    servers = Servers(tmp_path)
+    servers.use(5)
+    yield servers
+    for server in servers.running:
+        server.kill()
+    # The children hold the pipes open, so they go before the pipes are read to the end.
+    processes.kill_all(lambda: processes.marked(*servers.marker), timeout=5)
+    for server in servers.running:
+        server.communicate(timeout=10)
+
+
+def alive(pid: int) -> bool:
+    process = processes.read(pid)
+    return process is not None and not process.zombie
+
+
+def test_a_child_that_outlived_its_server_is_killed_before_the_next_server_starts(servers):
+    first = servers.start()
+    child = servers.child(first)
+    first.kill()
+    first.wait()
+    assert alive(child)
+    assert servers.child(servers.start()) != child
+    assert not alive(child)
+
+
+def test_a_second_server_is_refused_and_kills_no_process_of_the_first(servers):
+    child = servers.child(servers.start())
+    second = servers.start()
+    assert "already runs" in second.communicate(timeout=20)[1]
+    assert second.returncode == 1
+    assert alive(child)
+
+
+def test_it_waits_until_its_gpu_is_free(servers):
+    servers.use(70000)
+    server = servers.start()
+    assert "waiting until the devices are free" in server.stderr.readline()
+    assert not select.select([server.stdout], [], [], 0.5)[0], "it starts on a GPU that is not free"
+    servers.use(5)
+    assert servers.child(server)
+
+
+def test_it_gives_up_and_names_the_gpu_and_the_bytes(servers):
+    servers.use(70000)
+    refused = servers.start(FREE_SECONDS="0.2")
+    complaint = refused.communicate(timeout=20)[1]
+    assert f"GPU-bbbb ({70000 * MIB} bytes in use)" in complaint
+    assert "GPU-aaaa" not in complaint
+    assert refused.returncode == 1
+
+
+def test_on_the_cpu_no_gpu_is_looked_at(servers):
+    servers.use(70000)
+    assert servers.child(servers.start(TANDEM_DEVICE="cpu"))
