@@ -267,7 +267,9 @@ def test_doctor_says_when_every_process_compiles_its_imports_again(tandem, serve
     torch.parent.mkdir()
     torch.touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("tandem.cli.doctor.find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    monkeypatch.setattr(
+        "tandem.cli.checks.installation.find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+    )
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert "bytecode" not in doctor(tandem)[1], "the first process writes it"

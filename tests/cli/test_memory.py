@@ -64,7 +64,7 @@ def printed(*told: tuple[str, int, dict[str, Any]]) -> list[list[str]]:
     """The words of each line, cells apart."""
     file = io.StringIO()
     console = Console(width=150, file=file)
-    console.print(memory._report("j", by_attempt(events(*told))))
+    console.print(memory.report("j", by_attempt(events(*told))))
     lines = file.getvalue().splitlines()
     return [[cell.strip() for cell in re.split("[│┃]", line.strip(" │┃"))] for line in lines]
 
@@ -101,7 +101,7 @@ def test_a_running_job_shows_what_is_known_so_far() -> None:
     assert row("build", 1, 101) in lines
     assert row("optimizer, last", "fullest", 320) in lines
     assert not any("left" in line[0] for line in lines if line)
-    assert printed() == [["Job j has not begun."]]
+    assert printed() == [["Job j has not started."]]
 
 
 def test_attempts_are_kept_apart() -> None:

@@ -8,7 +8,7 @@ import typer
 
 import tandem
 from tandem.cli import checkpoints, doctor, jobs, memory, preflight, programs, runs, smoke, train
-from tandem.cli.output import Json, exit_code, show, tell_error
+from tandem.cli.output import Json, exit_code, print_error, show
 from tandem.errors import TandemError
 
 __all__ = ["app", "main"]
@@ -22,8 +22,8 @@ app = typer.Typer(
     [bold]tandem run create my-run[/bold], [bold]tandem train my-run examples.jsonl[/bold], and ask vLLM for the model
     [bold]my-run@1[/bold].
 
-    TANDEM_URL says where the controller is (http://127.0.0.1:8080), TANDEM_API_KEY is the key sent to it.
-    [bold]tandem doctor[/bold] looks at everything and says what to do.
+    TANDEM_URL is the controller's address (http://127.0.0.1:8080), TANDEM_API_KEY the key sent to it.
+    [bold]tandem doctor[/bold] checks everything and says what to do.
     """,
     epilog="Exit status: 0 done; 1 refused or broken; 2 wrong usage; 3 the job failed or was cancelled; 4 the step is "
     "not served; 5 the controller can't be reached.",
@@ -53,11 +53,11 @@ def version(json: Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command line; the process exits with the status that the help describes."""
+    """Run the command line; exits with a status that the help lists."""
     try:
         app()
     except (TandemError, TimeoutError) as error:
-        tell_error(error, json="--json" in sys.argv)
+        print_error(error, json="--json" in sys.argv)
         sys.exit(exit_code(error))
     except KeyboardInterrupt:
         sys.exit(130)

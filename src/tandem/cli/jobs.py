@@ -7,6 +7,7 @@ import time
 from typing import Annotated, cast
 
 import typer
+from rich.markup import escape
 
 from tandem.cli.output import PATIENCE, Json, details, err, fields, show, show_line, table, when
 from tandem.client import Event, JobStatus, Tandem
@@ -18,8 +19,8 @@ app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 STATES = ("queued", "running", *TERMINAL)
 _POLL_SECONDS = 0.5
-# What is worth a word of each event's data.
-_WORTH = {
+# Event type -> fields of its data that are printed.
+_FIELDS = {
     "claimed": ["runner"],
     "slept": ["seconds"],
     "woken": ["seconds"],
@@ -41,24 +42,24 @@ def list_jobs(
     limit: Annotated[int, typer.Option(help="At most this many, the newest.")] = 50,
     json: Json = False,
 ) -> None:
-    """Jobs, oldest first."""
+    """List jobs, oldest first."""
     for given in state or []:
         if given not in STATES:
-            raise InvalidInput(f"{given!r} is no state; states are {', '.join(STATES)}", field="--state")
+            raise InvalidInput(f"{given!r} is not a state; states are {', '.join(STATES)}", field="--state")
     with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs)
+        show(tandem.list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs_table)
 
 
 @app.command("show")
 def show_job(job: JobArgument, json: Json = False) -> None:
-    """One job: its state, what it trains on, and why it failed where it did."""
+    """Show a job: its state, its data, and why it failed."""
     with Tandem(patience=PATIENCE) as tandem:
         show(tandem.get_job(job), json, job_details)
 
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
-    """Stop a job: a queued one at once, a running one within seconds. Its run stays at the step it has."""
+    """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest step."""
     with Tandem(patience=PATIENCE) as tandem:
         show(tandem.cancel(job), json, job_details)
 
@@ -66,83 +67,80 @@ def cancel(job: JobArgument, json: Json = False) -> None:
 def logs(
     job: JobArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends, with its events.")] = False,
-    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only the last this many lines.")] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only this many lines, the last.")] = None,
     json: Json = False,
 ) -> None:
-    """What a job's ranks printed. With -f also its events, until it ends; the exit status is 3 if it fails."""
+    """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is 3 if it fails."""
     with Tandem(patience=PATIENCE) as tandem:
-        if not follow:
-            text = tandem.logs(job)
-            if lines is not None:
-                text = "".join(text.splitlines(keepends=True)[-lines:])
+        if follow:
+            _follow(tandem, job, json)
+            return
+        text = tandem.logs(job)
+        if lines is not None:
+            text = "".join(text.splitlines(keepends=True)[-lines:])
+        if json:
+            show_line({"job": job, "log": text})
+        else:
+            sys.stdout.write(text)
+
+
+def _follow(tandem: Tandem, job: str, json: bool) -> None:
+    """Print log and events as they come; raises JobFailed."""
+    offset, last_seq = 0, -1
+    while True:
+        status = tandem.get_job(job)  # read first: all of the log and the events of an ended job are written
+        for event in tandem.job_events(job, last_seq):
+            last_seq = event.seq
             if json:
-                show_line({"job": job, "log": text})
+                show_line({"event": event})
+            else:
+                err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
+        while (part := tandem.log_part(job, offset)).data:
+            offset = part.next_offset
+            text = part.data.decode(errors="replace")
+            if json:
+                show_line({"log": text})
             else:
                 sys.stdout.write(text)
+                sys.stdout.flush()
+        if status.state in TERMINAL:
+            raise_if_failed(status)
             return
-        status, offset, last = tandem.get_job(job), 0, -1
-        while True:
-            ended = status.state in TERMINAL  # asked before: whatever is written by now will be shown
-            for event in tandem.job_events(job, last):
-                last = event.seq
-                if json:
-                    show_line({"event": event})
-                else:
-                    err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
-            while (part := tandem.log_part(job, offset)).data:
-                offset = part.next_offset
-                text = part.data.decode(errors="replace")
-                if json:
-                    show_line({"log": text})
-                else:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
-            if ended:
-                raise_if_failed(status)
-                return
-            time.sleep(_POLL_SECONDS)
-            status = tandem.get_job(job)
+        time.sleep(_POLL_SECONDS)
 
 
 def describe(event: Event) -> str:
-    """An event in one line, in rich's markup."""
+    """One line about an event, in rich's markup."""
     data = event.data
     if event.type == "step":
-        text = f"step {data.get('step')}/{data.get('steps')} {fields(data.get('metrics', {}), _METRICS)}"
-        return f"[cyan]{text}[/cyan]"
+        metrics = fields(data.get("metrics", {}), _METRICS)
+        return f"[cyan]step {data.get('step')}/{data.get('steps')} {metrics}[/cyan]"
     if event.type == "loaded":
         return f"loaded {fields(data.get('seconds', {}), list(data.get('seconds', {})))}"
     error = data.get("error") or {}
     if error:
         color = "yellow" if event.type == "requeued" else "red"
-        return f"[{color}]{event.type}[/{color}] {error.get('type')}: {_plain(error.get('message', ''))}"
+        return f"[{color}]{event.type}[/{color}] {error.get('type')}: {escape(error.get('message', ''))}"
     color = "green" if event.type in ("succeeded", "served") else "bold"
-    return f"[{color}]{event.type}[/{color}] {_plain(fields(data, _WORTH.get(event.type, [])))}"
+    return f"[{color}]{event.type}[/{color}] {escape(fields(data, _FIELDS.get(event.type, [])))}"
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
-def _jobs(jobs: list[JobStatus]) -> object:
-    rows = [
-        (
-            job.id,
-            job.run,
-            job.kind,
-            f"{job.state} ({job.phase})" if job.phase else job.state,
-            f"{job.spec.base_step} → {job.spec.base_step + 1}",
-            f"{job.attempt}/{job.spec.max_attempts}",
-            when(job.spec.created),
-            job.error.type if job.error else None,
-        )
-        for job in jobs
-    ]
+def _jobs_table(jobs: list[JobStatus]) -> object:
+    rows = []
+    for job in jobs:
+        step, attempt = job.spec.base_step, f"{job.attempt}/{job.spec.max_attempts}"
+        error = job.error.type if job.error else None
+        created = when(job.spec.created)
+        rows.append((job.id, job.run, job.kind, _state(job), f"{step} → {step + 1}", attempt, created, error))
     return table("Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows)
 
 
+def _state(job: JobStatus) -> str:
+    return f"{job.state} ({job.phase})" if job.phase else job.state
+
+
 def job_details(job: JobStatus) -> object:
-    """A job for people."""
+    """A job as a table of names and values."""
     data = job.spec.data
     rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
@@ -151,8 +149,8 @@ def job_details(job: JobStatus) -> object:
         f"Job {job.id}",
         [
             ("run", job.run),
-            ("state", f"{job.state} ({job.phase})" if job.phase else job.state),
-            ("cancel", "asked for" if job.cancel_requested else None),
+            ("state", _state(job)),
+            ("cancel", "requested" if job.cancel_requested else None),
             ("kind", job.kind),
             ("from step", job.spec.base_step),
             ("made step", job.step),

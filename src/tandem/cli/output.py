@@ -1,11 +1,11 @@
-"""What every command shares: tables for people, JSON for programs, errors on stderr, exit statuses."""
+"""Output of all commands: tables, JSON, errors on stderr, exit statuses."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tandem.errors import JobFailed, NotServed, TandemError, Unreachable
 
-# Seconds that a controller which does not answer is asked again: a restart goes by unnoticed, a wrong URL soon shows.
+# Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
 PATIENCE = 10.0
 out = Console()
 err = Console(stderr=True)
@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, 
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
-    """Print `data` as one JSON document, or what `render` makes of it."""
+    """Print `data` as one JSON document, or what `render` returns, unless that is None."""
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
         return
@@ -35,12 +35,12 @@ def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
 
 
 def show_line(data: object) -> None:
-    """Print `data` as one line of JSON, at once."""
+    """Print `data` as one line of JSON, without buffering."""
     print(to_json(data, inf_nan_mode="constants").decode(), flush=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose name ends with `#` are numbers, to the right."""
+    """A table; columns whose name ends with `#` are aligned to the right."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
         made.add_column(column.removesuffix("#"), justify="right" if column.endswith("#") else "left")
@@ -50,7 +50,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def details(title: str, pairs: Sequence[tuple[str, object]]) -> Table:
-    """Names and values, one below the other; values that are None are left out."""
+    """A table of names and values, without the values that are None."""
     made = Table(title=title, title_justify="left", show_header=False)
     made.add_column(style="bold")
     made.add_column()
@@ -61,12 +61,12 @@ def details(title: str, pairs: Sequence[tuple[str, object]]) -> Table:
 
 
 def when(seconds: float | None) -> str | None:
-    """A time, in this machine's zone."""
+    """A time, from Unix seconds, in this machine's zone."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def size(count: int | None) -> str | None:
-    """Bytes as people read them."""
+    """Bytes with a unit: B, KiB, ..., TiB."""
     if count is None:
         return None
     value = float(count)
@@ -77,31 +77,27 @@ def size(count: int | None) -> str | None:
     return f"{value:.1f} TiB"
 
 
-def tell_error(error: Exception, *, json: bool) -> None:
-    """The error on stderr: the offending field first, where there is one."""
-    kind = error.code if isinstance(error, TandemError) else "timeout"
-    field = error.field if isinstance(error, TandemError) else None
-    message = error.message if isinstance(error, TandemError) else str(error)
+def print_error(error: Exception, *, json: bool) -> None:
+    """Print an error on stderr, with the offending field first."""
+    code, message, field = "timeout", str(error), None
+    if isinstance(error, TandemError):
+        code, message, field = error.code, error.message, error.field
     if json:
-        print(jsonlib.dumps({"error": {"type": kind, "message": message, "field": field}}), file=sys.stderr)
+        print(jsonlib.dumps({"error": {"type": code, "message": message, "field": field}}), file=sys.stderr)
         return
     where = f"[bold]{escape(field)}[/bold]: " if field else ""
-    err.print(f"[bold red]error[/bold red] ({kind}): {where}{escape(message)}", soft_wrap=True)
+    err.print(f"[bold red]error[/bold red] ({code}): {where}{escape(message)}", soft_wrap=True)
 
 
 def exit_code(error: Exception) -> int:
-    """The exit status for an error, as `tandem --help` lists them."""
+    """The exit status for an error; `tandem --help` lists them."""
     codes: list[tuple[type[Exception], int]] = [(JobFailed, 3), (NotServed, 4), (TimeoutError, 4), (Unreachable, 5)]
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
-def fields(data: dict[str, Any], names: Sequence[str]) -> str:
-    """The named values that `data` has, as `name=value`, numbers short."""
-    parts = []
-    for name in names:
-        value = data.get(name)
-        if isinstance(value, float):
-            parts.append(f"{name}={value:.4g}")
-        elif value is not None:
-            parts.append(f"{name}={value}")
-    return " ".join(parts)
+def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The values in `data` with these names, as `name=value`, floats with four digits."""
+    values = {name: data[name] for name in names if data.get(name) is not None}
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )

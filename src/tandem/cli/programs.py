@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from tandem.cli.output import tell_error
+from tandem.cli.output import print_error
 from tandem.config import load_settings
 from tandem.errors import InvalidInput
 
@@ -35,7 +35,7 @@ def up(
             raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
         status = start(settings, chosen)
     except InvalidInput as error:
-        tell_error(error, json=False)
+        print_error(error, json=False)
         raise typer.Exit(2) from error
     raise typer.Exit(status)
 

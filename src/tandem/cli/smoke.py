@@ -1,4 +1,4 @@
-"""`tandem smoke`: whether a running stack does what it is for, as a client sees it. `helm test` runs these commands."""
+"""`tandem smoke`: tests of a running stack, from a client's side. `helm test` runs these commands."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tandem.config import load_settings
 from tandem.errors import NotFound, TandemError, Unreachable
 from tandem.spool import fs
 
-app = typer.Typer(help="Try a running stack: is it reachable, does a small job go through.", no_args_is_help=True)
+app = typer.Typer(help="Test a running stack: that it is reachable, that a small job succeeds.", no_args_is_help=True)
 PATIENCE_SECONDS = 60.0
 _EXAMPLES = [
     {"messages": [{"role": "user", "content": "Is this a test?"}, {"role": "assistant", "content": answer}]}
     for answer in ("Yes.", "Yes, it is.")
 ]
 Inference = Annotated[
-    str, typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as an OpenAI client wants it (with /v1).")
+    str, typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as for an OpenAI client (with /v1).")
 ]
 
 
 class SmokeFailed(TandemError):
-    """The stack answers, but not as it should."""
+    """The stack gave a wrong answer."""
 
     code = "smoke_failed"
 
@@ -36,14 +36,15 @@ class SmokeFailed(TandemError):
 def reach(
     inference: Inference = "http://127.0.0.1:8000/v1",
     metrics: Annotated[
-        list[str] | None, typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable.")
+        list[str] | None,
+        typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable."),
     ] = None,
     closed: Annotated[
-        list[str] | None, typer.Option(help="URL that must answer 401 to who has only the API key; repeatable.")
+        list[str] | None, typer.Option(help="URL that must answer 401 to a request with the API key only; repeatable.")
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds that each may take to answer.")] = PATIENCE_SECONDS,
+    patience: Annotated[float, typer.Option(help="Seconds within which each must answer.")] = PATIENCE_SECONDS,
 ) -> None:
-    """Controller and vLLM take requests, vLLM lists the base model, exporters answer."""
+    """Test that controller, vLLM and exporters answer, and that vLLM lists the base model."""
     key = load_settings().inference_key
     with Tandem() as tandem:
         runs = tandem.list_runs()
@@ -52,7 +53,7 @@ def reach(
         models = _get(http, f"{inference}/models", key, patience).json()["data"]
         names = [model["id"] for model in models]
         if "base" not in names:
-            raise SmokeFailed(f"{inference}/models does not list the model 'base' but {names}")
+            raise SmokeFailed(f"{inference}/models lists {names}, without the model 'base'")
         out.print(f"inference {inference}: {len(names)} models")
         for url in metrics or []:
             if "\ntandem_build_info{" not in _get(http, url, None, patience).text:
@@ -66,36 +67,35 @@ def reach(
 
 
 @app.command()
-def write(word: Annotated[str, typer.Argument(help="What `tandem smoke read` is to find.")]) -> None:
-    """Leave a word on the shared volume."""
+def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke read`.")]) -> None:
+    """Write a word to the shared volume."""
     path = _word_path()
     fs.write_atomic(path, word.encode())
     out.print(f"wrote {path}")
 
 
 @app.command()
-def read(word: Annotated[str, typer.Argument(help="What `tandem smoke write` left.")]) -> None:
-    """Find the word that another container left on the shared volume, and remove it."""
+def read(word: Annotated[str, typer.Argument(help="The word of `tandem smoke write`.")]) -> None:
+    """Read the word that another container wrote to the shared volume, and remove it."""
     path = _word_path()
     end = time.monotonic() + PATIENCE_SECONDS
     while not fs.exists(path):
         if time.monotonic() > end:
-            raise SmokeFailed(f"{path} is not there: the two containers don't have the same volume")
+            raise SmokeFailed(f"{path} is missing: the two containers don't have the same volume")
         time.sleep(1)
-    found = path.read_text()
-    if found != word:
-        raise SmokeFailed(f"{path} holds {found!r}, not {word!r}")
+    if (content := path.read_text()) != word:
+        raise SmokeFailed(f"{path} contains {content!r}, not {word!r}")
     path.unlink()
     out.print(f"read and removed {path}")
 
 
 @app.command()
 def job(
-    run: Annotated[str, typer.Argument(help="A run of its own; made where there is none. Each call adds one step.")],
+    run: Annotated[str, typer.Argument(help="A run for this test; created if missing. Each call adds one step.")],
     inference: Inference = "http://127.0.0.1:8000/v1",
-    timeout: Annotated[float, typer.Option(help="Seconds for the job and for the step to be served, each.")] = 1800,
+    timeout: Annotated[float, typer.Option(help="Seconds for the job, and again for its step to be served.")] = 1800,
 ) -> None:
-    """One small SFT job from end to end: trained, given back, served, sampled from."""
+    """Train a small SFT job, wait until its step is served, and sample from it."""
     key = load_settings().inference_key
     with Tandem() as tandem:
         try:
@@ -121,18 +121,18 @@ def job(
 
 
 def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> httpx.Response:
-    """A GET that answers 200, tried for `patience` seconds."""
+    """The first response 200 to a GET, which is repeated for `patience` seconds."""
     end = time.monotonic() + patience
     while True:
         try:
             answer = http.get(url, headers=_authorization(key))
             if answer.status_code == 200:
                 return answer
-            wrong = f"answers {answer.status_code}"
+            problem = f"answers {answer.status_code}"
         except httpx.TransportError as error:
-            wrong = f"does not answer: {error}"
+            problem = f"does not answer: {error}"
         if time.monotonic() > end:
-            raise Unreachable(f"{url} {wrong}")
+            raise Unreachable(f"{url} {problem}")
         time.sleep(1)
 
 

@@ -1,4 +1,4 @@
-"""`tandem train`: a file of examples or groups becomes a job, and the terminal shows how it gets on."""
+"""`tandem train`: makes a job of a file of examples or groups, and shows its progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(
         int | None, typer.Option(help="Refuse unless the job would start from this step.  \\[default: the newest]")
     ] = None,
     wait: Annotated[
-        Wait, typer.Option(help="Return when the job is queued, has succeeded, or is served.")
+        Wait, typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served.")
     ] = Wait.SERVED,
     json: Json = False,
 ) -> None:
@@ -63,7 +63,7 @@ def train(
     with Tandem(patience=PATIENCE if wait is Wait.NO else 60.0) as tandem:
         status = tandem.train(run, request)
         if wait is not Wait.NO:
-            status = _watch(tandem, status, wait, quiet=json)
+            status = _wait(tandem, status, wait, show_progress=err.is_terminal and not json)
         show(status, json, job_details)
 
 
@@ -75,19 +75,20 @@ def _read(path: Path) -> str:
 
 
 def read_request(text: str) -> dict[str, Any]:
-    """The training request in a file's text; InvalidInput (field: the line) where it is none."""
+    """The training request in a file's text; raises InvalidInput with the line as its field."""
     try:
-        whole = jsonlib.loads(text)
+        content = jsonlib.loads(text)
     except ValueError:
-        return _from_items(_lines(text))
-    if isinstance(whole, list):
-        return _from_items([(f"[{i}]", item) for i, item in enumerate(whole)])
-    if isinstance(whole, dict) and ("kind" in whole or "groups" in whole or "examples" in whole):
-        return {"kind": "rl" if "groups" in whole else "sft", **whole}
-    return _from_items([("line 1", whole)])
+        return _request_of(_lines(text))
+    if isinstance(content, list):
+        return _request_of([(f"[{i}]", item) for i, item in enumerate(content)])
+    if isinstance(content, dict) and ("kind" in content or "groups" in content or "examples" in content):
+        return {"kind": "rl" if "groups" in content else "sft", **content}
+    return _request_of([("line 1", content)])
 
 
 def _lines(text: str) -> list[tuple[str, Any]]:
+    """Each line's place and JSON."""
     items = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -98,24 +99,25 @@ def _lines(text: str) -> list[tuple[str, Any]]:
     return items
 
 
-def _from_items(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _request_of(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The request with these groups or examples; each comes with its place in the file."""
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
-    kinds: dict[str, str] = {}
-    for where, item in items:
+    kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
+    for place, item in items:
         if not isinstance(item, Mapping) or not {"trajectories", "messages", "token_ids"} & item.keys():
-            raise InvalidInput('neither a group ("trajectories") nor an example ("messages" or "token_ids")',
-                               field=f"FILE {where}")  # fmt: skip
-        kinds.setdefault("rl" if "trajectories" in item else "sft", where)
+            problem = 'neither a group ("trajectories") nor an example ("messages" or "token_ids")'
+            raise InvalidInput(problem, field=f"FILE {place}")
+        kinds.setdefault("rl" if "trajectories" in item else "sft", place)
     if len(kinds) == 2:
-        raise InvalidInput(f"groups (from {kinds['rl']}) and examples (from {kinds['sft']}) can't be in one job",
-                           field="FILE")  # fmt: skip
+        problem = f"groups (from {kinds['rl']}) and examples (from {kinds['sft']}) can't be in one job"
+        raise InvalidInput(problem, field="FILE")
     content = [item for _, item in items]
     return {"kind": "rl", "groups": content} if "rl" in kinds else {"kind": "sft", "examples": content}
 
 
 def apply_setting(request: dict[str, Any], assignment: str) -> None:
-    """`optimizer.learning_rate=1e-4` into the request; the value is JSON, or text where it is none."""
+    """Set `optimizer.learning_rate=1e-4` in the request; the value is JSON, else text."""
     name, equals, text = assignment.partition("=")
     if not equals or not name:
         raise InvalidInput(f"{assignment!r} is not NAME=VALUE", field="--set")
@@ -132,59 +134,35 @@ def apply_setting(request: dict[str, Any], assignment: str) -> None:
     inner[last] = value
 
 
-class JobBar:
-    """A live progress bar fed by events; where stderr is no terminal, nothing but the end is shown."""
-
-    def __init__(self, status: JobStatus, quiet: bool) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[metrics]}"),
-            TimeElapsedColumn(),
-            console=err,
-            disable=quiet or not err.is_terminal,
-        )
-        self._name = f"{status.run}@{status.spec.base_step + 1}"
-        self._task = self._progress.add_task(f"{self._name} {status.state}", total=1, metrics="")
-
-    def __enter__(self) -> JobBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def event(self, event: Event) -> None:
-        """Show what an event says."""
-        data = event.data
-        if event.type == "step":
-            metrics = fields(data.get("metrics", {}), ["loss", "reward_mean", "tokens_per_second"])
-            self._progress.update(
-                self._task,
-                completed=data.get("step", 0),
-                total=data.get("steps", 1),
-                metrics=metrics,
-                description=f"{self._name} training",
-            )
-        else:
-            self.say({"requeued": "queued again", "loaded": "training"}.get(event.type, event.type))
-
-    def say(self, what: str) -> None:
-        """Show what is being waited for."""
-        self._progress.update(self._task, description=f"{self._name} {what}")
-
-
-def _watch(tandem: Tandem, status: JobStatus, wait: Wait, *, quiet: bool) -> JobStatus:
+def _wait(tandem: Tandem, job: JobStatus, wait: Wait, *, show_progress: bool) -> JobStatus:
+    """Wait for the job, or until its step is served, behind a progress bar on stderr."""
+    name = f"{job.run}@{job.spec.base_step + 1}"
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[metrics]}"),
+        TimeElapsedColumn(),
+    )
     try:
-        with JobBar(status, quiet) as bar:
-            status = tandem.wait_job(status.id, on_event=bar.event)
+        with Progress(*columns, console=err, disable=not show_progress) as progress:
+            task = progress.add_task(f"{name} {job.state}", total=1, metrics="")
+
+            def show_event(event: Event) -> None:
+                phase = {"requeued": "queued again", "loaded": "training", "step": "training"}
+                progress.update(task, description=f"{name} {phase.get(event.type, event.type)}")
+                if event.type == "step":
+                    steps, total = event.data.get("step", 0), event.data.get("steps", 1)
+                    metrics = fields(event.data.get("metrics", {}), ["loss", "reward_mean", "tokens_per_second"])
+                    progress.update(task, completed=steps, total=total, metrics=metrics)
+
+            job = tandem.wait_job(job.id, on_event=show_event)
             if wait is Wait.SERVED:
-                bar.say("waits for vLLM")
-                tandem.wait_served(status.run, status.spec.base_step + 1)
-                bar.say("served")
+                progress.update(task, description=f"{name} waits for vLLM")
+                tandem.wait_served(job.run, job.spec.base_step + 1)
+                progress.update(task, description=f"{name} served")
     except KeyboardInterrupt:
-        err.print(f"The job goes on; follow it with: tandem logs -f {status.id}")
+        err.print(f"The job goes on; follow it with: tandem logs -f {job.id}")
         raise
-    return status
+    return job

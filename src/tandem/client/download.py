@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from hashlib import file_digest
 from pathlib import Path
 
-from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.errors import InvalidInput
+from tandem.spool.checkpoints import verify_files
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import Manifest
 
@@ -51,14 +51,6 @@ class Download:
             archive.extractall(content, filter="data")
         (root,) = content.iterdir()
         manifest = Manifest.model_validate_json((root / "manifest.json").read_bytes())
-        for name, entry in manifest.files.items():
-            path = root / name
-            if not path.is_file():
-                raise CheckpointDamaged(f"{name} is missing from the download")
-            with path.open("rb") as file:
-                if file_digest(file, "sha256").hexdigest() != entry.sha256:
-                    raise CheckpointDamaged(
-                        f"{name} of {manifest.run}@{manifest.step} differs from its manifest (SHA-256)"
-                    )
+        verify_files(root, manifest)
         root.replace(self.target)
         return manifest
