@@ -4,9 +4,11 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
@@ -57,6 +59,14 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
         left_out |= set(cases) - set(chosen)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """An NVIDIA driver without GPUs, in place of the machine's own; tests `set` its GPUs."""
+    fake = FakeNvml(tmp_path)
+    fake.install(monkeypatch)
+    return fake
 
 
 @pytest.fixture(scope="module")

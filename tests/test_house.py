@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "training": {"data", "model", "spool", "system"},
     "trainer": {"training", "model", "data", "families", "spool", "vllm_client", "system"},
     "vllm_client": {"spool", "system"},
-    "inference": {"spool", "vllm_client", "supervise", "system"},
+    "inference": {"spool", "vllm_client", "system"},
     "controller": {"spool", "data", "families", "metrics", "system"},
     "metrics": {"spool", "supervise", "system"},
     "supervise": {"spool", "vllm_client", "system"},

@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.config import Settings
-from tandem.system.environment import of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
@@ -40,10 +39,6 @@ def test_not_to_exit_after_a_job_is_a_way_to_start_ranks(monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
     assert Settings().launch == "resident"
     monkeypatch.setenv("TANDEM_LAUNCH", "resident")
-    assert Settings().launch == "resident"
-    # As a child of a program with these settings reads them.
-    for name, value in of(Settings()).items():
-        monkeypatch.setenv(name, value)
     assert Settings().launch == "resident"
     monkeypatch.setenv("TANDEM_LAUNCH", "fork")
     with pytest.raises(ValidationError, match="TANDEM_EXIT_AFTER_JOB=0 contradicts TANDEM_LAUNCH=fork"):

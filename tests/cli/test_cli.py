@@ -12,7 +12,6 @@ import threading
 import time
 from importlib.machinery import PathFinder
 from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -247,7 +246,7 @@ def test_doctor_finds_what_is_wrong(tandem, server, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "file"))
     monkeypatch.setenv("TANDEM_API_KEY", "wrong")
     monkeypatch.setenv("TANDEM_DEVICE", "cuda")
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     status, checks = doctor(tandem)
     assert status == 1
     for name in ("volume", "base model", "controller", "device"):

@@ -14,7 +14,7 @@ import yaml
 
 from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, SHARED, Compose, docker
 from tandem.config import Settings
-from tandem.supervise import supervisord
+from tandem.supervise.programs import PROGRAMS, stop_seconds
 
 pytestmark = pytest.mark.docker
 OURS = ("preflight", *SERVICES)
@@ -268,7 +268,7 @@ def test_any_user_for_all_containers_at_once():
 @pytest.mark.parametrize("role", ["trainer", "inference"])
 def test_compose_waits_longer_than_the_programs_may_take_to_stop(role):
     grace = seconds(everything()["services"][role]["stop_grace_period"])
-    assert grace >= supervisord.stop_seconds(supervisord.programs(role)) + 10
+    assert grace >= stop_seconds(PROGRAMS[role]) + 10
 
 
 def test_what_waits_for_what():

@@ -17,7 +17,7 @@ from helm.pods import quantity
 from helm.renders import ROLES, VALUES, case, container_of, environment, of, pod_of, preflight_of, volume
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise import supervisord
+from tandem.supervise.programs import PROGRAMS, stop_seconds
 
 GPU, CPU, SHARED = (("docker-compose.yml", *more) for more in
                     ((), ("docker-compose.cpu.yml",), ("docker-compose.shared.yml",)))  # fmt: skip
@@ -272,7 +272,7 @@ def test_mounts_memory_ports_and_hardening(name, files):
         assert f"{user['runAsUser']}:{user['runAsGroup']}" == service["user"]
         published = {int(port.rpartition(":")[2]) for port in service.get("ports", [])}
         assert published == {p["containerPort"] for p in container["ports"] if p["name"] == "http"}
-        needs = GRACE_SECONDS if role == "controller" else supervisord.stop_seconds(supervisord.programs(role))
+        needs = GRACE_SECONDS if role == "controller" else stop_seconds(PROGRAMS[role])
         assert compose_file.seconds(service["stop_grace_period"]) > needs
         assert pod["spec"]["terminationGracePeriodSeconds"] > needs
 

@@ -24,7 +24,7 @@ from helm.renders import (
     with_values,
 )
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise import supervisord
+from tandem.supervise import programs
 
 GPU_ROLES = ("trainer", "inference")
 VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}
@@ -127,7 +127,7 @@ def stop_seconds(role: str) -> int:
     """The longest that a role's container may take after SIGTERM."""
     if role == "controller":
         return GRACE_SECONDS
-    return supervisord.stop_seconds(supervisord.programs(role))
+    return programs.stop_seconds(programs.PROGRAMS[role])
 
 
 @pytest.mark.parametrize("name", CASES)

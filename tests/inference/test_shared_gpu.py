@@ -37,7 +37,7 @@ class SharedGpu:
     """A stage whose vLLM sleeps or not on a fake GPU, and runners that hold it."""
 
     def __init__(self, directory: Path, stage: Stage) -> None:
-        self.gpu, self.programs = fake_gpu.install(directory)
+        self.gpu, self.driver = fake_gpu.install(directory)
         self.stage, self.spool, self.vllm = stage, stage.spool, stage.vllm
         self.runners: list[subprocess.Popen[str]] = []
 
@@ -66,8 +66,7 @@ class SharedGpu:
 @pytest.fixture
 def shared(stage, tmp_path, monkeypatch):
     shared = SharedGpu(tmp_path, stage)
-    monkeypatch.setenv("PATH", f"{shared.programs}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shared.driver.install(monkeypatch)
     yield shared
     for runner in shared.runners:
         runner.kill()

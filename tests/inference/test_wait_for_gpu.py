@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fake_nvml import MIB, FakeNvml, gpu
 from tandem.system import processes
 
-MIB = 2**20
 # Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its own.
 START = """
 import os, sys
@@ -29,16 +29,12 @@ os.execvpe("sh", ["sh", "-c", "setsid sleep 3600 & echo child $!; wait"], os.env
 
 
 class Servers:
-    """Starts such servers on a machine whose nvidia-smi reads a file."""
+    """Starts such servers on a machine with a fake driver."""
 
     def __init__(self, directory: Path) -> None:
-        self.table = directory / "table"
-        program = directory / "bin" / "nvidia-smi"
-        program.parent.mkdir()
-        program.write_text(f"#!/bin/sh\nexec cat {self.table}\n")
-        program.chmod(0o755)
+        self.driver = FakeNvml(directory)
         self.environment = os.environ | {
-            "PATH": f"{program.parent}:{os.environ['PATH']}", "TANDEM_ROOT": str(directory / "root"),
+            **self.driver.variables, "TANDEM_ROOT": str(directory / "root"),
             "TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": "1", "FREE_SECONDS": "20",
             "XDG_RUNTIME_DIR": str(directory),
         }  # fmt: skip
@@ -47,7 +43,7 @@ class Servers:
 
     def use(self, mib: int) -> None:
         """Memory in use on the second GPU. The first one, which is not vLLM's, is always full."""
-        self.table.write_text(f"0, GPU-aaaa, 80000\n1, GPU-bbbb, {mib}\n")
+        self.driver.set(gpu("GPU-aaaa", 80000 * MIB), gpu("GPU-bbbb", mib * MIB))
 
     def start(self, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", START]

@@ -1,6 +1,6 @@
 """A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as long as it lives.
 
-With an nvidia-smi that adds them up, and an out-of-memory error for who asks for more than there is.
+A process that asks for more than there is gets an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -8,26 +8,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import fake_nvml
+from fake_nvml import FakeNvml
+
 TOTAL, AWAKE, ASLEEP, RANK = 80_000, 68_000, 900, 30_000
 """MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake don't fit."""
 UUID = "GPU-aaaa1111"
-_SMI = """#!/bin/sh
-total=3
-for file in "{gpu}"/*.[0-9]*; do
-    [ -d "/proc/${{file##*.}}" ] && read mib 2>/dev/null <"$file" && total=$((total + mib))
-done
-echo "0, {uuid}, $total"
-"""
 
 
-def install(directory: Path) -> tuple[Path, Path]:
-    """The GPU's directory, and the one to put first on PATH."""
-    gpu, programs = directory / "gpu", directory / "bin"
+def install(directory: Path) -> tuple[Path, FakeNvml]:
+    """The GPU's directory, and the driver that adds up what processes use there."""
+    gpu = directory / "gpu"
     gpu.mkdir()
-    programs.mkdir()
-    (programs / "nvidia-smi").write_text(_SMI.format(gpu=gpu, uuid=UUID))
-    (programs / "nvidia-smi").chmod(0o755)
-    return gpu, programs
+    return gpu, FakeNvml(directory, fake_nvml.gpu(UUID, memory_of=str(gpu)))
 
 
 def others(gpu: Path) -> int:

@@ -23,8 +23,8 @@ def up(
     TANDEM_BASE_MODEL names the model, TANDEM_ROOT the directory where everything is kept. Exit status: 0 stopped; 2
     wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
-    from tandem.supervise.supervisord import Role
     from tandem.supervise.up import up as start  # late: only this command needs supervisord
+    from tandem.system.role import Role
 
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
     try:

@@ -26,8 +26,8 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector, Publish
 from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
-from tandem.supervise.supervisord import current_role
 from tandem.system.logs import Log, configure
+from tandem.system.role import current_role
 
 log = Log("exporter")
 

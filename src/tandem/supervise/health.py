@@ -1,15 +1,15 @@
-"""`python -m tandem.supervise.health [--started | --live]`: the images' HEALTHCHECK. Prints one line;
-exits with 0 if all is well, else with 1.
+"""`python -m tandem.supervise.health [--started | --live]`: the images' HEALTHCHECK. Prints one line; exits with 0 if
+all is well, else with 1.
 
-TANDEM_ROLE says what is looked at: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
+TANDEM_ROLE says what is checked: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
 lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
 
-`--started` is for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is no trouble then,
-however long that job is. (One that sleeps answers, and is healthy.)
+`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is well too, however
+long that job is. (A vLLM that sleeps answers, and is healthy.)
 
-`--live` is for a liveness probe: it asks only whether the programs' own loops still turn (`tandem.system.liveness`), so
-nothing is killed while a model loads, a step is published or a volume is away; what hangs below them, vLLM's engine or
-a job's ranks, they end themselves.
+`--live`, for a liveness probe: checks only whether the programs' own loops turn (`tandem.system.liveness`), so nothing
+is killed while a model loads, a step is published or a volume is away. If vLLM's engine or a job's ranks hang,
+`tandem up` and the runner end them.
 """
 
 from __future__ import annotations
@@ -19,106 +19,111 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
-from tandem.supervise.supervisord import current_role, runtime_dir, statuses
+from tandem.supervise.programs import PROGRAMS
+from tandem.supervise.supervisord import statuses
 from tandem.system import liveness
-from tandem.system.ports import loopback
+from tandem.system.ports import local_url
+from tandem.system.role import current_role, runtime_dir
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
-PROGRAMS = {
-    "trainer": ("runner",),
-    "inference": ("vllm", "publisher"),
-    "all": ("runner", "vllm", "publisher"),
-}
-"""What must run, by role."""
 _TIMEOUT_SECONDS = 4.0
 
 
-def troubles(settings: Settings, role: str, *, started: bool = False) -> Iterator[str]:
-    """What is wrong, in words; nothing if all is well. `started`: as for `--started`."""
+def problems(settings: Settings, role: str, *, started: bool = False) -> list[str]:
+    """What is wrong with the programs of `role`; empty if all is well. `started`: as for `--started`.
+
+    Raises SpoolUnusable or OSError where the volume can't be read.
+    """
+    problems = []
     if role not in ("trainer", "inference"):
-        url = f"http://{loopback(settings.controller_host)}:{settings.controller_port}/readyz"
-        yield from _get(url)[0]
-    if role == "controller":
-        return
-    programs = PROGRAMS.get(role, PROGRAMS["all"])
-    found = statuses(settings)
-    if not found:
-        yield "supervisord does not answer"
-        return
-    for name in programs:
-        state = found[name].state if name in found else "absent"
-        if state != "RUNNING":
-            yield f"{name} is {state}"
-    if "runner" in programs and not is_locked(Spool(settings.root, writable=False).paths.runner_lock):
-        yield "the runner does not hold the spool's lock"
-    if "vllm" in programs and not (started and _waits(settings)):
-        yield from _vllm(settings)
+        problems.append(_get(f"{_controller(settings)}/readyz")[0])
+    if role != "controller":
+        problems += _problems_of_programs(settings, role, started)
+    return [problem for problem in problems if problem]
 
 
-def silences(settings: Settings, role: str) -> Iterator[str]:
-    """Which loops have stopped, in words."""
+def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[str]:
+    now = statuses(settings)
+    if not now:
+        return ["supervisord does not answer"]
+    needed = _needed(role)
+    states = {name: now[name].state if name in now else "absent" for name in needed}
+    problems = [f"{name} is {state}" for name, state in states.items() if state != "RUNNING"]
+    spool = Spool(settings.root, writable=False)
+    if "runner" in needed and not is_locked(spool.paths.runner_lock):
+        problems.append("the runner does not hold the spool's lock")
+    waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
+    if "vllm" in needed and not waits:
+        problems.append(_problem_of_vllm(settings))
+    return problems
+
+
+def _needed(role: str) -> list[str]:
+    """The essential programs that `role` runs under supervisord, apart from the controller, which answers /readyz."""
+    programs = PROGRAMS["trainer" if role == "trainer" else "inference" if role == "inference" else "all"]
+    return [program.name for program in programs if program.essential and program.name != "controller"]
+
+
+def _problem_of_vllm(settings: Settings) -> str:
+    url = local_url(settings.inference_host, settings.inference_port)
+    problem, body = _get(f"{url}/health")
+    if not problem:
+        problem, body = _get(f"{url}/v1/models", settings.inference_key)
+    if problem:
+        return problem
+    try:
+        is_listed = BASE_MODEL_NAME in [model["id"] for model in json.loads(body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        is_listed = False
+    return "" if is_listed else f"vLLM does not list the model {BASE_MODEL_NAME!r}"
+
+
+def stopped_loops(settings: Settings, role: str) -> list[str]:
+    """One message for each program of `role` whose loop no longer turns."""
     if role == "controller":
-        yield from _get(f"http://{loopback(settings.controller_host)}:{settings.controller_port}/healthz")[0]
-        return
+        problem, _ = _get(f"{_controller(settings)}/healthz")
+        return [problem] if problem else []
     directory = runtime_dir(settings.root, current_role())
-    for program in ("up", *PROGRAMS.get(role, PROGRAMS["all"])):
-        if program in liveness.LONGEST_SECONDS and (words := liveness.silent(program, directory)):
-            yield words
+    programs = [name for name in ("up", *_needed(role)) if name in liveness.LONGEST_SECONDS]
+    return [message for name in programs if (message := liveness.silence(name, directory))]
 
 
-def _waits(settings: Settings) -> bool:
-    """Whether a trainer that shares the GPUs holds them, so that no vLLM may start."""
-    return settings.gpu_mode == "shared" and Spool(settings.root, writable=False).hold.live() is not None
+def _controller(settings: Settings) -> str:
+    return local_url(settings.controller_host, settings.controller_port)
 
 
-def _vllm(settings: Settings) -> Iterator[str]:
-    base = f"http://{loopback(settings.inference_host)}:{settings.inference_port}"
-    wrong, _ = _get(f"{base}/health")
-    if wrong:
-        yield from wrong
-        return
-    wrong, body = _get(f"{base}/v1/models", settings.inference_key)
-    yield from wrong
-    if not wrong:
-        try:
-            models = [model["id"] for model in json.loads(body)["data"]]
-        except (ValueError, LookupError, TypeError):
-            models = []
-        if BASE_MODEL_NAME not in models:
-            yield f"vLLM does not list the model {BASE_MODEL_NAME!r}"
-
-
-def _get(url: str, key: str | None = None) -> tuple[list[str], bytes]:
-    """(what is wrong, the answer's body)"""
+def _get(url: str, key: str | None = None) -> tuple[str, bytes]:
+    """(what is wrong, or an empty string; the answer's body)"""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    # Without the environment's proxies: it is this very machine.
+    # Without the environment's proxies: the server is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-            return [], answer.read()
+            return "", answer.read()
     except urllib.error.HTTPError as error:
-        return [f"{url} answers {error.code}"], b""
+        return f"{url} answers {error.code}", b""
     except OSError as error:
-        return [f"{url} does not answer: {getattr(error, 'reason', error)}"], b""
+        return f"{url} does not answer: {getattr(error, 'reason', error)}", b""
 
 
 def main() -> int:
+    """The exit status."""
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
+        settings = load_settings()
         if "--live" in sys.argv[1:]:
-            found = list(silences(load_settings(), role))
+            messages = stopped_loops(settings, role)
         else:
-            found = list(troubles(load_settings(), role, started="--started" in sys.argv[1:]))
+            messages = problems(settings, role, started="--started" in sys.argv[1:])
     except (TandemError, OSError) as error:
-        found = [str(error)]
-    print("; ".join(found).replace("\n", " ") if found else f"{role} is healthy")
-    return 1 if found else 0
+        messages = [str(error)]
+    print("; ".join(messages).replace("\n", " ") or f"{role} is healthy")
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

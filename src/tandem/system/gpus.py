@@ -1,33 +1,34 @@
-"""GPUs as seen from outside the processes that use them: by UUID, through nvidia-smi, without a CUDA context.
+"""Which GPUs the trainer or vLLM uses, and whether they are free, seen from outside the processes that use them.
 
-An index restarts at 0 in each container and the pids NVML reports are the host's, so only UUIDs and bytes are used.
 On a machine without GPUs there are no devices, and "free" means that no process of ours is left.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from copy import copy
 from types import MappingProxyType
 from typing import Literal, Self
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.system.logs import Log
+from tandem.system.nvml import Driver, DriverFailed, Gpu
+
+log = Log("gpus")
 
 MIB = 2**20
 FREE_BYTES = 256 * MIB
-"""A device with less than this in use is free: a CUDA context alone takes more, a driver's own bookkeeping less."""
+"""A device with less than this in use is free: a CUDA context alone takes more, the driver's own bookkeeping less."""
 
 STAYING_BYTES = 8 * 2**30
 """Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 """The floor of devices on which nothing may stay."""
-_TIMEOUT_SECONDS = 20.0
 Side = Literal["trainer", "inference"]
 
 
@@ -35,18 +36,19 @@ class Devices:
     """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or all."""
 
     def __init__(self, settings: Settings, side: Side) -> None:
-        """Raises InvalidInput where the settings name devices that are not there."""
+        """Raises InvalidInput where the settings name GPUs that this machine does not have, DriverFailed where the
+        driver does not tell which GPUs there are."""
         self.uuids: tuple[str, ...] = ()
+        self._failure = ""
         if settings.device == "cpu":
             return
-        found = _query()
-        if not found:
-            if settings.device == "cuda":
-                raise InvalidInput(
-                    "nvidia-smi finds no GPU; give the container one, or set TANDEM_DEVICE=cpu", field="TANDEM_DEVICE"
-                )
-            return
-        self.uuids = _selected(settings, side, {index: uuid for index, uuid, _ in found})
+        with closing(Driver()) as driver:
+            gpus, failures = driver.gpus()
+        if gpus or failures:
+            self.uuids = _selected(settings, side, gpus, failures)
+        elif settings.device == "cuda":
+            raise InvalidInput("there is no GPU; give the container one, or set TANDEM_DEVICE=cpu",
+                               field="TANDEM_DEVICE")  # fmt: skip
 
     def first(self, count: int) -> Self:
         """Only the first `count` of them."""
@@ -55,19 +57,32 @@ class Devices:
         return chosen
 
     def used(self) -> dict[str, int | None]:
-        """Bytes in use per UUID, whoever uses them; None where nvidia-smi doesn't tell."""
-        if not self.uuids:
-            return {}
-        found = {uuid: used for _, uuid, used in _query()}
-        return {uuid: found.get(uuid) for uuid in self.uuids}
+        """Bytes in use per UUID, whichever process uses them; None for a device that does not answer."""
+        used: dict[str, int | None] = dict.fromkeys(self.uuids)
+        failures = []
+        try:
+            with closing(Driver()) as driver:
+                for uuid in self.uuids:
+                    try:
+                        memory = driver.memory(driver.handle(uuid))
+                        used[uuid] = memory["used"] if memory else None
+                    except DriverFailed as error:
+                        failures.append(f"{uuid}: {error}")
+        except DriverFailed as error:
+            failures.append(str(error))
+        failure = "; ".join(failures)
+        if failure and failure != self._failure:
+            log.error("can't measure the memory in use", error=failure)
+        self._failure = failure
+        return used
 
     def busy(self, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
-        """The devices that are not free, or can't be asked, as in `used`."""
+        """The devices that are not free, or do not answer, as in `used`."""
         return over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
-        """`used` once every device is free, or after `timeout` seconds: the driver frees a dead process's memory a
-        little after it is gone."""
+        """`used` as soon as every device is free, or after `timeout` seconds. The driver frees a process's memory a
+        little after the process has ended."""
         end = time.monotonic() + timeout
         while over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -75,42 +90,30 @@ class Devices:
 
 
 def over(used: Mapping[str, int | None], floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
-    """Of `used`, the devices that are not free: FREE_BYTES or more beyond their floor, the bytes that may stay in use
-    (of a vLLM that sleeps, of ranks that stay); or nobody tells."""
+    """The devices of `used` that are not free: those that do not answer, or have FREE_BYTES or more in use beyond their
+    floor, which is the bytes that may stay in use (of a sleeping vLLM, of resident ranks)."""
     return {uuid: size for uuid, size in used.items() if size is None or size >= floor.get(uuid, 0) + FREE_BYTES}
 
 
 def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
-    """Bytes in use on each device beyond its floor; None where nobody tells."""
+    """Bytes in use on each device beyond its floor; None for a device that does not answer."""
     return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
 
 
-def _selected(settings: Settings, side: Side, by_index: dict[str, str]) -> tuple[str, ...]:
+def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:
     names = settings.trainer_devices if side == "trainer" else settings.inference_devices
-    where = f"TANDEM_{side.upper()}_DEVICES"
+    field = f"TANDEM_{side.upper()}_DEVICES"
     if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
-        names, where = visible.split(","), "CUDA_VISIBLE_DEVICES"
+        names, field = visible.split(","), "CUDA_VISIBLE_DEVICES"
     if not names:
-        return tuple(by_index.values())
+        if failures:
+            raise DriverFailed("; ".join(failures))
+        return tuple(gpu.uuid for gpu in gpus)
     uuids = []
     for name in names:
-        # CUDA accepts a UUID's unambiguous beginning too.
-        matches = [uuid for index, uuid in by_index.items() if name == index or uuid.startswith(name)]
+        matches = [gpu.uuid for gpu in gpus if gpu.has_name(name)]
         if len(matches) != 1:
-            raise InvalidInput(f"{name!r} is none of the GPUs here, which are {by_index}", field=where)
+            known = ", ".join([f"{gpu.index} ({gpu.uuid})" for gpu in gpus] + failures)
+            raise InvalidInput(f"{name!r} does not name one of the GPUs here: {known}", field=field)
         uuids.append(matches[0])
     return tuple(uuids)
-
-
-def _query() -> list[tuple[str, str, int]]:
-    """(index, UUID, bytes in use) of each GPU; empty without nvidia-smi, without a GPU, or when it doesn't answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = (line.split(", ") for line in answer.splitlines() if line.count(", ") == 2)
-    return [(index, uuid, int(used) * MIB) for index, uuid, used in rows if used.isdigit()]

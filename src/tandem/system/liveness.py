@@ -1,7 +1,8 @@
-"""Signs of life: whether the loop at the heart of a program still turns. For the liveness probe, which must not take
-"the port answers" for it, nor a model that loads or a job that trains for a hang.
+"""Signs of life: whether a program's main loop still turns.
 
-`tandem up` names a directory of its own in TANDEM_ALIVE_DIR; a program touches a file there every time round its loop.
+`tandem up` names a directory in TANDEM_ALIVE_DIR, and a program touches a file there in every turn of its main loop.
+The liveness probe reads these files, because an open port does not prove that a program works, and a model that loads
+or a job that trains is no hang.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ LONGEST_SECONDS = {
     "up": 60.0,
     # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
     "runner": 600.0,
-    # Between two runs: one step's files are hashed and copied, and vLLM is asked to load it and to score it.
+    # In one turn it hashes and copies one step's files, has vLLM load them, and has vLLM score the probe.
     "publisher": 1800.0,
 }
-"""How long a program's loop may take."""
+"""How long one turn of a program's loop may take."""
 
 
 def beat(program: str, directory: Path | None = None) -> None:
-    """The loop of `program` has come round. `directory`: by default the one TANDEM_ALIVE_DIR names, else nothing."""
+    """Records a turn of `program`'s loop in `directory`, by default TANDEM_ALIVE_DIR; does nothing without one."""
     if directory is None:
         name = os.environ.get(VARIABLE)
         if not name:
             return
         directory = Path(name)
-    with suppress(OSError):  # a full tmpfs must not end who is alive
+    with suppress(OSError):  # a full tmpfs must not end a program that works
         (directory / f"{program}.alive").touch()
 
 
-def silent(program: str, directory: Path) -> str | None:
-    """Words for a loop that has not come round for too long; None if it has, or has not begun."""
+def silence(program: str, directory: Path) -> str | None:
+    """A message if `program`'s loop has not turned for too long; None if it has, or has not begun."""
     try:
         age = time.time() - (directory / f"{program}.alive").stat().st_mtime
     except FileNotFoundError:
         return None
     longest = LONGEST_SECONDS[program]
-    return f"{program} has not come round its loop for {age:.0f} s (at most {longest:.0f})" if age > longest else None
+    return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})" if age > longest else None

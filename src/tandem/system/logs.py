@@ -26,7 +26,8 @@ class Formatter(logging.Formatter):
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record) + "".join(f" {key}={_value(value)}" for key, value in _fields(record))
+        fields = [f" {key}={_quoted(value)}" for key, value in _fields(record).items()]
+        return super().formatMessage(record) + "".join(fields)
 
 
 class JsonFormatter(logging.Formatter):
@@ -34,22 +35,19 @@ class JsonFormatter(logging.Formatter):
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        fields = dict(_fields(record))
+        fields = _fields(record)
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json_line(record.levelname, record.name, record.getMessage(), at=record.created, **fields)
 
 
 def json_line(level: str, logger: str, message: str, *, at: float | None = None, **fields: object) -> str:
-    """A line of the json format. `at`: Unix seconds, by default now. ASCII only, whatever the values are."""
+    """A line of the json format, ASCII only. `at`: Unix seconds, by default now."""
     seconds = time.time() if at is None else at
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     entry: dict[str, object] = {
-        "time": f"{stamp}.{int(seconds % 1 * 1000):03d}Z",
-        "level": level.lower(),
-        "logger": logger,
-        "message": message,
-    }
+        "time": f"{stamp}.{int(seconds % 1 * 1000):03d}Z", "level": level.lower(), "logger": logger, "message": message
+    }  # fmt: skip
     return json.dumps(entry | ({"fields": fields} if fields else {}), default=str)
 
 
@@ -58,12 +56,11 @@ def as_json() -> bool:
     return os.environ.get("TANDEM_LOG_FORMAT") == "json"
 
 
-def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
-    fields: dict[str, object] = getattr(record, "fields", {})
-    return [(key, value) for key, value in fields.items() if value is not None]
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in getattr(record, "fields", {}).items() if value is not None}
 
 
-def _value(value: object) -> str:
+def _quoted(value: object) -> str:
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return repr(text) if not text or any(c.isspace() or c in "\"'=" for c in text) else text
 
@@ -72,10 +69,8 @@ def configure(level: int = logging.INFO) -> None:
     """Send this program's log to stderr in Tandem's format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else Formatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    # A line per request of a poll twice a second would bury everything else.
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+    # One line per request of a poll twice a second would bury everything else.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

@@ -1,12 +1,12 @@
-"""Process trees on Linux: who descends from whom, dying with the parent, and ending a whole tree within a bound.
+"""Process trees on Linux: finding a process's descendants, dying with the parent, ending a whole tree within a bound.
 
-torchrun starts every rank in a session of its own, so a signal to a process group does not reach them. What does:
+torchrun starts every rank in a session of its own, so a signal to a process group does not reach the ranks. These do:
 
-- `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of any link takes the rest;
-- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that whatever loses its parent stays its
-  descendant and is found by `descendants`;
+- `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link ends the rest;
+- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses its parent stays a
+  descendant, which `descendants` finds;
 - `marked`: an environment variable that children inherit across sessions and double forks, by which a later process
-  finds what a dead one left.
+  finds those that a dead one left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,8 @@ class Process:
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `sig` when its parent dies.
 
-    `parent` is the pid the caller expects as its parent: if that one is gone already (it died before this call), the
-    signal would never come, so it is delivered at once.
+    `parent`: the pid that the caller expects as its parent. If that process died before this call, the kernel would
+    never send the signal, so this process gets it at once.
     """
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
@@ -68,74 +68,63 @@ def read(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
         return None
-    # The command stands in parentheses and may itself hold spaces and parentheses.
-    end = text.rindex(")")
-    fields = text[end + 2 :].split()
-    command = text[text.index("(") + 1 : end]
+    # The command is in parentheses and may itself contain spaces and parentheses.
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    command = before.partition("(")[2]
     return Process(pid=pid, parent=int(fields[1]), state=fields[0], started=int(fields[19]), command=command)
 
 
 def all_processes() -> list[Process]:
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [found for pid in pids if (found := read(pid)) is not None]
+    return [process for pid in pids if (process := read(pid)) is not None]
 
 
-def descendants(pid: int, *, excluding: Iterable[int] = ()) -> list[Process]:
-    """Living and zombie descendants of `pid`, parents first, without the pids in `excluding` (whose own children count
-    all the same)."""
+def descendants(pid: int) -> list[Process]:
+    """Living and zombie descendants of `pid`, parents first."""
     children: dict[int, list[Process]] = {}
     for process in all_processes():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    pending = [pid]
-    while pending:
-        for child in children.get(pending.pop(0), []):
-            found.append(child)
-            pending.append(child.pid)
-    skipped = set(excluding)
-    return [process for process in found if process.pid not in skipped]
+    tree = list(children.get(pid, []))
+    for process in tree:  # grows while it is read
+        tree += children.get(process.pid, [])
+    return tree
 
 
 def marked(variable: str, value: str) -> list[Process]:
-    """Processes of this user that were started with `variable=value` in their environment, this one excepted."""
-    wanted = f"{variable}={value}".encode()
-    found = []
+    """Living processes of this user that were started with `variable=value` in their environment, without this one."""
+    mark = f"{variable}={value}".encode()
+    matches = []
     for process in all_processes():
         if process.pid == os.getpid() or process.zombie:
             continue
-        try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environment.split(b"\0"):
-            found.append(process)
-    return found
+        with suppress(OSError):  # it belongs to another user, or is gone
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                matches.append(process)
+    return matches
 
 
-def reap_orphans(known: Iterable[int] = ()) -> None:
-    """Collect the exit status of adopted children, leaving those in `known` to whoever waits for them."""
-    waited_for = set(known)
+def reap_orphans(known: Collection[int] = ()) -> None:
+    """Collect the exit status of adopted children. `known`: children that other code waits for."""
     try:
-        # Cheap where there is nothing to do: in a container this is asked several times a second, for ever.
+        # Cheap where there is nothing to do: a container does this several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
     except ChildProcessError:
         return
-    mine = os.getpid()
     for process in all_processes():
-        if process.parent == mine and process.zombie and process.pid not in waited_for:
+        if process.parent == os.getpid() and process.zombie and process.pid not in known:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Iterable[int] = ()) -> list[Process]:
-    """SIGKILL what `find` finds until it finds nothing alive (a process may fork while it is being killed).
+def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()) -> list[Process]:
+    """SIGKILL the processes that `find` returns until none of them is alive (one may fork while it is being killed).
 
-    Returns what still lives after `timeout` seconds: processes in uninterruptible sleep, which no signal ends.
-    `known`: children that somebody else waits for.
+    Returns those that still live after `timeout` seconds: processes in uninterruptible sleep, which no signal ends.
+    `known`: children that other code waits for.
     """
     end = time.monotonic() + timeout
-    known = tuple(known)
     while True:
         alive = [process for process in find() if not process.zombie]
         for process in alive:
@@ -147,18 +136,15 @@ def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Iterab
 
 
 def send(process: Process, sig: signal.Signals) -> None:
-    """Signal `process`, unless it is gone or its pid belongs to another by now."""
+    """Signal `process`, unless it is gone or its pid belongs to another process by now."""
     now = read(process.pid)
-    if now is None or now.started != process.started:
-        return
-    try:
-        os.kill(process.pid, sig)
-    except (ProcessLookupError, PermissionError):
-        return
+    if now is not None and now.started == process.started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, sig)
 
 
 def describe_exit(code: int) -> str:
-    """An exit status as subprocess gives it, in words."""
+    """An exit status as subprocess returns it, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,83 +1,77 @@
-"""Following files that other processes append to, by whole lines."""
+"""Following text files that other processes append to, by whole lines."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 _CHUNK = 1 << 16
-# A line longer than this is handed on in pieces: no newline may ever come.
-_LONGEST = 1 << 20
+# A longer line is returned in pieces, because its end may never come.
+_LONGEST_LINE = 1 << 20
 
 
 class Tail:
-    """Reads what was appended to `path` since the last call, across rotation by rename and truncation."""
+    """Reads what was appended to `path` since the last call, across truncation and rotation by rename."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
-        self._fd = -1
+        self._file: BinaryIO | None = None
         self._partial = b""
-        if from_end and self._open():
-            os.lseek(self._fd, 0, os.SEEK_END)
+        if from_end and (file := self._open()):
+            file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """New complete lines, without their ends. `final`: the last line counts even if it was not finished."""
-        found: list[str] = []
-        while self._open():
-            if os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR):
-                os.lseek(self._fd, 0, os.SEEK_SET)
-            while chunk := os.read(self._fd, _CHUNK):
+        """New complete lines, without their ends. `final`: the last line counts even if it is not finished."""
+        lines: list[str] = []
+        while file := self._open():
+            if os.fstat(file.fileno()).st_size < file.tell():
+                file.seek(0)  # it was truncated
+            while chunk := file.read(_CHUNK):
                 *complete, self._partial = (self._partial + chunk).split(b"\n")
-                found.extend(line.decode(errors="replace").rstrip("\r") for line in complete)
-                if len(self._partial) > _LONGEST:
-                    found.append(self._take_partial())
-            if not self._rotated():
+                lines += [line.decode(errors="replace").rstrip("\r") for line in complete]
+                if len(self._partial) > _LONGEST_LINE:
+                    lines.append(self._take_partial())
+            if not self._was_rotated(file):
                 break
-            self._close_file()
+            self.close()
         if final and self._partial:
-            found.append(self._take_partial())
-        return found
+            lines.append(self._take_partial())
+        return lines
 
     def close(self) -> None:
-        self._close_file()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _take_partial(self) -> str:
         text, self._partial = self._partial.decode(errors="replace"), b""
         return text
 
-    def _open(self) -> bool:
-        if self._fd < 0:
+    def _open(self) -> BinaryIO | None:
+        if self._file is None:
             try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = self.path.open("rb", buffering=0)
             except OSError:
-                return False
-        return True
+                return None
+        return self._file
 
-    def _rotated(self) -> bool:
+    def _was_rotated(self, file: BinaryIO) -> bool:
         try:
-            there = self.path.stat()
+            return not os.path.samestat(self.path.stat(), os.fstat(file.fileno()))
         except OSError:
             return False
-        here = os.fstat(self._fd)
-        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
-
-    def _close_file(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
     """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty where there is no file."""
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - most_bytes))
-            text = file.read().decode(errors="replace")
+            start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+            file.seek(start)
+            complete = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    kept = text.splitlines()
-    if size > most_bytes and len(kept) > 1:
-        kept = kept[1:]  # the first one was cut
-    return "\n".join(kept[-lines:])
+    if start and len(complete) > 1:
+        complete = complete[1:]  # the beginning of the first one is missing
+    return "\n".join(complete[-lines:])

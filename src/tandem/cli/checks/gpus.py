@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 
 from tandem.cli.checks import Check
+from tandem.cli.output import size
 from tandem.config import Settings
+from tandem.system.nvml import Driver, DriverFailed
 
 
 def device_checks(settings: Settings) -> Iterator[Check]:
     """Whether this machine has the device that the settings want."""
     gpus = _gpus()
     if settings.device == "cuda" and not gpus:
-        yield Check("fail", "device", "TANDEM_DEVICE=cuda, but nvidia-smi shows no GPU",
+        yield Check("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU",
                     "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu")  # fmt: skip
         return
     device = ("cuda" if gpus else "cpu") if settings.device == "auto" else settings.device
@@ -29,11 +30,14 @@ def device_checks(settings: Settings) -> Iterator[Check]:
 
 
 def _gpus() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    """Name and memory of each GPU. Raises DriverFailed."""
+    with closing(Driver()) as driver:
+        gpus, failures = driver.gpus()
+        if failures:
+            raise DriverFailed("; ".join(failures))
+        memory = [driver.memory(gpu.handle) or {"total": 0} for gpu in gpus]
+        names = [driver.ask("nvmlDeviceGetName", gpu.handle) for gpu in gpus]
+    return [f"{name}, {size(sizes['total'])}" for name, sizes in zip(names, memory, strict=True)]
 
 
 def gpu_checks(settings: Settings) -> Iterator[Check]:

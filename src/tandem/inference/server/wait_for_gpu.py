@@ -15,10 +15,10 @@ from tandem.config import Settings
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.inference.server.command import serving_device
 from tandem.spool import Spool
-from tandem.supervise import supervisord
 from tandem.system import processes
 from tandem.system.gpus import FREE_BYTES, STAYING_BYTES, Devices
 from tandem.system.logs import Log
+from tandem.system.role import current_role, runtime_dir
 
 log = Log("inference")
 
@@ -42,7 +42,7 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
     GPU is not free after `free_seconds`.
     """
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
-    _lock(supervisord.runtime_dir(settings.root, supervisord.current_role()) / f"vllm-{settings.inference_port}.lock")
+    _lock(runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock")
     for leftover in processes.marked(*marker):
         log.warning("killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command)
     survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
@@ -98,7 +98,7 @@ def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
         devices.wait_free(free_seconds, floor)
     if busy := devices.busy(floor):
         in_use = ", ".join(
-            f"{uuid} ({'unknown to nvidia-smi' if used is None else f'{used} bytes in use'})"
+            f"{uuid} ({'the driver does not answer' if used is None else f'{used} bytes in use'})"
             for uuid, used in busy.items()
         )
         raise CannotStartNow(

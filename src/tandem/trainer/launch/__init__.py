@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.config import Settings
-from tandem.system.environment import of as variables_of
 from tandem.system.environment import omp_waiting
 from tandem.system.processes import Process
 
@@ -91,7 +90,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     The number of threads decides the order of floating-point sums, so it is fixed here and not left to each library:
     OMP_NUM_THREADS if it is set, else the machine's cores shared out among the ranks.
     """
-    environment = os.environ | variables_of(settings)
+    environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.trainer_ranks)))
     environment |= omp_waiting(environment)

@@ -79,7 +79,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 (the runner has one thread)
+                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 (takes no lock of another thread)
             )
         self.pid = self._process.pid
 

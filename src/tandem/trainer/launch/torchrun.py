@@ -56,7 +56,7 @@ class TorchrunHandle:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 (the runner has one thread)
+                preexec_fn=lambda: processes.die_with_parent(parent),  # noqa: PLW1509 (takes no lock of another thread)
             )
 
     @property

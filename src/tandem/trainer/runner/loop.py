@@ -283,7 +283,7 @@ class Runner:
             "before": before,
             # From the ranks' last signs of life, so that of one that died, or ran out of memory, it is told as well.
             "memory": {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()},
-            # null where nvidia-smi didn't answer: not measured is not zero.
+            # null where the driver didn't answer: not measured is not zero.
             "bytes": None if None in used.values() else sum(filter(None, beyond(used, self._beside).values())),
             "devices": used,
             **({"floor": self._beside} if self._beside else {}),

@@ -91,7 +91,7 @@ class Shared(Alone):
         self._spool, self._devices, self._name, self._stopping = spool, devices, name, stopping
         self._admin = VllmClient(settings, timeout=5.0, work_timeout=SLEEP_SECONDS)
         self._heartbeat = settings.heartbeat_seconds
-        # Several beats long: none comes while killed ranks are waited for, or nvidia-smi thinks.
+        # Several beats long: none comes while killed ranks are waited for, or NVML answers late.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
         self._hold: Hold | None = None
         self._tidy = False

@@ -1,6 +1,7 @@
 """`tandem up --role` as a container runs it: the first process, or under tini; a user without name, groups and
 capabilities; a root file system that is read-only but for /tmp, /run and the volume."""
 
+import json
 import os
 import shlex
 import shutil
@@ -12,16 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from supervise.tandem_up import AB, HERE, PATH
 from tandem.system import processes
 
-HERE = Path(__file__).parent
-START = """
-import sys
-from tandem.config import Settings
-from tandem.supervise.supervisord import Program
-from tandem.supervise.up import up
-sys.exit(up(Settings(), "trainer", [Program("a", "fake_program_a", 1, 2), Program("b", "fake_program_b", 2, 2)]))
-"""
 # What the interpreter needs may lie where only root looks: it gets other parents, in this mount namespace only.
 ROOT = r"""
 set -eu
@@ -51,6 +45,10 @@ def can_unshare() -> bool:
     return os.getuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def zombies(pid: int) -> list[processes.Process]:
+    return [process for process in processes.descendants(pid) if process.zombie]
+
+
 @pytest.mark.skipif(not can_unshare(), reason="needs root and namespaces")
 @pytest.mark.parametrize("init", ["", "tini --"])
 def test_first_process_or_under_init_without_name_on_a_read_only_root(tmp_path, init):
@@ -59,27 +57,25 @@ def test_first_process_or_under_init_without_name_on_a_read_only_root(tmp_path, 
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o2775)
-    python = shlex.join([sys.executable, "-c", START])
+    python = shlex.join([sys.executable, "-m", "start_up"])
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     environment = kept | {
-        "VOLUME": str(volume), "COMMAND": f"{init} {AS_USER} {python}", "PYTHONPATH": str(HERE), "HOME": "/tmp",
+        "VOLUME": str(volume), "COMMAND": f"{init} {AS_USER} {python}", "PYTHONPATH": PATH, "HOME": "/tmp",
         "TANDEM_ROOT": "/srv", "TANDEM_LOG_DIR": "/run/logs", "XDG_RUNTIME_DIR": "/run", "FAKE_A": "orphans",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1", "ROLE": "trainer", "PROGRAMS": json.dumps(AB),
     }  # fmt: skip
-    needed = [sys.base_prefix, str(HERE.parent.parent)]
+    needed = [sys.base_prefix, sys.prefix, str(HERE.parent.parent)]
     out = tmp_path / "out"
     with out.open("wb") as file:
         command = ["unshare", "-fpm", "--mount-proc", "sh", "-c", ROOT, "sh", *needed]
         container = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
         end = time.monotonic() + 40
-        while "b | b runs" not in out.read_text() or out.read_text().count("orphaned") < 3:
-            assert time.monotonic() < end, out.read_text()
-            assert container.poll() is None, out.read_text()
+        while "b | b runs" not in (text := out.read_text()) or text.count("orphaned") < 3 or zombies(container.pid):
+            assert time.monotonic() < end, text
+            assert container.poll() is None, text
             time.sleep(0.1)
-        time.sleep(1)
         inside = processes.descendants(container.pid)
-        assert [process for process in inside if process.zombie] == []
         status = Path(f"/proc/{inside[-1].pid}/status").read_text()
         assert "Uid:\t12345\t12345\t12345\t12345" in status
         assert "CapEff:\t0000000000000000" in status

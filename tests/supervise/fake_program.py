@@ -1,7 +1,4 @@
-"""Programs for `tandem up` that misbehave as FAKE_<NAME> says; one module per program, since supervisord gets a module.
-
-python -m fake_program_a
-"""
+"""python -m fake_program <name>: a program for `tandem up` that misbehaves as FAKE_<NAME> says."""
 
 import os
 import signal
@@ -20,7 +17,7 @@ def main(name: str) -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":
         for _ in range(3):
-            # Its parent is gone at once; it ends a little later, as somebody else's child.
+            # Its parent is gone at once; it ends a little later, as another process's child.
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
             print("orphaned", flush=True)
     if order == "json":
@@ -37,3 +34,7 @@ def main(name: str) -> None:
         signal.signal(signal.SIGTERM, lambda *_: (print(f"{name} stops at {time.time()}", flush=True), sys.exit(0)))
     while True:
         time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

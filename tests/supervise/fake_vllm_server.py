@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,6 +13,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
+        print(f"asked for {self.path}", flush=True)
         file = ANSWERS / self.path.strip("/")
         if self.path == "/is_paused" and self.headers["X-Tandem-Admin-Token"] != os.environ["TANDEM_ADMIN_TOKEN"]:
             file = ANSWERS / "absent"
@@ -22,8 +22,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(file.read_bytes() if file.exists() else b"")
 
 
-engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-print(f"v runs with engine {engine.pid}", flush=True)
-while (ANSWERS / "loads").exists():
-    time.sleep(0.05)
-ThreadingHTTPServer(("127.0.0.1", int(os.environ["TANDEM_INFERENCE_PORT"])), Handler).serve_forever()
+if __name__ == "__main__":
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    print(f"vLLM runs with engine {engine.pid}", flush=True)
+    ThreadingHTTPServer(("127.0.0.1", int(os.environ["TANDEM_INFERENCE_PORT"])), Handler).serve_forever()

@@ -3,17 +3,12 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from tandem.supervise.watchdog import Progress, Sample, parse
-from tandem.system import ports, processes
+from tandem.system import processes
 
-HERE = Path(__file__).parent
 LIFE = (7, 1)
 BUSY = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -99,71 +94,27 @@ def test_time_in_which_nobody_watched_does_not_count():
     assert watched.see(300, Sample(2, 5)) is None
 
 
-START = """
-import sys
-from tandem.config import Settings
-from tandem.supervise.supervisord import Program
-from tandem.supervise.up import up
-sys.exit(up(Settings(), "inference", [Program("vllm", "fake_program_v", 1, 2, port="inference")]))
-"""
-
-
-class Stack:
-    def __init__(self, root: Path) -> None:
-        self.root, self.answers, self.out = root, root / "answers", root / "terminal"
-        self.answers.mkdir()
-        with ports.reserve() as port:
-            environment = os.environ | {
-                "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": str(HERE),
-                "TANDEM_INFERENCE_PORT": str(port.port), "TANDEM_VLLM_STALL_SECONDS": "2",
-                "FAKE_VLLM": str(self.answers),
-            }  # fmt: skip
-        with self.out.open("wb") as file:
-            self.process = subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=file, stderr=file)
-
-    def until(self, wanted: str, count: int = 1) -> None:
-        end = time.monotonic() + 30
-        while self.out.read_text().count(wanted) < count:
-            assert time.monotonic() < end, f"no {wanted!r} in\n{self.out.read_text()}"
-            time.sleep(0.05)
-
-    def starts(self) -> int:
-        return self.out.read_text().count("v runs")
-
-
-def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(tmp_path):
-    stack = Stack(tmp_path)
-    try:
-        (stack.answers / "loads").touch()
-        stack.until("v runs")
-        time.sleep(4)
-        (stack.answers / "metrics").write_text(BUSY)
-        (stack.answers / "is_paused").write_text('{"is_paused": true}')
-        (stack.answers / "loads").unlink()
-        time.sleep(4)
-        assert stack.starts() == 1  # neither while it loaded nor while it was paused
-        (stack.answers / "is_paused").unlink()
-        stack.until("has stalled: 3 requests wait, and no token came for 2 s; killing it")
-        (stack.answers / "metrics").write_text(BUSY.replace("2.0", "0.0").replace("1.0", "0.0"))
-        stack.until("v runs", count=2)
-        stack.until("ended: terminated by SIGKILL; crash 1 of 8")
-        first = re.findall(r"with engine (\d+)", stack.out.read_text())[0]
-        assert processes.read(int(first)) is None
-        time.sleep(4)
-        assert stack.starts() == 2
-        # The server itself hangs.
-        server = processes.marked("FAKE_VLLM", str(stack.answers))
-        (leader,) = [process for process in server if b"fake_program_v" in cmdline(process.pid).split(b"\0")]
-        os.kill(leader.pid, signal.SIGSTOP)
-        stack.until("it has not answered for")
-        stack.until("v runs", count=3)
-        stack.process.send_signal(signal.SIGTERM)
-        assert stack.process.wait(30) == 0
-    finally:
-        stack.process.kill()
-        stack.process.wait()
-        processes.kill_all(lambda: processes.marked("FAKE_VLLM", str(stack.answers)), timeout=10)
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    (answers / "metrics").write_text(BUSY)
+    (answers / "is_paused").write_text('{"is_paused": true}')
+    vllm = {"name": "vllm", "module": "fake_vllm_server", "port": "inference"}
+    variables = {"FAKE_VLLM": str(answers), "TANDEM_VLLM_STALL_SECONDS": "1", "FAKE_CRASHES": "8"}
+    stack = up(role="inference", programs=(vllm,), **variables)
+    stack.until("asked for /is_paused", count=20)  # for twice as long as it may stall
+    assert stack.text().count("vLLM runs") == 1
+    (answers / "is_paused").unlink()
+    stack.until("has stalled: 3 requests wait, and no token came for 1 s; killing it")
+    (answers / "metrics").write_text(BUSY.replace("2.0", "0.0").replace("1.0", "0.0"))
+    stack.until("vLLM runs", count=2)
+    stack.until("ended: terminated by SIGKILL; crash 1 of 8")
+    first = re.findall(r"with engine (\d+)", stack.text())[0]
+    assert processes.read(int(first)) is None
+    stack.until("asked for /metrics", count=stack.text().count("asked for /metrics") + 20)
+    assert stack.text().count("vLLM runs") == 2
+    # The server itself hangs.
+    os.kill(stack.pid("fake_vllm_server"), signal.SIGSTOP)
+    stack.until("it has not answered for")
+    stack.until("vLLM runs", count=3)
+    assert stack.stop() == 0

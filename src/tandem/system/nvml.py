@@ -1,0 +1,140 @@
+"""The one place that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML makes no CUDA context.
+
+A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure raises DriverFailed,
+so that a driver in trouble never looks like a machine without GPUs.
+
+GPUs are named by UUID: an index starts at 0 in each container, and the pids that NVML reports are the host's.
+NVML's first call starts a thread that waits for driver events and outlives `close`. It takes none of Python's locks, so
+`subprocess` may still fork afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from tandem.errors import TandemError
+
+_NO_DRIVER = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
+# A driver, a GPU or a container may lack a single feature; that is no failure.
+_NO_ANSWER = (
+    "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_FOUND", "INVALID_ARGUMENT"
+)  # fmt: skip
+
+
+class DriverFailed(TandemError):
+    """The NVIDIA driver is installed and does not answer, or a GPU is in trouble."""
+
+    code = "gpu_driver_failed"
+    http_status = 503
+    retriable = True
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or one MIG device of a GPU that is divided into MIG devices."""
+
+    index: str  # "0"; "0:1" is the second MIG device of GPU 0
+    uuid: str
+    handle: Any
+    whole: Any  # the handle of the whole GPU
+    whole_uuid: str
+
+    @property
+    def is_mig(self) -> bool:
+        return self.uuid != self.whole_uuid
+
+    def has_name(self, name: str) -> bool:
+        """Whether `name` is the whole GPU's index, or the beginning of a UUID, which CUDA accepts too."""
+        return name == self.index.partition(":")[0] or any(u.startswith(name) for u in (self.uuid, self.whole_uuid))
+
+
+class Driver:
+    """NVML from construction to `close`; handles are valid in between. Without a driver every answer is None."""
+
+    def __init__(self) -> None:
+        """Raises DriverFailed."""
+        self.nvml: Any = None
+        try:
+            nvml: Any = import_module("pynvml")
+        except ModuleNotFoundError:
+            return
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            if _is_one_of(nvml, error, _NO_DRIVER):
+                return
+            raise DriverFailed(f"NVML does not start: {error}; check the driver with `nvidia-smi`") from error
+        self.nvml = nvml
+
+    def close(self) -> None:
+        if self.nvml is not None:
+            with suppress(self.nvml.NVMLError):
+                self.nvml.nvmlShutdown()
+
+    def ask(self, function: str, *arguments: Any, **options: Any) -> Any:
+        """The answer of an NVML function; None where this driver, GPU or container has none. Raises DriverFailed."""
+        if self.nvml is None:
+            return None
+        try:
+            return getattr(self.nvml, function)(*arguments, **options)
+        except self.nvml.NVMLError as error:
+            if _is_one_of(self.nvml, error, _NO_ANSWER):
+                return None
+            raise DriverFailed(f"{function}: {error}") from error
+
+    def gpus(self) -> tuple[list[Gpu], list[str]]:
+        """All GPUs (of a divided GPU its MIG devices), and one message for each GPU that does not answer."""
+        gpus: list[Gpu] = []
+        failures: list[str] = []
+        for index in range(self.ask("nvmlDeviceGetCount") or 0):
+            try:
+                handle = self.ask("nvmlDeviceGetHandleByIndex", index)
+                uuid = self.ask("nvmlDeviceGetUUID", handle)
+                migs = [(mig, self.ask("nvmlDeviceGetUUID", mig)) for mig in self._migs(handle)]
+            except DriverFailed as error:
+                failures.append(f"GPU {index}: {error}")
+                continue
+            gpus += [Gpu(f"{index}:{n}", name, mig, handle, uuid) for n, (mig, name) in enumerate(migs)]
+            if not migs:
+                gpus.append(Gpu(str(index), uuid, handle, handle, uuid))
+        return gpus, failures
+
+    def _migs(self, handle: Any) -> Iterator[Any]:
+        mode = self.ask("nvmlDeviceGetMigMode", handle)
+        if mode and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE:
+            for index in range(self.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+                if (mig := self.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)) is not None:
+                    yield mig
+
+    def handle(self, uuid: str) -> Any:
+        """The handle of a GPU or MIG device; None where it is not there. Raises DriverFailed."""
+        return self.ask("nvmlDeviceGetHandleByUUID", uuid)
+
+    def has_nvlink(self, a: str, b: str) -> bool:
+        """Whether two GPUs, given by UUID, reach each other's memory over NVLink. Raises DriverFailed."""
+        over_nvlink = self.nvml.NVML_P2P_CAPS_INDEX_NVLINK
+        status = self.ask("nvmlDeviceGetP2PStatus", self.handle(a), self.handle(b), over_nvlink)
+        return bool(status == self.nvml.NVML_P2P_STATUS_OK)
+
+    def memory(self, handle: Any) -> dict[str, int] | None:
+        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed.
+
+        `used` is nvidia-smi's: a free GPU has 0, since what the driver reserves for itself (600 MiB on an H200) is not
+        part of it. NVML's first version of this call counts that as used, so there is no fallback to it.
+        """
+        if handle is None:
+            return None
+        memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)
+        if memory is None:
+            return None
+        # Some drivers count the reserved memory in `used` here too.
+        used = max(memory.total - memory.free - memory.reserved, 0)
+        return {"total": memory.total, "free": memory.free, "reserved": memory.reserved, "used": used}
+
+
+def _is_one_of(nvml: Any, error: Any, names: tuple[str, ...]) -> bool:
+    return error.value in {getattr(nvml, f"NVML_ERROR_{name}") for name in names}

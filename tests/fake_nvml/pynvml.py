@@ -1,0 +1,76 @@
+"""In pynvml's place: its constants and errors, and functions that answer from the file $FAKE_NVML (see FakeNvml)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = str(Path(__file__).parent)
+_file = PathFinder.find_spec("pynvml", [path for path in sys.path if path != HERE]).origin
+_spec = spec_from_file_location("real_pynvml", _file)
+real = sys.modules["real_pynvml"] = module_from_spec(_spec)
+_spec.loader.exec_module(real)
+inits = 0
+
+
+def __getattr__(name: str):
+    found = getattr(real, name)
+    if not name.startswith("nvml") or not callable(found):
+        return found
+    return lambda *arguments, **options: _answer(name, arguments, options)
+
+
+def _answer(name: str, arguments: tuple, options: dict) -> object:
+    global inits
+    state = json.loads(Path(os.environ["FAKE_NVML"]).read_text())
+    if name in state["raises"]:
+        raise real.NVMLError(state["raises"][name])
+    inits += name == "nvmlInit"
+    gpus = state["gpus"]
+    if name in ("nvmlInit", "nvmlShutdown"):
+        return None
+    if name == "nvmlDeviceGetCount":
+        return len(gpus)
+    if name == "nvmlDeviceGetHandleByIndex":
+        return gpus[arguments[0]]
+    if name == "nvmlDeviceGetHandleByUUID":
+        every = [device for gpu in gpus for device in (gpu, *gpu.get("migs", []))]
+        return _only([device for device in every if device["nvmlDeviceGetUUID"] == arguments[0]])
+    if name == "nvmlSystemGetDriverVersion":
+        return "580.95.05"
+    if name == "nvmlSystemGetCudaDriverVersion_v2":
+        return 13010
+    gpu = arguments[0]
+    if "lost" in gpu and name != "nvmlDeviceGetUUID":
+        raise real.NVMLError(real.NVML_ERROR_GPU_IS_LOST)
+    if name == "nvmlDeviceGetP2PStatus":
+        linked = arguments[1]["nvmlDeviceGetUUID"] in gpu.get("nvlinks", [])
+        return real.NVML_P2P_STATUS_OK if linked else real.NVML_P2P_STATUS_NOT_SUPPORTED
+    if name == "nvmlDeviceGetMigDeviceHandleByIndex":
+        return _only(gpu["migs"][arguments[1] : arguments[1] + 1])
+    if name == "nvmlDeviceGetMemoryInfo":
+        assert options == {"version": real.nvmlMemory_v2}
+        if "memory_of" in gpu:
+            return _memory_of(Path(gpu["memory_of"]))
+    if name not in gpu:
+        raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
+    answer = gpu[name]
+    return SimpleNamespace(**answer) if isinstance(answer, dict) else answer
+
+
+def _only(matches: list[dict]) -> dict:
+    if matches:
+        return matches[0]
+    raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
+
+
+def _memory_of(directory: Path) -> SimpleNamespace:
+    """Of a GPU that is a directory, where each living process has written the MiB it uses (see runner/fake_gpu.py)."""
+    files = [path for path in directory.glob("*.[0-9]*") if Path("/proc", path.suffix[1:]).exists()]
+    used = (3 + sum(int(path.read_text() or 0) for path in files)) * 2**20
+    return SimpleNamespace(total=80 * 2**30, free=80 * 2**30 - used, reserved=0, used=used)

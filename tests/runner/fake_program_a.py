@@ -1,5 +1,0 @@
-"""See fake_program."""
-
-from fake_program import main
-
-main("a")

@@ -1,0 +1,70 @@
+"""A `tandem up` of small programs, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tandem.system import ports, processes
+
+HERE = Path(__file__).parent
+PATH = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+AB = ({"name": "a", "module": "fake_program a", "port": "controller"}, {"name": "b", "module": "fake_program b"})
+
+
+class Up:
+    """`programs`: fields of `Program`. Waits for nothing; nothing of it is left after `close`."""
+
+    def __init__(self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str) -> None:
+        self.root = root
+        with ports.reserve() as one, ports.reserve() as two:
+            self.ports = one.port, two.port
+        self.environment = os.environ | {
+            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": PATH, "ROLE": role,
+            "TANDEM_CONTROLLER_PORT": str(self.ports[0]), "TANDEM_INFERENCE_PORT": str(self.ports[1]),
+            "PROGRAMS": json.dumps(programs), **variables,
+        }  # fmt: skip
+        self.out = root / f"terminal of {role}"
+        self.process = self.start(self.out)
+
+    def start(self, out: Path) -> subprocess.Popen[bytes]:
+        with out.open("ab") as file:
+            return subprocess.Popen([sys.executable, "-m", "start_up"], env=self.environment, stdout=file, stderr=file)
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def until(self, wanted: str, timeout: float = 30, count: int = 1) -> None:
+        end = time.monotonic() + timeout
+        while self.text().count(wanted) < count:
+            assert time.monotonic() < end, f"no {wanted!r} in\n{self.text()}"
+            assert self.process.poll() is None, f"ended before {wanted!r}:\n{self.text()}"
+            time.sleep(0.05)
+
+    def left(self) -> list[processes.Process]:
+        return processes.marked("TANDEM_ROOT", str(self.root))
+
+    def pid(self, *words: str) -> int:
+        """Of the process whose command line ends with these words, or has them after `-m`."""
+        for process in self.left():
+            line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+            if "-m" in line and line[line.index("-m") + 1 :][: len(words)] == list(words):
+                return process.pid
+        raise AssertionError(f"{words} does not run")
+
+    def wait(self, timeout: float = 30) -> int:
+        return self.process.wait(timeout)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(how)
+        return self.wait()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        processes.kill_all(self.left, timeout=10)

@@ -1,0 +1,150 @@
+"""The images' health check, against programs under a real supervisord that stand in for the real ones."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tandem.config import Settings
+from tandem.spool import Spool
+from tandem.spool.locks import is_locked
+from tandem.supervise.health import problems, stopped_loops
+from tandem.supervise.supervisord import Status
+from tandem.system import liveness, ports
+from tandem.system.role import runtime_dir
+
+
+def check(environment, role):
+    """(exit status, the line)"""
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.supervise.health"],
+        check=False, env=environment | {"TANDEM_ROLE": role}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
+    return done.returncode, done.stdout.strip()
+
+
+def until(environment, role, wanted):
+    end = time.monotonic() + 30
+    while (answer := check(environment, role)) != wanted:
+        assert time.monotonic() < end, answer
+        time.sleep(0.2)
+
+
+def named(*names):
+    return tuple({"name": name, "module": f"fake_program {name}"} for name in names)
+
+
+def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_path):
+    stack = up(role="trainer", programs=named("runner", "other"))
+    until(stack.environment, "trainer", (1, "the runner does not hold the spool's lock"))
+    lock = Spool(tmp_path).paths.runner_lock
+    with Spool(tmp_path).runner_lock("me"):
+        for _ in range(2):  # a check leaves the lock as it is
+            assert check(stack.environment, "trainer") == (0, "trainer is healthy")
+    assert not is_locked(lock)
+    assert check(stack.environment, "inference") == (1, "supervisord does not answer")
+
+
+@contextmanager
+def server(port: int, answers: dict) -> Iterator[set]:
+    """Answers each path with (status, body); the paths and keys that it was asked for."""
+    requests = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_): ...
+
+        def do_GET(self):
+            status, body = answers.get(self.path, (404, {}))
+            requests.add((self.path, self.headers["Authorization"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
+        threading.Thread(target=http.serve_forever, args=(0.05,), daemon=True).start()
+        yield requests
+        http.shutdown()
+
+
+def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
+    stack = up(role="inference", programs=named("vllm", "publisher"), TANDEM_API_KEY="first second")
+    url = f"http://127.0.0.1:{stack.ports[1]}"
+    refused = f"{url}/health does not answer: [Errno 111] Connection refused"
+    until(stack.environment, "inference", (1, refused))
+    answers = {"/health": (500, {})}
+    with server(stack.ports[1], answers) as requests:
+        assert check(stack.environment, "inference") == (1, f"{url}/health answers 500")
+        answers |= {"/health": (200, {}), "/v1/models": (200, {"data": [{"id": "run@1"}]})}
+        assert check(stack.environment, "inference") == (1, "vLLM does not list the model 'base'")
+        answers["/v1/models"] = (200, {"data": [{"id": "run@1"}, {"id": "base"}]})
+        assert check(stack.environment, "inference") == (0, "inference is healthy")
+        assert ("/v1/models", "Bearer first") in requests
+        stack.until("ready after")
+
+
+def test_a_controller_is_healthy_when_it_is_ready():
+    with ports.reserve() as held:
+        port = held.port
+    environment = os.environ | {"TANDEM_CONTROLLER_PORT": str(port), "TANDEM_CONTROLLER_HOST": "0.0.0.0"}
+    assert check(environment, "controller")[0] == 1
+    answers = {"/readyz": (503, {})}
+    with server(port, answers):
+        assert check(environment, "controller") == (1, f"http://127.0.0.1:{port}/readyz answers 503")
+        answers["/readyz"] = (200, {})
+        assert check(environment, "controller") == (0, "controller is healthy")
+
+
+def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
+    Spool.create(tmp_path)
+    now = {"runner": Status("runner", "BACKOFF", 0), "exporter": Status("exporter", "FATAL", 0)}
+    monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: now)
+    assert problems(Settings(root=tmp_path), "trainer")[0] == "runner is BACKOFF"
+    del now["runner"]
+    assert problems(Settings(root=tmp_path), "trainer")[0] == "runner is absent"
+
+
+def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
+    spool, now = Spool.create(tmp_path), time.time()
+    running = {name: Status(name, "RUNNING", 1) for name in ("vllm", "publisher")}
+    monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: running)
+    settings = Settings(root=tmp_path, gpu_mode="shared")
+    code = f"""if True:
+        import sys
+        from tandem.spool import Spool
+        from tandem.spool.schema import Hold
+        spool = Spool({str(tmp_path)!r})
+        with spool.runner_lock("me"):
+            spool.hold.put(Hold(runner="me", job="j", attempt=1, phase="training", since={now + 60}, beat={now},
+                                lease=600, deadline={now}))
+            print("held", flush=True)
+            sys.stdin.read()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert problems(settings, "inference", started=True) == []
+        assert "does not answer" in problems(settings, "inference")[0]
+        holder.kill()
+    assert spool.hold.get() is not None
+    assert "does not answer" in problems(settings, "inference", started=True)[0]
+
+
+def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_ROLE", "trainer")
+    settings, directory = Settings(root=tmp_path), runtime_dir(tmp_path, "trainer")
+    assert stopped_loops(settings, "trainer") == []  # it has not begun
+    for program in ("up", "runner", "publisher"):
+        liveness.beat(program, directory)
+        os.utime(directory / f"{program}.alive", (0, time.time() - 100))
+    (message,) = stopped_loops(settings, "trainer")  # the runner's may take longer, the publisher is not the trainer's
+    assert message.startswith("the loop of up has not turned for 100 s")
+
+
+def test_wrong_settings_are_one_line():
+    assert check(os.environ | {"TANDEM_TRAINER_RANKS": "none"}, "trainer")[0] == 1

@@ -1,0 +1,123 @@
+"""`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left however it ends."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from supervise.tandem_up import AB, Up
+from tandem.system import ports, processes
+from tandem.system.role import runtime_dir
+
+
+def both_run(stack: Up) -> Up:
+    stack.until("a | a runs; admin token of 43 characters")
+    stack.until("b | b runs")
+    return stack
+
+
+def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
+    stack = both_run(up(TANDEM_ADMIN_TOKEN="s3cret" + "x" * 37, FAKE_A="orphans"))
+    stack.until("a | orphaned", count=3)
+    end = time.monotonic() + 10
+    while [process for process in processes.descendants(stack.process.pid) if process.zombie]:
+        assert time.monotonic() < end, "orphans are not reaped"
+    os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
+    stack.until("a runs", count=2)
+    stack.until("ended: terminated by SIGKILL; crash 1 of 1")
+    assert stack.stop(signal.SIGINT) == 0
+    assert stack.left() == []
+    stopped = {name: float(at) for name, at in re.findall(r"(.) stops at ([0-9.]+)", stack.text())}
+    assert stopped["b"] < stopped["a"]
+    # The logs have what the terminal showed. The token is in neither, nor in any other file.
+    assert "admin token" in (stack.root / "logs" / "a.log").read_text()
+    written = [path for path in stack.root.rglob("*") if path.is_file()]
+    directory = runtime_dir(stack.root, "all")
+    assert directory.stat().st_mode & 0o077 == 0
+    for path in [*written, directory / "supervisord.conf"]:
+        assert b"s3cret" not in path.read_bytes()
+
+
+def test_a_crash_loop_ends_with_71_and_names_the_program(up):
+    stack = up(FAKE_B="crash-loop")
+    assert stack.wait() == 71
+    assert "ended: exit status 4; crash 1 of 1" in stack.text()
+    assert "b crashes again and again; the end of its log:" in stack.text()
+    assert stack.left() == []
+
+
+def test_a_program_that_cannot_start_ends_with_70(up):
+    stack = up(FAKE_A="start-fails", FAKE_CRASHES="8")
+    assert stack.wait() == 70
+    assert "a can't be started" in stack.text()
+    assert stack.left() == []
+
+
+def test_a_program_that_ignores_sigterm_is_killed_with_its_group(up):
+    stack = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
+    assert stack.stop() == 0
+    assert stack.left() == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_when_supervisord_dies_nothing_is_left(up, sig):
+    stack = both_run(up(FAKE_A="child"))
+    os.kill(stack.pid("supervisor.supervisord"), sig)
+    assert stack.wait() == 72
+    assert stack.left() == []
+
+
+def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
+    stack = both_run(up())
+    stack.process.kill()
+    stack.process.wait()
+    end = time.monotonic() + 10
+    while stack.left():
+        assert time.monotonic() < end, stack.left()
+        time.sleep(0.1)
+
+
+def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
+    stack = both_run(up())
+    second = stack.start(stack.root / "second")
+    assert second.wait(20) == 1
+    assert "runs on" in (stack.root / "second").read_text()
+    assert stack.stop() == 0
+    with ports.reserve(stack.ports[0]):
+        assert stack.start(stack.root / "third").wait(20) == 1
+    assert "controller_port: port" in (stack.root / "third").read_text()
+
+
+@pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
+def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how, says):
+    stack = up(programs=(AB[0], AB[1] | {"essential": False}), FAKE_B=how)
+    stack.until(says)
+    seen = stack.text().count("b runs")
+    stack.until("b | b runs", count=seen + 2)
+    assert stack.text().count(says) == 1
+    assert stack.text().count("a | a runs") == 1
+    assert stack.stop() == 0
+    assert stack.left() == []
+
+
+def test_two_roles_run_on_one_spool_and_their_files_are_the_groups(up):
+    one = both_run(up())
+    two = both_run(up(role="trainer"))
+    assert one.process.poll() is None
+    assert (one.root / "logs/trainer/a.log").stat().st_mode & 0o060 == 0o060
+    for stack in (one, two):
+        assert stack.stop() == 0
+
+
+def test_as_json_every_line_is_an_object_that_names_its_program(up):
+    stack = up(TANDEM_LOG_FORMAT="json", FAKE_A="json")
+    stack.until('"message": "b runs')
+    stack.until("from a")
+    assert stack.stop() == 0
+    lines = [json.loads(line) for line in stack.text().splitlines()]
+    assert {line["program"] for line in lines} == {"a", "b", "up"}
+    (own,) = [line for line in lines if line["message"] == "from a"]
+    assert (own["level"], own["logger"], own["fields"]) == ("warning", "fake", {"n": 1})

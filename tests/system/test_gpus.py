@@ -1,0 +1,123 @@
+"""NVML decides which GPUs are ours, whether they are free, and how they are connected."""
+
+import pytest
+
+from fake_nvml import MIB, gpu
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.system import gpu_links
+from tandem.system.gpus import FREE_BYTES, Devices
+from tandem.system.nvml import DriverFailed
+
+A, B, C = "GPU-aaaa1111", "GPU-bbbb2222", "GPU-bbcc3333"
+USED = 70000 * MIB
+GPU_IS_LOST, LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, TIMEOUT = 15, 12, 9, 10
+
+
+@pytest.fixture
+def three(nvml):
+    nvml.set(gpu(A, 3 * MIB), gpu(B, USED), gpu(C))
+    return nvml
+
+
+def devices(*names: str, device: str = "cuda") -> Devices:
+    return Devices(Settings(device=device, trainer_devices=list(names)), "trainer")
+
+
+def test_devices_are_known_by_uuid(three, monkeypatch):
+    assert devices().uuids == (A, B, C)
+    assert devices("1", "GPU-aa").uuids == (B, A)
+    with pytest.raises(InvalidInput, match="TANDEM_TRAINER_DEVICES: '7' does not name one"):
+        devices("7")
+    with pytest.raises(InvalidInput):
+        devices("GPU-bb")  # two begin so
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert devices().uuids == (C,)
+
+
+def test_a_mig_device_is_known_by_its_own_uuid_and_measured_by_itself(nvml):
+    migs = [gpu("MIG-1", 5 * MIB), gpu("MIG-2", USED)]
+    nvml.set(gpu(A, nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs), gpu(B))
+    assert devices().uuids == ("MIG-1", "MIG-2", B)
+    assert devices("MIG-2", "1").used() == {"MIG-2": USED, B: 0}
+    with pytest.raises(InvalidInput, match="MIG-1"):
+        devices("0")  # both are on it
+
+
+def test_in_use_and_not_answering_are_both_not_free(three, caplog):
+    ours = devices("0", "1")
+    assert ours.used() == {A: 3 * MIB, B: USED}
+    assert list(ours.busy()) == [B]
+    three.set(gpu(A, 3 * MIB), gpu(B, lost=True))
+    assert ours.busy() == {B: None}
+    three.set(gpu(A), gpu(B), nvmlInit=TIMEOUT)
+    assert ours.busy() == ours.busy() == {A: None, B: None}
+    assert [record.fields["error"] for record in caplog.records] == [
+        f"{B}: nvmlDeviceGetMemoryInfo: GPU is lost", "NVML does not start: Timeout; check the driver with `nvidia-smi`"
+    ]  # fmt: skip
+
+
+def test_bytes_up_to_the_floor_are_no_trouble(three):
+    ours = devices("0", "1")
+    assert ours.busy({B: USED - FREE_BYTES}) == {B: USED}
+    floor = {B: USED - FREE_BYTES + 1}
+    assert ours.busy(floor) == {}
+    assert ours.wait_free(0, floor)[B] == USED
+    three.set(nvmlInit=TIMEOUT)
+    assert list(ours.busy(floor)) == [A, B]
+
+
+@pytest.mark.parametrize("raises", [{}, {"nvmlInit": LIBRARY_NOT_FOUND}, {"nvmlInit": DRIVER_NOT_LOADED}])
+def test_a_machine_without_gpus_is_refused_only_where_one_is_asked_for(nvml, raises):
+    nvml.set(**raises)
+    with pytest.raises(InvalidInput, match="TANDEM_DEVICE"):
+        devices()
+    assert devices(device="auto").uuids == ()
+
+
+def test_a_driver_in_trouble_is_never_a_machine_without_gpus(three):
+    three.set(gpu(A), gpu(B, lost=True))
+    assert devices("0", device="auto").uuids == (A,)
+    with pytest.raises(InvalidInput, match=r"GPU 1: nvmlDeviceGetMigMode: GPU is lost"):
+        devices("1", device="auto")
+    with pytest.raises(DriverFailed, match="GPU is lost"):
+        devices(device="auto")
+    three.set(gpu(A), nvmlInit=TIMEOUT)
+    with pytest.raises(DriverFailed, match="Timeout"):
+        devices(device="auto")
+
+
+# ---------------------------------------------------------------- the path between the trainer's GPUs and vLLM's
+
+
+@pytest.fixture
+def linked(nvml, monkeypatch):
+    nvml.set(gpu(A, nvlinks=[B]), gpu(B, nvlinks=[A]), gpu(C))
+    monkeypatch.setenv("NCCL_HOSTID", "tandem")
+
+
+def describe(trainer: str, inference: str, side: str = "trainer") -> str | None:
+    return gpu_links.describe(Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side)
+
+
+def test_the_path_between_visible_gpus(linked):
+    assert describe("0", "1").startswith("NCCL to inference goes by NVLink, ")
+    assert describe("GPU-aa", "1", "inference").startswith("NCCL to trainer goes by NVLink, ")
+    assert describe("0,1", "2").startswith("NCCL to inference goes by PCIe, ")
+
+
+@pytest.mark.parametrize("inference", ["", "7", "GPU-7777"])
+def test_gpus_of_the_other_side_that_are_not_visible_mean_tcp(linked, inference):
+    missing = "the GPUs of inference are not visible here"
+    assert describe("0", inference).startswith(f"NCCL to inference would go over TCP: {missing}; ")
+
+
+def test_without_a_common_host_id_it_is_tcp(linked, monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID")
+    assert describe("0", "1").startswith("NCCL to inference would go over TCP: NCCL_HOSTID is not")
+
+
+def test_nothing_is_said_without_gpus(nvml):
+    assert describe("", "") is None
+    nvml.set(nvmlInit=TIMEOUT)
+    assert describe("", "") is None
