@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
-from tandem.families.arch import Arch, arch_from_config, read_arch
+from tandem.families.arch import Arch
+from tandem.families.registry import arch_from_config, read_arch, weight_rules
 from tandem.model import device, parallel
 from tandem.model.build import build_policy
 from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
-from tandem.model.weights.base import weight_rules
 from tandem.spool.schema import LoraShape
 
 SMALL = {
@@ -62,8 +62,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
         return 1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
 
     (directory / "config.json").write_text(json.dumps(config))
-    rules = weight_rules(arch)
-    weights = {n: random(s) for rule in rules for n, s in zip(rule.sources, rule.shapes, strict=True)}
+    weights = {name: random(shape) for rule in weight_rules(arch) for name, shape in rule.sources.items()}
     save_file(weights, directory / "model.safetensors")
     save_file({n: random(s) for n, s in adapter_shapes(arch, LORA).items()}, directory / WEIGHTS_FILE)
     write_adapter_config(directory, LORA, "random")

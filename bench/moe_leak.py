@@ -26,7 +26,7 @@ import torch
 
 from bench.live_bytes import counted
 from bench.report import report
-from tandem.families.arch import arch_from_config
+from tandem.families.registry import arch_from_config
 from tandem.model import device, parallel, recompute_fix
 from tandem.model.build import build_policy
 from tandem.model.mcore import ColumnParallelLinear, MLPSubmodules, MoELayer, MoESubmodules, RowParallelLinear
@@ -48,8 +48,8 @@ def make(model: str, *, layers: int, experts: int, hidden: int, recompute_layers
     if model != "dense":
         config |= {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": min(8, experts // 2)}
         config |= {"moe_intermediate_size": hidden // 2, "norm_topk_prob": True}
-    options = {"recompute": "full", "recompute_layers": recompute_layers} if recompute_layers else {}
-    policy = build_policy(arch_from_config(config), LORA, **options)  # type: ignore[arg-type]
+    policy = build_policy(arch_from_config(config), LORA, recompute="full" if recompute_layers else "none")
+    policy.config.recompute_num_layers = recompute_layers or None
     if "Megatron" in model:
         for number, layer in enumerate(policy.gpt.decoder.layers):
             layer.mlp = megatrons(policy, number, model.split()[-1])

@@ -33,8 +33,9 @@ import numpy as np
 from bench.report import report
 from tandem.data.inputs import PackingSettings, SFTExample
 from tandem.data.prepare import prepare_sft
-from tandem.families.arch import EXPERT_TARGETS, read_arch
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity import write_identity_adapter
+from tandem.families.registry import read_arch
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
 from tandem.system import processes
@@ -71,13 +72,12 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from tandem.families.arch import read_arch
-from tandem.model.weights.base import weight_rules
+from tandem.families.registry import read_arch, weight_rules
 directory, where = Path(sys.argv[1]), sys.argv[2]
 generator = torch.Generator(where).manual_seed(0)
 shards, shard, size = [], {}, 0
 for rule in weight_rules(read_arch(str(directory))):
-    for name, shape in zip(rule.sources, rule.shapes):
+    for name, shape in rule.sources.items():
         noise = torch.randn(shape, generator=generator, device=where)
         weight = (1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5).to(torch.bfloat16).cpu()
         if size + weight.nbytes > 4 * 2**30:

@@ -2,7 +2,7 @@
 
     python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--samples]
                                   [--ranks 1] [--tensor-parallel 1]
-                                  [--do 'from tandem.model.weights import stream; stream.THREADS["cuda"] = 8']
+                                  [--do 'import tandem.model.weights.safetensors_reader as r; r.CHUNK_BYTES = 2**23']
 
 The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other threads name them.
 --do: Python to run in the ranks (or what they are forked from) beforehand, to see what another constant would do. With
@@ -34,9 +34,9 @@ PARTS = (
     ("tandem.trainer.rank.resident", "RankState.join"),
     ("tandem.trainer.rank.checkpoint", "check"),
     ("tandem.model.device.cuda_start", "_create_context"),
-    ("tandem.model.weights.base", "BaseWeights.__init__"),
-    ("tandem.model.weights.base", "BaseWeights.connect"),
-    ("tandem.model.weights.base", "BaseWeights.exchange"),
+    ("tandem.model.weights.base_weights", "BaseWeights.__init__"),
+    ("tandem.model.weights.base_weights", "BaseWeights.connect"),
+    ("tandem.model.weights.base_weights", "BaseWeights.exchange"),
     ("tandem.trainer.rank.model_loader", "load_weights"),
     ("tandem.trainer.rank.model_loader", "_load_cublas"),
     ("tandem.trainer.rank.model_loader", "_load_softmax_kernels"),
@@ -50,7 +50,7 @@ PARTS = (
     ("tandem.model.policy", "Policy._outputs"),
     ("tandem.trainer.rank.checkpoint", "read"),
     ("tandem.trainer.rank.checkpoint", "load"),
-    ("tandem.model.weights.stream", "fill"),
+    ("tandem.model.weights.safetensors_reader", "fill_targets"),
     ("tandem.model.device.memory", "release_cached"),
     ("tandem.trainer.rank.probe", "logprobs"),
     ("tandem.training.steps", "Training.run"),

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
-from tandem.families.arch import read_arch
+from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool.schema import LoraShape
@@ -31,7 +31,7 @@ def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, s
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        for name, shape in adapter_shapes(read_arch(str(model)), lora).items()
+        for name, shape in sorted(adapter_shapes(read_arch(str(model)), lora).items())
     }
     save_file(tensors, directory / WEIGHTS_FILE)
     write_adapter_config(directory, lora, str(model))

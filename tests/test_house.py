@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "spool": {"system"},
     "data": {"spool", "system"},
     "families": {"spool.schema"},
-    "model": {"families", "spool", "data", "system"},
+    "model": {"families", "spool", "system"},
     "training": {"data", "model", "spool", "system"},
     "trainer": {"training", "model", "data", "families", "spool", "vllm_client", "system"},
     "vllm_client": {"spool", "system"},

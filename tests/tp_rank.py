@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from policies import LORA, linear_row, make_policy
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
-from tandem.model import device, parallel
+from tandem.model import device, logprobs, parallel
 
 CHUNK = 7 * 130  # a few items' logits at a time
 
 
 def outputs_and_gradients(policy) -> dict[str, object]:
     """The same on any topology: gradients are gathered."""
-    policy.chunk_elements = CHUNK
+    logprobs.CHUNK_ELEMENTS = CHUNK
     tokens = torch.randint(0, 260, (60,), generator=torch.Generator().manual_seed(4)).numpy()
     outputs = policy(linear_row(tokens, padding=4), temperature=0.8)
     weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))

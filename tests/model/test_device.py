@@ -14,7 +14,7 @@ from tiny import write_random_model
 BUILD = """
 import sys, torch, traceback
 from tandem.model import device, parallel
-from tandem.families.arch import read_arch
+from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
 from tandem.spool.schema import LoraShape
 from tandem.training.phases import MemoryWatch, Phases

@@ -11,12 +11,12 @@ from torch.func import functional_call
 from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes
-from tandem.families.arch import read_arch
 from tandem.families.identity import write_identity_adapter
+from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
 from tandem.model.experts import grouped_linear
 from tandem.model.mcore import parallel_state
-from tandem.model.weights.adapter_files import read_adapter
+from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import MOE, write_random_model
 

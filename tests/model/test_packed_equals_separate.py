@@ -14,7 +14,7 @@ from policies import RowTensors, assert_close, gradients, linear_row, make_polic
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl
-from tandem.model.policy import row_tensors
+from tandem.training.steps import row_tensors
 from tiny import write_random_model
 
 VOCABULARY = 260

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
-from tandem.families.arch import read_arch
 from tandem.families.identity import write_identity_adapter
+from tandem.families.registry import read_arch
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from policies import all_logits, linear_row, make_policy
 from tandem.errors import InvalidInput
+from tandem.model import logprobs
 from tiny import write_random_model
 
 LLAMA3_ROPE = {
@@ -55,11 +56,11 @@ def test_same_logits(alone, tmp_path, config):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_elements", [1, 5 * 260, 2**26])
-def test_items_log_probs_and_entropies(alone, tmp_path, temperature, chunk_elements):
+def test_items_log_probs_and_entropies(alone, tmp_path, monkeypatch, temperature, chunk_elements):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
     model = write_random_model(tmp_path, seed=3)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     policy = make_policy(model)
-    policy.chunk_elements = chunk_elements
     tokens = torch.randint(0, 260, (40,))
     trained = [3, 4, 5, 17, 17, 39]
     with torch.no_grad():

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from ranks import run_ranks
-from tandem.families.arch import read_arch
+from tandem.families.registry import read_arch
 from tandem.model import device
-from tandem.model.weights.base import BaseWeights
+from tandem.model.weights.base_weights import BaseWeights
 from tiny import write_random_model
 
 RANK = """
 import json, os, sys, torch
 from pathlib import Path
 from tandem.model import device, parallel
-from tandem.families.arch import read_arch
-from tandem.model.weights.base import BaseWeights, load_weights
+from tandem.families.registry import read_arch
+from tandem.model.weights.base_weights import BaseWeights
+from tandem.model.weights.load import load_weights
 device.activate(sys.argv[2], int(os.environ["LOCAL_RANK"]))
 parallel.init_parallel(timeout_seconds=300)
 group = parallel.data_parallel_group() if sys.argv[2] == "cpu" else parallel.reading_group()
@@ -29,14 +30,15 @@ alone, shared = (BaseWeights(arch, torch.float32, tp=1, group=g) for g in (None,
 for weights in (alone, shared):
     for parameter in weights.parameters.values():
         parameter.fill_(torch.nan)
-    load_weights(directory, arch, weights.share, tp=1, tp_rank=0)
+    load_weights(directory, arch, weights.own_share, tp=1, tp_rank=0)
 read = [name for name, parameter in shared.parameters.items() if not parameter.isnan().all()]
+shared.connect()
 left = shared.exchange()
 if left:
     load_weights(directory, arch, lambda: left, tp=1, tp_rank=0)
 device.synchronize()
 same = all(torch.equal(shared.parameters[name], parameter) for name, parameter in alone.parameters.items())
-print(json.dumps([read, list(left), same, len(shared.share())]))
+print(json.dumps([read, list(left), same, len(shared.own_share())]))
 parallel.destroy()
 """
 
@@ -74,4 +76,4 @@ def test_it_is_one_piece_of_memory_with_room_for_nothing_else(tmp_path: Path) ->
     assert size % 2**21 == 0
     assert needed <= size < needed + 512 * len(begins) + 2**21
     assert all((begin - begins[0]) % 512 == 0 for begin in begins)
-    assert weights.share() is weights.parameters
+    assert weights.own_share() is weights.parameters

@@ -27,8 +27,8 @@ from runner.runner_stack import HERE, Stack
 from tandem.client.memory import by_attempt
 from tandem.config import Settings
 from tandem.families.adapter import adapter_shapes
-from tandem.families.arch import read_arch
-from tandem.model.weights.base import SEGMENT
+from tandem.families.registry import read_arch
+from tandem.model.weights.base_weights import SEGMENT
 from tandem.spool import Spool
 from tandem.system.gpus import FREE_BYTES, Devices
 from trainer_ranks import jobs

@@ -10,7 +10,8 @@ from fastapi import Depends, Request
 
 from tandem.config import Settings, resolve_model
 from tandem.errors import InvalidInput
-from tandem.families.arch import Arch, read_arch
+from tandem.families.arch import Arch
+from tandem.families.registry import read_arch
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.samples import Counts
 from tandem.spool import Spool

@@ -1,4 +1,4 @@
-"""The adapter's files: PEFT's own format, names and shapes. No torch here.
+"""The adapter's files: PEFT's own format, names and shapes.
 
 `adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear layer:
 `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha / rank * B (A x)`.
@@ -12,13 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointDamaged
-from tandem.families.arch import Arch, lora_modules
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
 from tandem.spool.schema import LoraShape
-
-_EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+
+_EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
+_CHANGE_THE_FORMULA = (
+    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
+    "layers_to_transform", "exclude_modules", "target_parameters",
+)  # fmt: skip
+
+
+def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
+    """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order. Every expert has
+    linear layers of its own."""
+    modules: dict[str, tuple[int, int]] = {}
+    for rule in weight_rules(arch):
+        for name, shape in rule.sources.items():
+            path, _, kind = name.rpartition(".")
+            if kind == "weight" and path.rpartition(".")[2] in lora.targets:
+                modules[path] = (shape[1], shape[0])
+    return modules
 
 
 def key_a(module: str) -> str:
@@ -27,11 +44,12 @@ def key_a(module: str) -> str:
 
 
 def key_b(module: str) -> str:
+    """PEFT's name of B of the linear layer at Hugging Face path `module`."""
     return f"base_model.model.{module}.lora_B.weight"
 
 
 def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
-    """Every tensor an adapter of this shape consists of: PEFT key -> shape, in layer order, A before B."""
+    """Every tensor of an adapter: PEFT key -> shape, in layer order, A before B."""
     shapes: dict[str, tuple[int, int]] = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():
         shapes[key_a(module)] = (lora.rank, in_features)
@@ -40,8 +58,8 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
 
 
 def stacked_name(key: str) -> str:
-    """What holds the tensor of PEFT key `key` in the policy: the key itself, or with `*` for the expert's number the
-    stack of all experts of the layer, in their order."""
+    """The policy's name of the parameter that holds the tensor of PEFT key `key`: the key itself, or, for an expert's
+    tensor, the key with `*` for the expert's number. Such a parameter stacks the tensors of all experts in order."""
     return _EXPERT.sub(r"\1*\2", key)
 
 
@@ -67,8 +85,8 @@ def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> N
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_config(directory: Path, lora: LoraShape) -> None:
-    """Raises CheckpointDamaged where the adapter's config is missing, unreadable or of another shape than `lora`."""
+def check_adapter_config(directory: Path, lora: LoraShape) -> None:
+    """Raise CheckpointDamaged if `adapter_config.json` is missing, unreadable or of another shape than `lora`."""
     path = directory / CONFIG_FILE
     try:
         config: Any = json.loads(path.read_text())
@@ -77,17 +95,10 @@ def check_config(directory: Path, lora: LoraShape) -> None:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointDamaged(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise CheckpointDamaged(f"{path} holds no JSON object")
-    # PEFT may write target_modules as a list in any order; the other keys change the formula if they are set.
-    targets = config.get("target_modules")
-    actual = {
-        "peft_type": config.get("peft_type"),
-        "r": config.get("r"),
-        "lora_alpha": config.get("lora_alpha"),
-        "target_modules": sorted(map(str, targets)) if isinstance(targets, list) else targets,
-        "bias": config.get("bias", "none"),
-        **{key: config.get(key) or None for key in _CHANGE_THE_FORMULA},
-    }
+        raise CheckpointDamaged(f"{path} is not a JSON object")
+    config.setdefault("bias", "none")
+    if isinstance(targets := config.get("target_modules"), list):
+        config["target_modules"] = sorted(map(str, targets))  # PEFT may write them in any order
     expected = {
         "peft_type": "LORA",
         "r": lora.rank,
@@ -97,11 +108,5 @@ def check_config(directory: Path, lora: LoraShape) -> None:
         **dict.fromkeys(_CHANGE_THE_FORMULA),
     }
     for key, value in expected.items():
-        if actual[key] != value:
-            raise CheckpointDamaged(f"{path}: {key} is {actual[key]!r}, the run's is {value!r}")
-
-
-_CHANGE_THE_FORMULA = (
-    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
-    "layers_to_transform", "exclude_modules", "target_parameters",
-)  # fmt: skip
+        if (config.get(key) or None) != value:
+            raise CheckpointDamaged(f"{path}: {key} is {config.get(key)!r}, the run's is {value!r}")

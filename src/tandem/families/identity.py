@@ -1,4 +1,4 @@
-"""The adapter of step 0: it changes nothing. Made from the config alone, on the CPU, without torch (R1)."""
+"""The identity adapter of step 0, which changes nothing. The controller writes it without torch or a GPU (R1)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tandem.families.adapter import WEIGHTS_FILE, key_a, key_b, write_adapter_config
-from tandem.families.arch import Arch, lora_modules
+from tandem.families.adapter import WEIGHTS_FILE, key_a, key_b, lora_modules, write_adapter_config
+from tandem.families.arch import Arch
 from tandem.spool.schema import LoraShape
-
-__all__ = ["write_adapter_config", "write_identity_adapter"]
 
 
 def write_identity_adapter(directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int) -> None:
     """Write both adapter files into `directory`, which exists.
 
-    As PEFT initialises: B is zero, A is Kaiming-uniform with a = sqrt(5), which is U(-1/sqrt(in), 1/sqrt(in)). Every A
-    has its own random stream, drawn from `seed` and the layer's name: the same seed gives the same bytes anywhere.
+    The values are PEFT's initial ones: B is zero, A is Kaiming-uniform with a = sqrt(5), which is
+    U(-1/sqrt(in), 1/sqrt(in)). Every A has a random stream of its own, seeded by `seed` and the layer's name, so the
+    same seed gives the same bytes on every machine.
     """
     tensors = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():

@@ -1,8 +1,8 @@
 """Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q < subtree_end[k]`.
 
-Two kernels with the same result: `sdpa` materialises the mask and runs anywhere; `flex` is PyTorch's compiled
-FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips the blocks that nobody sees. The mask is made once per
-row and shared by the layers; it travels through Megatron in `PackedSeqParams`.
+Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is PyTorch's compiled
+FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without visible keys. The mask is made once per
+row for all layers and passes through Megatron in `PackedSeqParams`.
 """
 
 from __future__ import annotations
@@ -25,52 +25,61 @@ BLOCK = 128  # FlexAttention's own default, in slots
 
 @dataclass
 class TreeParams(PackedSeqParams):
-    """What all layers need of a row: its mask, bool [S, S] for `sdpa`, Blocks for `flex`; S, to which the layers' slots
-    are padded; and the slots' `rotation`."""
+    """What all layers need to know of a row."""
 
-    mask: torch.Tensor | Blocks | None = None
-    length: int = 0
-    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    mask: torch.Tensor | Blocks | None = None  # bool [S, S] for `sdpa`, Blocks for `flex`
+    length: int = 0  # S, to which the layers' slots are padded
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
 
 
 def tree_params(subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor]) -> TreeParams:
-    """`subtree_end`: int [S], on the host, where it is read; padding slots hold their own index + 1, so that each sees
-    itself and no softmax is empty. `rotation`, of the slots that the layers compute: the first; the rest is padding."""
+    """The parameters of a row.
+
+    Args:
+        subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself, so no softmax is
+            empty.
+        rotation: of the slots that the layers compute, which are the row's first; all others are padding.
+    """
     device, slots = rotation[0].device, len(rotation[0])
     if kernel == "sdpa":
         subtree_end = subtree_end[:slots]
         mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device))
     else:
         mask = block_mask(subtree_end, device)
-    # Not `thd`: a row is one sequence to Megatron.
+    # Not `thd`: to Megatron a row is one sequence.
     return TreeParams(qkv_format="sbhd", mask=mask, length=len(subtree_end), rotation=rotation)
 
 
 def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) for slots at `positions` [S] and pairs of dimensions
-    that turn by `inv_freq` [head_dim / 2] radians per position: [S, 1, 1, head_dim] each, as `rotated` takes them."""
+    """RoPE's cosines and sines for `rotated` (Su et al., 2021, arXiv:2104.09864): [S, 1, 1, head_dim] each.
+
+    `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
+    """
     angles = torch.outer(positions.float(), inv_freq)[:, None, None]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Queries or keys [S, 1, heads, head_dim], whose dimension i is paired with i + head_dim / 2, turned."""
+    """Queries or keys [S, 1, heads, head_dim] with RoPE applied; dimension i is paired with i + head_dim / 2."""
     return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
 
 
 def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
-    """bool [S, S], [query, key]."""
+    """The mask as bool [S, S], [query, key]."""
     slots = torch.arange(len(subtree_end), device=subtree_end.device)
     query, key = slots[:, None], slots[None, :]
     return (key <= query) & (query < subtree_end[None, :])
 
 
 class Blocks(NamedTuple):
-    """The mask as FlexAttention has it: int32 [1, 1, blocks] how many blocks of keys each block of queries sees in part
-    (`kv`) and as a whole (`full_kv`), int32 [1, 1, blocks, blocks] which, and the same from the keys' side."""
+    """The mask as FlexAttention takes it.
 
-    ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end` with slots beyond the row as padding
+    For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly (`full_kv`), int32
+    [1, 1, blocks], and their indices, int32 [1, 1, blocks, blocks]. The same for each block of keys (`q`, `full_q`).
+    """
+
+    ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
     kv_num_blocks: torch.Tensor
     kv_indices: torch.Tensor
     full_kv_num_blocks: torch.Tensor
@@ -82,17 +91,17 @@ class Blocks(NamedTuple):
 
 
 def block_mask(subtree_end: torch.Tensor, device: torch.device) -> Blocks:
-    """The same for FlexAttention, exact, from each block's smallest and largest `subtree_end`: no [S, S] is made.
+    """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no [S, S] is made.
 
-    A block of keys before the queries' own is needed if any key's subtree reaches the first query, and needs no mask if
-    every key's subtree reaches past the last query. The queries' own block is always needed, with the mask.
+    A key block before the queries' own is needed if any of its subtrees reaches the first query, and needs no mask if
+    all of them reach past the last query. The queries' own block is always needed, with the mask.
 
-    Made on the host: on a GPU it is some forty small kernels, each to be queued for every row, and loaded by the first.
+    Computed on the host, because on a GPU it would be about forty small kernels for each row.
     """
     length = len(subtree_end)
     blocks = -(-length // BLOCK)
     slots = np.arange(blocks * BLOCK)
-    ends = slots + 1  # slots beyond the row are padding too
+    ends = slots + 1  # as padding slots have it
     ends[:length] = subtree_end.cpu().numpy()
     smallest, largest = ends.reshape(blocks, BLOCK).min(1), ends.reshape(blocks, BLOCK).max(1)
     first = slots[::BLOCK]
@@ -102,17 +111,17 @@ def block_mask(subtree_end: torch.Tensor, device: torch.device) -> Blocks:
     partial = (seen & ~full) | np.eye(blocks, dtype=bool)
 
     fields = [ends]
-    for which in (partial, full, partial.T, full.T):
-        fields += _ragged(which)
-    # Of memory that isn't pinned the driver has a copy when `to` returns.
+    for needed in (partial, full, partial.T, full.T):
+        fields += _counts_and_indices(needed)
+    # This memory isn't pinned, so the driver has copied it when `to` returns.
     return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
 
-def _ragged(blocks: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """bool [rows, columns] -> int32 [1, 1, rows], how many are set in each row, and int32 [1, 1, rows, columns], which:
-    those first, in order."""
-    counts = blocks.sum(1, dtype=np.int32)
-    indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """bool [rows, columns] -> int32 [1, 1, rows], the number of true columns in each row, and int32
+    [1, 1, rows, columns], the columns, true ones first, in order."""
+    counts = needed.sum(1, dtype=np.int32)
+    indices = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
     return counts[None, None], indices[None, None]
 
 
@@ -131,7 +140,7 @@ def _attend(
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, Blocks."""
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks."""
 
 
 class TreeAttention(MegatronModule):
@@ -162,7 +171,7 @@ class TreeAttention(MegatronModule):
         if isinstance(mask, Blocks):
             output = flex(query, key, value, self.scale, *mask)
         else:
-            # Expanded by hand: with `enable_gqa` the backward of CUDA's kernels is many times slower.
+            # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
             repeat = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -172,7 +181,7 @@ class TreeAttention(MegatronModule):
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """[S, ...] -> [length, ...], then zeros, with the strides that it has: kernels are compiled for those too."""
+    """[S, ...] -> [length, ...], with zeros at the end and the same strides, for which kernels are compiled."""
     whole = tensor.new_empty_strided((length, *tensor.shape[1:]), tensor.stride())
     whole[: len(tensor)], whole[len(tensor) :] = tensor, 0
     return whole

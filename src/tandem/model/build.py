@@ -1,4 +1,4 @@
-"""Megatron's GPTModel for an `Arch`, with our attention and LoRA, and not one weight initialised."""
+"""Builds Megatron's GPTModel for an `Arch`, with our attention and LoRA; no weight is initialised."""
 
 from __future__ import annotations
 
@@ -12,37 +12,18 @@ from typing import Any, Literal
 import torch
 
 from tandem.families.arch import Arch
-from tandem.model import device, recompute_fix
+from tandem.families.weights import check_cut
+from tandem.model import device, mcore, recompute_fix
 from tandem.model.attention import TreeAttention
 from tandem.model.experts import Experts, ExpertsLayer
-from tandem.model.lora import LoraLinear, Part, Switch, join_qkv, join_stacked
-from tandem.model.mcore import (
-    MLP,
-    AttnMaskType,
-    ColumnParallelLinear,
-    GPTModel,
-    IdentityOp,
-    MLPSubmodules,
-    ModuleSpec,
-    MoELayer,
-    MoESubmodules,
-    RowParallelLinear,
-    SelfAttention,
-    SelfAttentionSubmodules,
-    TransformerConfig,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    WrappedTorchNorm,
-    get_bias_dropout_add,
-    parallel_state,
-)
+from tandem.model.lora import AdapterSwitch, LoraLinear, join_qkv, join_stacked
 from tandem.model.policy import Policy
-from tandem.model.weights.base import BaseWeights, check_cut
+from tandem.model.weights.base_weights import BaseWeights
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]
 
-# At every build GPTModel warns that its successor is HybridModel: news for us, not for who reads a job's log.
+# GPTModel warns at every build that HybridModel is its successor, which is of no use to a reader of a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
@@ -52,59 +33,56 @@ def build_policy(
     *,
     dtype: torch.dtype | None = None,
     recompute: Recompute = "none",
-    recompute_layers: int = 1,
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """The policy on this process's device, cut for its tensor-parallel rank. Its base weights are uninitialised memory
-    until `Policy.load_base`, its adapter is zero until `Policy.load_adapter`.
+    """This tensor-parallel rank's part of the policy, on this process's device. Its base weights are uninitialised, its
+    adapter is zero; `Policy.load_base` and `Policy.load_adapter` fill them.
 
-    `device.activate` and `parallel.init_parallel` came before; the device may still be starting: all is made in host
-    memory that nobody touches, which takes none, and placed at the end. `dtype` is of base weights and activations
-    (LoRA is fp32), by default the device's own. `recompute="full"` keeps only the input of every `recompute_layers`
-    layers and computes them again in the backward pass. `base()` gives the memory for the base weights, if it is not to
-    be allocated here: see `weights.BaseWeights`.
+    Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting: the model is made in
+    host memory that is never touched, so it takes none, and moves to the device at the end.
+
+    Args:
+        dtype: of base weights and activations (LoRA is fp32); the default is the device's.
+        recompute: "full" keeps only each layer's input and computes the layer again in the backward pass.
+        base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
 
     Raises:
         InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
     """
-    tp = parallel_state.get_tensor_model_parallel_world_size()
+    tp = mcore.parallel_state.get_tensor_model_parallel_world_size()
     check_cut(arch, tp)
     dtype = dtype or device.default_dtype()
-    gpt = GPTModel(
-        transformer_config(arch, dtype=dtype, recompute=recompute, recompute_layers=recompute_layers),
+    gpt = mcore.GPTModel(
+        _transformer_config(arch, dtype, recompute),
         _layer_spec(arch),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
-        # Rows hold many sequences: `Policy` gives the layers each slot's own rotation.
+        # A row holds many sequences, so `Policy` gives the layers each slot's own rotation.
         position_embedding_type="none",
     )
     gpt.to(dtype).requires_grad_(False)
-    switch = Switch()
-    adapt = partial(LoraLinear, lora=lora, switch=switch)
-    q, kv = arch.num_heads * arch.head_dim // tp, arch.num_kv_heads * arch.head_dim // tp
-    ffn = arch.ffn_hidden_size // tp
-    qkv_parts = [Part("q_proj", q), Part("k_proj", kv), Part("v_proj", kv)]
+    switch = AdapterSwitch()
+    adapted = partial(LoraLinear, lora=lora, switch=switch)
+    qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
+    gate_up = dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
     for layer in gpt.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_qkv = adapt(attention.linear_qkv, qkv_parts, join_qkv(arch.num_kv_heads // tp))
-        attention.linear_proj = adapt(attention.linear_proj, [Part("o_proj", arch.hidden_size)], join_stacked)
-        if isinstance(mlp, MoELayer):
-            mlp.experts.adapt(lora, switch)
+        attention.linear_qkv = adapted(attention.linear_qkv, qkv, join_qkv(arch.num_kv_heads // tp))
+        attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size}, join_stacked)
+        if arch.moe:
+            mlp.experts.add_adapters(lora, switch)
             continue
-        mlp.linear_fc1 = adapt(mlp.linear_fc1, [Part("gate_proj", ffn), Part("up_proj", ffn)], join_stacked)
-        mlp.linear_fc2 = adapt(mlp.linear_fc2, [Part("down_proj", arch.hidden_size)], join_stacked)
+        mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up, join_stacked)
+        mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size}, join_stacked)
     recompute_fix.install(gpt)
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
     policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
     return policy
 
 
-def transformer_config(
-    arch: Arch, *, dtype: torch.dtype, recompute: Recompute, recompute_layers: int = 1
-) -> TransformerConfig:
-    """Megatron's own configuration of `arch` at this process's place in the process groups."""
-    return TransformerConfig(
+def _transformer_config(arch: Arch, dtype: torch.dtype, recompute: Recompute) -> mcore.TransformerConfig:
+    return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -121,7 +99,7 @@ def transformer_config(
         bias_activation_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=mcore.parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=False,
         gradient_accumulation_fusion=False,  # needs apex, and the fused layers are frozen
         params_dtype=dtype,
@@ -130,7 +108,7 @@ def transformer_config(
         use_cpu_initialization=True,
         recompute_granularity="full" if recompute == "full" else None,
         recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=recompute_layers if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         **_moe_options(arch),
     )
 
@@ -145,7 +123,7 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.experts_per_token,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        # A softmax over the chosen logits is one over all of them, divided by the sum of the chosen.
+        # A softmax over the chosen logits equals one over all of them, divided by the sum of the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -164,38 +142,30 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
     scaling = arch.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
-def _layer_spec(arch: Arch) -> ModuleSpec:
-    qk_norm = WrappedTorchNorm if arch.qk_norm else IdentityOp
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = (
-        partial(ExpertsLayer, submodules=MoESubmodules(experts=Experts))
-        if arch.moe
-        else partial(MLP.as_mlp_submodule, submodules=linears)
+def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
+    qk_norm = mcore.WrappedTorchNorm if arch.qk_norm else mcore.IdentityOp
+    column, row = mcore.ColumnParallelLinear, mcore.RowParallelLinear
+    attention = mcore.SelfAttentionSubmodules(
+        linear_qkv=column, core_attention=TreeAttention, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
     )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=TreeAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
+    if arch.moe:
+        mlp = partial(ExpertsLayer, submodules=mcore.MoESubmodules(experts=Experts))
+    else:
+        linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        mlp = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
+    causal = {"attn_mask_type": mcore.AttnMaskType.causal}
+    layer = mcore.TransformerLayerSubmodules(
+        input_layernorm=mcore.WrappedTorchNorm,
+        self_attention=mcore.ModuleSpec(module=mcore.SelfAttention, params=causal, submodules=attention),
+        self_attn_bda=mcore.get_bias_dropout_add,
+        pre_mlp_layernorm=mcore.WrappedTorchNorm,
+        mlp=mlp,
+        mlp_bda=mcore.get_bias_dropout_add,
     )
+    return mcore.ModuleSpec(module=mcore.TransformerLayer, submodules=layer)

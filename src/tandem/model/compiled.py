@@ -1,9 +1,8 @@
-"""Functions that torch.compile compiled once, kept in files for later processes.
+"""Functions that torch.compile compiles once, and later processes load from files.
 
-torch keeps kernels from one process to the next, but each finds out anew which it needs: a trace in Python, 0.3 s for
-the attention, and twice that beside threads that want the interpreter too. What was compiled ahead of time
-(`aot_compile`) is there in 0.1 to 0.2 s, beside such threads. The files are pickles, as those are that torch keeps
-beside them, in TORCHINDUCTOR_CACHE_DIR, and as trusted.
+torch itself caches kernels in files, but each process must trace the function to learn which kernels it needs. A
+function compiled ahead of time (`aot_compile`) loads sooner. The files are pickles beside torch's own, in
+TORCHINDUCTOR_CACHE_DIR, and are trusted like those.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ import torch
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 
-_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")  # of variables that may decide what is made
+_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")  # prefixes of variables that may change what the compiler makes
 
 
 class Compiled[**P, T]:
-    """`function`, compiled for every kind of arguments it is called with, and its gradients with it.
+    """`function`, compiled with its gradients for every kind of arguments that it is called with.
 
-    `function` takes tensors and numbers, computes on one device, and depends on nothing but them and its module's text.
+    `function` takes tensors and numbers, computes on one device, and depends only on them and its module's source.
     """
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function = function
-        self._made: dict[tuple[object, ...], Any] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}  # by kind of arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """By position alone. The first call of a kind reads its file, or compiles and writes it: seconds."""
+        """Takes positional arguments only. The first call of a kind loads its file, or takes seconds to compile it."""
         assert not kwargs
         kind = _kind(args)
-        if kind not in self._made:
+        if kind not in self._compiled:
             file = _directory() / f"{self._digest(kind, args)}.aot"
-            self._made[kind] = self._load(file) or self._compile(args, file)
-            self._made[kind].disable_guard_check()  # the kind is all that they would look at
-        result: T = self._made[kind](*args)
+            self._compiled[kind] = self._load(file) or self._compile(args, file)
+            self._compiled[kind].disable_guard_check()  # guards would check only what `kind` has
+        result: T = self._compiled[kind](*args)
         return result
 
     def _digest(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> str:
-        """Of all that decides what the compiler makes."""
+        """A hash of everything that decides what the compiler makes."""
         gpus = {argument.device for argument in arguments if isinstance(argument, torch.Tensor) and argument.is_cuda}
-        made_for = [(found.name, found.multi_processor_count) for found in map(torch.cuda.get_device_properties, gpus)]
+        made_for = [(gpu.name, gpu.multi_processor_count) for gpu in map(torch.cuda.get_device_properties, gpus)]
         source = Path(inspect.getfile(self._function)).read_bytes()
         environment = sorted(
             (name, value)
@@ -58,8 +57,8 @@ class Compiled[**P, T]:
             if name.startswith(_ENVIRONMENT) and not name.endswith("_DIR")
         )
         versions = torch.__version__, platform.python_version()
-        told = repr((kind, made_for, environment, versions, self._function.__qualname__)).encode()
-        return hashlib.sha256(told + source).hexdigest()
+        key = repr((kind, made_for, environment, versions, self._function.__qualname__)).encode()
+        return hashlib.sha256(key + source).hexdigest()
 
     def _load(self, file: Path) -> Any:
         try:
@@ -67,33 +66,33 @@ class Compiled[**P, T]:
                 return torch.compiler.load_compiled_function(opened, f_globals=self._function.__globals__)
         except FileNotFoundError:
             return None
-        except Exception as error:  # a pickle that is damaged may raise anything
+        except Exception as error:  # a damaged pickle may raise anything
             warnings.warn(f"{file} can't be used, compiling again: {error!r}", stacklevel=2)
             return None
 
     def _compile(self, arguments: tuple[Any, ...], file: Path) -> Any:
         from torch._dynamo import config
 
-        # torch 2.11 wants to be told.
-        wants = hasattr(config, "enable_aot_compile")
-        with config.patch(enable_aot_compile=True) if wants else contextlib.nullcontext():
-            # What is asked of globals is about torch's own, and some of it can't be written.
-            lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options={"guard_filter_fn": _own})
-            made = lazy.aot_compile((arguments, {}))
+        off_by_default = hasattr(config, "enable_aot_compile")  # torch 2.11
+        with config.patch(enable_aot_compile=True) if off_by_default else contextlib.nullcontext():
+            options: dict[str, Any] = {"guard_filter_fn": _tensor_guards}
+            lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
+            compiled = lazy.aot_compile((arguments, {}))
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            fs.write_atomic(file, type(made).serialize(made).serialized_data)
+            fs.write_atomic(file, type(compiled).serialize(compiled).serialized_data)
         except (OSError, RuntimeError, SpoolUnusable) as error:
             warnings.warn(f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2)
-        return made
+        return compiled
 
 
-def _own(guards: Sequence[Any]) -> list[bool]:
+def _tensor_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep only the guards on tensors: those on globals are about torch's own, and some can't be serialised."""
     return [guard.guard_type == "TENSOR_MATCH" for guard in guards]
 
 
 def _kind(arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """What of the arguments and of torch's state the compiled function is for."""
+    """The properties of the arguments and of torch's state that a compiled function depends on."""
     gradients = torch.is_grad_enabled()
     return (
         gradients,

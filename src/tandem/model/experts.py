@@ -1,26 +1,26 @@
-"""A mixture of experts with LoRA, for Megatron's MoE layer: its router, our order of tokens, our experts' arithmetic.
+"""A mixture of experts with LoRA: Megatron's MoE layer and router, with our own token order and expert arithmetic.
 
-Megatron's own experts need TransformerEngine or run one by one, and its dispatcher adds up each token's experts with
-atomics, whose order, and so whose last bits, differ from run to run on CUDA. Here weights of all experts are stacked
-[experts, out, in] and multiplied by torch's grouped matrix product, and sums have a fixed order.
+Megatron's experts need TransformerEngine or run one by one. Its dispatcher sums each token's experts with atomics, so
+on CUDA the order of the sums, and with it the last bits, differ from run to run. Here the weights of all experts are
+stacked [experts, out, in] and multiplied by torch's grouped matrix product, and sums have a fixed order.
 
-LoRA is PEFT's, an A and a B for each projection of each expert, stacked likewise: [experts, rank, in] and
+LoRA is PEFT's, an A and a B for each projection of each expert, also stacked: [experts, rank, in] and
 [experts, out, rank].
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear, pad, silu
 
-from tandem.model.lora import LoraTensor, Switch
+from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked
 from tandem.model.mcore import MegatronModule, MoEAllGatherTokenDispatcher, MoELayer, TransformerConfig
 from tandem.spool.schema import LoraShape
 
-_ALIGNED = 8  # elements: torch's grouped product wants rows of whole 16 bytes in bf16
+_ALIGNED = 8  # elements; in bf16 torch's grouped product takes only rows of whole 16 bytes
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -35,13 +35,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     if x.is_cuda and x.dtype is torch.bfloat16 and aligned:
         return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    # unbind, not an index for each: its gradient is one stack, not as many whole tensors of zeros.
+    # The gradient of `unbind` is one stack; that of an index would be a tensor of zeros as large as `weight`.
     parts = zip(x.split(sizes), weight.unbind(), strict=True)
     return torch.cat([linear(rows, matrix) for rows, matrix in parts])
 
 
 class Experts(MegatronModule):
-    """All experts of a layer: `down(silu(gate(x)) * up(x))`, times the router's probability for token and expert."""
+    """All experts of a layer: `down(silu(gate(x)) * up(x))`, times the router's probability of expert and token."""
 
     def __init__(self, num_experts: int, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
@@ -50,10 +50,10 @@ class Experts(MegatronModule):
         self.fc2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, dtype=dtype))
         self.features = {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
-        self.switch, self.rank, self.scale = Switch(), 0, 0.0
+        self.switch, self.rank, self.scale = AdapterSwitch(), 0, 0.0
 
-    def adapt(self, lora: LoraShape, switch: Switch) -> None:
-        """Add the adapters that `lora` asks for, uninitialised."""
+    def add_adapters(self, lora: LoraShape, switch: AdapterSwitch) -> None:
+        """Add the adapters of the targets that `lora` names, uninitialised."""
         self.switch, self.rank, self.scale = switch, lora.rank, lora.alpha / lora.rank
         experts = len(self.fc1)
         for target, (in_features, out_features) in self.features.items():
@@ -61,26 +61,22 @@ class Experts(MegatronModule):
                 self.lora_a[target] = nn.Parameter(torch.empty(experts, lora.rank, in_features))
                 self.lora_b[target] = nn.Parameter(torch.empty(experts, out_features, lora.rank))
 
-    def tensors(self) -> dict[tuple[str, Literal["A", "B"]], LoraTensor]:
-        """(target, "A" or "B") -> tensor of all experts."""
-        found: dict[tuple[str, Literal["A", "B"]], LoraTensor] = {}
-        for target in self.lora_a:
-            found[target, "A"] = LoraTensor(self.lora_a[target], "whole")
-            found[target, "B"] = LoraTensor(self.lora_b[target], "whole")
-        return found
+    def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
+        """Adapted target -> A and B of all experts."""
+        return {t: (LoraTensor(self.lora_a[t], "whole"), LoraTensor(self.lora_b[t], "whole")) for t in self.lora_a}
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """x: [N, hidden], probs: [N], both in the order of `TokenOrder`, whose groups end at `ends`. [N, hidden] and,
-        for Megatron, no bias."""
+        """x [N, hidden] and probs [N], in the order of `TokenOrder`, whose groups end at `ends` -> [N, hidden] and, for
+        Megatron, no bias."""
         gate, up = self._project(x, self.fc1, ("gate_proj", "up_proj"), ends).chunk(2, dim=-1)
-        # Before the last product and not after it, where the rows are longer: it is linear.
+        # The last product is linear, and the rows before it are shorter than those after it.
         inner = silu(gate) * up * probs[:, None]
         return self._project(inner, self.fc2, ("down_proj",), ends), None
 
     def _project(
         self, x: torch.Tensor, weight: torch.Tensor, targets: tuple[str, ...], ends: torch.Tensor
     ) -> torch.Tensor:
-        """The projections of `targets`, one after the other, of which `weight` is the stack, with their adapters."""
+        """The projections of `targets` with their adapters, one after the other; `weight` is their stack."""
         output = grouped_linear(x, weight, ends)
         adapted = [target for target in targets if target in self.lora_a]
         if not adapted or not self.switch.on:
@@ -88,21 +84,21 @@ class Experts(MegatronModule):
         spare = -self.rank % _ALIGNED
         a = torch.cat([pad(self.lora_a[target], (0, 0, 0, spare)) for target in adapted], dim=1).to(x.dtype)
         hidden = (grouped_linear(x, a, ends) * self.scale).chunk(len(adapted), dim=-1)
-        of = dict(zip(adapted, hidden, strict=True))
+        hidden_of = dict(zip(adapted, hidden, strict=True))
         deltas = [
-            grouped_linear(of[target], pad(self.lora_b[target], (0, spare)).to(x.dtype), ends)
-            if target in of
+            grouped_linear(hidden_of[target], pad(self.lora_b[target], (0, spare)).to(x.dtype), ends)
+            if target in hidden_of
             else x.new_zeros(()).expand(len(x), self.features[target][1])
             for target in targets
         ]
-        return output + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
+        return output + join_stacked(deltas)
 
 
 class TokenOrder(MoEAllGatherTokenDispatcher):
     """Megatron's dispatcher for one rank, with sums in a fixed order and no wait for the device.
 
-    Rows are ordered by expert, then by token: every token takes as many as the router gives it experts. Nothing that
-    has a gradient is kept in attributes after the layer's forward.
+    Rows are ordered by expert, then by token; a token has a row for each of its experts. After the layer's forward no
+    attribute holds a tensor with a gradient.
     """
 
     routing_map: torch.Tensor | None  # bool [tokens, experts]
@@ -110,8 +106,8 @@ class TokenOrder(MoEAllGatherTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens, hidden] and probs [tokens, experts] -> rows [N, hidden], where each expert's end, probs [N]."""
-        assert self.ep_size == self.tp_size == 1, "over several ranks a token's number of rows here is not known"
+        """[tokens, hidden] and probs [tokens, experts] -> rows [N, hidden], each expert's end, probs [N]."""
+        assert self.ep_size == self.tp_size == 1, "with several ranks a token's number of rows on this one is unknown"
         chosen = self.routing_map
         assert chosen is not None
         self.routing_map = None
@@ -121,7 +117,7 @@ class TokenOrder(MoEAllGatherTokenDispatcher):
         rows_of_token = token_of_row.argsort(stable=True).view(tokens, self.router_topk)
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = (token_of_row, rows_of_token)
         ends = chosen.sum(0).cumsum(0).to(torch.int32)
-        # No two indices are the same, so its gradient has a fixed order too.
+        # All indices of the probs are different, so their gradient has a fixed order too.
         return (
             _Spread.apply(hidden_states, token_of_row, rows_of_token),
             ends,
@@ -147,7 +143,7 @@ class ExpertsLayer(MoELayer):
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to rows. `token_of_row`: int64 [N]; `rows_of_token`: int64 [tokens, experts per token]."""
+    """Copies tokens to their rows. `token_of_row`: int64 [N]; `rows_of_token`: int64 [tokens, experts per token]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
@@ -161,7 +157,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Rows to their tokens' sums: the transpose of `_Spread`."""
+    """Sums each token's rows; the transpose of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of items from hidden states, with the vocabulary cut across tensor-parallel ranks.
+"""Log-probs and entropies of items from hidden states, with the vocabulary cut over tensor-parallel ranks.
 
-[items, vocabulary] never exists as a whole: items are taken in chunks, and with gradients each chunk's logits are
-computed again in the backward pass.
+All logits [items, vocabulary] never exist at once: items are computed in chunks, and with gradients each chunk's logits
+are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tandem.model import parallel
 from tandem.model.mcore import reduce_from_tensor_model_parallel_region
 
-# Elements of one chunk's logits on this rank: 256 MiB in fp32, and a few times that while it is worked on.
-CHUNK_ELEMENTS = 2**26
+CHUNK_ELEMENTS = 2**26  # of one chunk's logits on this rank: 256 MiB in fp32, and a few times that in use meanwhile
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [n, hidden] -> logits [n, vocabulary of this rank], in the activations' dtype."""
@@ -31,9 +30,8 @@ def item_logprobs(
     vocab_size: int,
     temperature: float,
     group: dist.ProcessGroup,
-    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For p = softmax(logits / temperature): (log p(target), entropy of p in nats), both fp32 [n].
+    """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32 [n].
 
     Args:
         hidden: [n, hidden], the state each item is predicted from.
@@ -46,27 +44,28 @@ def item_logprobs(
         logits = head(hidden).float() / temperature
         return _softmax_statistics(logits, targets - vocab_start, group)
 
-    size = max(1, chunk_elements // vocab_size)
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
     logprobs, entropies = [], []
     for start in range(0, len(targets), size):
         arguments = hidden[start : start + size], targets[start : start + size]
         if torch.is_grad_enabled():
-            one = checkpoint(chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
+            results = checkpoint(chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            one = chunk(*arguments)
-        logprobs.append(one[0])
-        entropies.append(one[1])
+            results = chunk(*arguments)
+        logprobs.append(results[0])
+        entropies.append(results[1])
     if not logprobs:
-        # Still a function of `hidden`: a rank whose row has no items takes part in the backward pass.
-        nothing = hidden.sum(-1).float()
-        return nothing, nothing
+        # Still a function of `hidden`, so that a rank whose row has no items takes part in the backward pass.
+        empty = hidden.sum(-1).float()
+        return empty, empty
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _softmax_statistics(
     logits: torch.Tensor, local_targets: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: fp32 [n, vocabulary of this rank]; local_targets: index into it, out of range on all ranks but one."""
+    """log p(target) and entropy, from logits fp32 [n, vocabulary of this rank] and int64 indices into them, which are
+    out of range on all ranks but one."""
     largest = logits.detach().amax(-1)
     parallel.all_reduce(largest, dist.ReduceOp.MAX, group)
     logits = logits - largest[:, None]
@@ -74,7 +73,7 @@ def _softmax_statistics(
     mine = (local_targets >= 0) & (local_targets < logits.shape[-1])
     index = torch.where(mine, local_targets, 0)
     target = torch.where(mine, logits.gather(-1, index[:, None]).squeeze(-1), 0.0)
-    # One collective for the three sums. Its backward is the identity: every rank computes the same loss from them.
+    # One collective for three sums. Its backward is the identity, because every rank computes the same loss from them.
     sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), target])
     total, weighted, target = reduce_from_tensor_model_parallel_region(sums, group=group)
     log_total = total.log()

@@ -1,16 +1,28 @@
-"""Everything of Megatron-core that the model is made of, imported without compiling anything.
+"""The parts of Megatron-core that the model is made of, imported without loading torch's compiler.
 
-Megatron decorates its fused functions with `torch.compile` as they are imported, which loads the whole compiler: about
-half of the seconds that its import takes, in every rank of every job, for functions that the model doesn't use.
-So while Megatron is imported `torch.compile` returns what it is given; those functions would be right, and plain.
+While Megatron is imported it decorates functions, none of which Tandem uses, with `torch.compile`. The first such call
+loads the compiler, which takes as long as all the rest of the import, in every rank of every job. So during the import
+`torch.compile` returns Megatron's functions as they are: they are right, but not fused.
 """
 
+# ruff: noqa: F401 - other modules import these names from here
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 _compile = torch.compile
-torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)  # type: ignore
+
+
+def _compile_unless_megatrons(model: Any = None, **options: Any) -> Any:
+    if model is None:  # called with options alone, it returns a decorator
+        return lambda function: _compile_unless_megatrons(function, **options)
+    return model if model.__module__.startswith("megatron.") else _compile(model, **options)
+
+
+torch.compile = _compile_unless_megatrons
 try:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -40,32 +52,3 @@ try:
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 finally:
     torch.compile = _compile
-
-__all__ = [
-    "MLP",
-    "AttnMaskType",
-    "ColumnParallelLinear",
-    "GPTModel",
-    "IdentityOp",
-    "MLPSubmodules",
-    "MegatronModule",
-    "MoEAllGatherTokenDispatcher",
-    "MoELayer",
-    "MoESubmodules",
-    "ModuleSpec",
-    "PackedSeqParams",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "WrappedTorchNorm",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "get_bias_dropout_add",
-    "parallel_state",
-    "random",
-    "reduce_from_tensor_model_parallel_region",
-    "set_tensor_model_parallel_attributes",
-]

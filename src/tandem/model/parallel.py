@@ -1,4 +1,4 @@
-"""Process groups: which rank does what."""
+"""Process groups: how ranks connect, and which ranks share a model or its gradients."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Topology:
     pp: int = 1
 
     def sizes(self) -> dict[str, int]:
-        """What a checkpoint's manifest says."""
+        """What a checkpoint's manifest records."""
         return {key: value for key, value in asdict(self).items() if not key.endswith("rank")}
 
 
 def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up to meet nobody
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo looks up this host's name
     dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:
-    """Join the process groups; `device.activate` came before.
+    """Join the process groups, after `device.activate`.
 
-    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) all its ranks take part; without it, this
-    process is alone. A collective that waits longer than `timeout_seconds` fails. Neighbouring ranks are one
-    tensor-parallel group; data parallelism takes what is left.
+    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) with all its ranks, else alone. A
+    collective that waits longer than `timeout_seconds` fails. Neighbouring ranks form a tensor-parallel group; ranks at
+    the same place in theirs form a data-parallel group.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of `tensor_parallel`.
@@ -76,23 +76,24 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """Of all that Megatron has of these ranks, the one that gradients are summed over: each that is used makes a
-    communicator of its own, which takes time and half a gigabyte of device memory."""
+    """The group that Megatron sums gradients over. Megatron has other groups of the same ranks, but each group in use
+    makes a communicator of its own, which takes time and half a gigabyte of device memory."""
     return parallel_state.get_data_parallel_group(
         with_context_parallel=True, with_gtp_remat=False, partial_data_parallel=True
     )
 
 
 def model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that a copy of the model is cut over: without pipeline stages, the tensor-parallel ones, whose
-    communicator there is already."""
+    """The ranks that a copy of the model is cut over: without pipeline stages, the tensor-parallel ones."""
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def reading_group() -> dist.ProcessGroup | None:
-    """The ranks that need the same weights, if each is to read a part of them and give it to the others. That spares
-    the host's memory, which bounds how fast all of them read together; if there are several, and their GPUs reach one
-    another's memory. The same answer on all ranks, which are on one machine."""
+    """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of them.
+
+    They read together if several ranks need the same weights and their GPUs reach one another's memory, because the
+    host's memory bounds how fast ranks read at once. All ranks, which are on one machine, get the same answer.
+    """
     group, world = data_parallel_group(), range(dist.get_world_size())
     if group.size() == 1 or not device.is_cuda():
         return None
@@ -105,23 +106,22 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`, and nothing at all in a group of one rank: NCCL would make a communicator to do nothing with,
-    which takes time once and device memory for as long as the process lives."""
+    """`dist.all_reduce`, skipped in a group of one rank, where NCCL would make a communicator in vain: that takes time,
+    and device memory for as long as the process lives."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of the group (the world), by rank. Pickled, and by way of the host; a collective of all
-    its ranks."""
-    found = [value] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, value, group=group)
-    return found
+    """Every rank's `value`, by rank; pickled, through host memory. A collective of the group (default: all ranks)."""
+    values = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def destroy() -> None:
-    """Leave together, then no groups any more (R3)."""
+    """Destroy all process groups, after all ranks have come here (R3)."""
     if dist.is_initialized():
         device.synchronize()
         gather_objects(None)  # a barrier that makes no communicator

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,30 +14,27 @@ from torch import nn
 
 from tandem.families.adapter import adapter_shapes, key_a, key_b, stacked_name
 from tandem.families.arch import Arch
+from tandem.families.model_config import model_directory
 from tandem.model import device
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
-from tandem.model.logprobs import CHUNK_ELEMENTS, item_logprobs
-from tandem.model.lora import LoraLinear, LoraTensor, Switch
+from tandem.model.logprobs import item_logprobs
+from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
 from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
-from tandem.model.weights.adapter_files import read_adapter
-from tandem.model.weights.base import load_weights, model_directory
+from tandem.model.weights.checkpoint_tensors import read_adapter
+from tandem.model.weights.load import load_weights
 from tandem.spool.schema import LoraShape
-
-if TYPE_CHECKING:
-    from tandem.data.packed_format import PackedRow
 
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the model needs of a packed row; all int64, and on the device where nothing else is said. Slots are indices
-    into the row."""
+    """What the model needs of a packed row, int64, on the device unless noted. Slots are indices into the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # on the host; [S], or longer: the attention is compiled for rows of that length
+    subtree_end: torch.Tensor  # [S], or longer if the attention's row is: the rest is padding; on the host
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_target: torch.Tensor  # [items], the slot of the predicted token
 
@@ -50,42 +47,28 @@ class ItemOutputs:
     entropy: torch.Tensor
 
 
-def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
-
-    def copied(name: str) -> torch.Tensor:
-        return torch.tensor(getattr(row, name), dtype=torch.int64)
-
-    return RowTensors(
-        tokens=copied("tokens").to(device),
-        positions=copied("positions").to(device),
-        subtree_end=copied("subtree_end"),
-        item_source=copied("item_source").to(device),
-        item_target=copied("item_target").to(device),
-    )
-
-
 class Policy(nn.Module):
-    """Made by `tandem.model.build.build_policy`.
+    """Built by `tandem.model.build.build_policy`.
 
     `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients. They
     are fp32, so an fp32 optimizer steps them directly, without a second master copy.
 
-    Gradients after `backward` are complete with regard to tensor parallelism (see `tandem.model.lora`): only the sum
-    over data-parallel ranks is left to do. Tensors that are cut over tensor-parallel ranks carry Megatron's attribute
-    `tensor_model_parallel=True`: a global norm counts each of their parts, and every other tensor once, not `tp` times.
+    After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`). Tensors
+    cut over tensor-parallel ranks carry Megatron's attribute `tensor_model_parallel=True`: a global norm counts each
+    rank's part of them, and every other tensor once.
     """
 
-    def __init__(self, gpt: GPTModel, arch: Arch, lora: LoraShape, switch: Switch, *, inv_freq: torch.Tensor) -> None:
+    def __init__(
+        self, gpt: GPTModel, arch: Arch, lora: LoraShape, switch: AdapterSwitch, *, inv_freq: torch.Tensor
+    ) -> None:
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
         self.attention_kernel: Kernel = device.attention_kernel()
-        self.chunk_elements = CHUNK_ELEMENTS
         self._switch = switch
         self._tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
         self._inv_freq = inv_freq
-        self._keys: dict[str, list[str]] = {}  # of each LoRA parameter, the PEFT keys of what it holds
+        self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
         for key in adapter_shapes(arch, lora):
             self._keys.setdefault(stacked_name(key), []).append(key)
         self._lora = self._find_lora()
@@ -95,9 +78,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Give all parameters memory on the device, when it has started: `base` (`BaseWeights.parameters`) the base
-        weights, zeros the adapter, which is the base model's own function."""
-        where, own = device.device(), self._base()
+        """Move all parameters to the device: `base` (`BaseWeights.parameters`) becomes the base weights, the adapter
+        becomes zero, which leaves the base model's function unchanged. Waits for the device to start."""
+        where, own = device.device(), self.base()
         assert base.keys() == own.keys(), f"the rules and the model differ in {sorted(base.keys() ^ own.keys())}"
         for name, parameter in own.items():
             assert parameter.shape == base[name].shape, f"{name} is {parameter.shape}, not {base[name].shape}"
@@ -109,15 +92,8 @@ class Policy(nn.Module):
             parameter.data = parts[name]
         self._inv_freq = self._inv_freq.to(where)
 
-    def base(self) -> dict[str, torch.Tensor]:
-        """The base weights' memory, by the names that `weights` has for them."""
-        return {name: parameter.data for name, parameter in self._base().items()}
-
-    def load_base(self, model: str) -> None:
-        """Fill the base weights from a Hugging Face directory or hub name; see `weights.load_weights` for errors."""
-        load_weights(model_directory(model), self.arch, self.base, tp=self._tp, tp_rank=self._tp_rank)
-
-    def _base(self) -> dict[str, nn.Parameter]:
+    def base(self) -> dict[str, nn.Parameter]:
+        """The base weights, by the names of their `WeightRule`s."""
         adapted = {id(tensor.parameter) for tensor in self._lora.values()}
         return {
             name.replace(".base.", "."): parameter
@@ -125,28 +101,33 @@ class Policy(nn.Module):
             if id(parameter) not in adapted
         }
 
+    def load_base(self, model: str) -> None:
+        """Fill the base weights from a Hugging Face directory or hub name. Raises as `load_weights`."""
+        load_weights(model_directory(model), self.arch, self.base, tp=self._tp, tp_rank=self._tp_rank)
+
     @property
     def offloaded(self) -> bool:
         return self._own_memory.parked
 
     def offload(self) -> int:
-        """Give back the device memory of all parameters; the bytes given back. The adapter waits in host memory. The
-        base weights are frozen and in files, so they are not copied: see `restore`. Nothing may be computed until then.
+        """Give back the device memory of all parameters; returns the bytes given back.
+
+        The adapter goes to host memory. The base weights are dropped, because they are frozen and in files. Nothing may
+        be computed until `restore`, and then `load_base`.
         """
         own = [*self.lora_parameters().values(), self._inv_freq]
         return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
 
     def restore(self) -> None:
-        """Undo `offload`: the same memory and the same adapter; the base weights are uninitialised until `load_base`
-        has read them again."""
+        """Undo `offload`: the same memory and adapter, but uninitialised base weights."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files, all or nothing.
+        """Fill the adapter from PEFT's files.
 
         Raises:
-            CheckpointDamaged: see `files.read_adapter`. The adapter in memory is then as it was before.
+            CheckpointDamaged: see `read_adapter`. The adapter in memory is then unchanged.
         """
         self.set_adapter(read_adapter(directory, self.arch, self.lora, device.device()))
 
@@ -159,7 +140,7 @@ class Policy(nn.Module):
             )
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU. A collective of the tensor-parallel ranks; all get all of it."""
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of the tensor-parallel ranks."""
         whole: dict[str, torch.Tensor] = {}
         for name, parameter in self.lora_parameters().items():
             whole |= self.gather(name, parameter.data)
@@ -168,14 +149,14 @@ class Policy(nn.Module):
     def lora_parameters(self) -> dict[str, nn.Parameter]:
         """Name -> this rank's part, fp32, trainable; in the same order on all ranks.
 
-        The name is the PEFT key, or for a layer's experts, whose tensors are one parameter [experts, ...], the PEFT key
-        with `*` for the expert's number.
+        The name is the PEFT key. All experts of a layer share one parameter [experts, ...], whose name is their PEFT
+        key with `*` for the expert's number.
         """
         return {name: tensor.parameter for name, tensor in self._lora.items()}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> the whole, on the CPU, of a tensor shaped like LoRA parameter `name` (Adam's state, say), from
-        every rank's part. A collective of the tensor-parallel ranks, in the same order on each."""
+        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
+        (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
         cut = self._lora[name].cut
         local = local.detach().contiguous()
         if cut == "whole" or self._tp == 1:
@@ -188,8 +169,8 @@ class Policy(nn.Module):
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
     def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """This rank's part for LoRA parameter `name` of whole tensors, `full(PEFT key)`; undoes `gather`. Where they
-        are, and a view of them where it can be."""
+        """Undo `gather`: this rank's part for LoRA parameter `name` of the whole tensors `full(PEFT key)`. On their
+        device, and a view of them where possible."""
         keys = self._keys[name]
         if keys != [name]:
             return torch.stack([full(key) for key in keys])
@@ -200,7 +181,7 @@ class Policy(nn.Module):
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """The base model alone; nothing is trainable in it, so there are no gradients inside."""
+        """Within the block the policy is the base model, and no gradients are computed."""
         before, self._switch.on = self._switch.on, False
         try:
             with torch.no_grad():
@@ -211,14 +192,13 @@ class Policy(nn.Module):
     # ------------------------------------------------------------ computing
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """log p and entropy of every item at `temperature`; logits are made at the items' sources only."""
+        """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
         return self._outputs(row, self._hidden(row.tokens, row.positions, row.subtree_end), temperature)
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """What happens once in a process, in its first `forward`, happens here: kernels are loaded, the attention's
-        among them, which may have to be compiled. One layer is enough for that, and whatever is in the weights'
-        memory, which may be written meanwhile; all tensor-parallel ranks take part."""
+        """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
+        the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
         decoder = self.gpt.decoder
         hidden, _ = decoder.layers[0](**self._decoder_inputs(row.tokens, row.positions, row.subtree_end))
         self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
@@ -233,12 +213,11 @@ class Policy(nn.Module):
             vocab_size=vocab,
             temperature=temperature,
             group=self._tp_group,
-            chunk_elements=self.chunk_elements,
         )
         return ItemOutputs(logprobs, entropy)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
-        """All logits of one row, fp32 [S, vocabulary] on every rank; for tests and probes of small rows."""
+        """All logits of one row, fp32 [S, vocabulary] on every rank; for tests with small rows."""
         local = self._head(self._hidden(tokens, positions, subtree_end))
         return gather_from_tensor_model_parallel_region(local, group=self._tp_group).float()
 
@@ -249,17 +228,17 @@ class Policy(nn.Module):
     def _decoder_inputs(
         self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor
     ) -> dict[str, Any]:
-        """What the decoder and each of its layers are called with."""
+        """The arguments of the decoder, and of each of its layers."""
         embedded = self.gpt.embedding(input_ids=tokens[None], position_ids=None)
         if torch.is_grad_enabled():
-            # Under full recompute a layer whose input needs no gradient is run without a graph: with a frozen embedding
-            # nothing would be trained, silently.
+            # Under full recompute Megatron runs a layer whose input needs no gradient without a graph. The embedding is
+            # frozen, so nothing would be trained, silently.
             embedded = embedded.detach().requires_grad_()
-        turns = rotation(positions, self._inv_freq, embedded.dtype)
+        rotations = rotation(positions, self._inv_freq, embedded.dtype)
         return {
             "hidden_states": embedded,
             "attention_mask": None,
-            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, turns),
+            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, rotations),
         }
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -267,17 +246,13 @@ class Policy(nn.Module):
         return self.gpt.output_layer(hidden, weight=weight)[0]
 
     def _find_lora(self) -> dict[str, LoraTensor]:
-        found: dict[str, LoraTensor] = {}
+        tensors: dict[str, LoraTensor] = {}
         for index, layer in enumerate(self.gpt.decoder.layers):
-            mlp = (
-                [("mlp.experts.*", layer.mlp.experts)]
-                if self.arch.moe
-                else [("mlp", layer.mlp.linear_fc1), ("mlp", layer.mlp.linear_fc2)]
-            )
-            attention = layer.self_attention
-            for block, module in (("self_attn", attention.linear_qkv), ("self_attn", attention.linear_proj), *mlp):
-                assert isinstance(module, (LoraLinear, Experts))
-                for (target, which), tensor in module.tensors().items():
-                    path = f"model.layers.{index}.{block}.{target}"
-                    found[key_a(path) if which == "A" else key_b(path)] = tensor
-        return {name: found[name] for name in self._keys}
+            for name, module in layer.named_modules():
+                if not isinstance(module, (LoraLinear, Experts)):
+                    continue
+                block = "self_attn" if name.startswith("self_attention.") else "mlp"
+                path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
+                for target, (a, b) in module.lora_tensors().items():
+                    tensors[key_a(f"{path}.{target}")], tensors[key_b(f"{path}.{target}")] = a, b
+        return {name: tensors[name] for name in self._keys}

@@ -1,14 +1,14 @@
-"""A mixture of experts computed again in the backward pass keeps no layer's input after it.
+"""Frees what a mixture of experts under full recompute would hold after the backward pass.
 
-Megatron's token dispatchers leave the tensors of the last forward in attributes (0.19.2: `local_probs` of allgather,
-`probs` of alltoall), the router's probabilities with their graph among them. Under full recompute the last forward of
-a layer is the one inside `CheckpointFunction.backward`, whose graph begins at a detached copy of the checkpoint's
-input: a leaf, which shares the input's memory and has its gradient. So one attribute holds both for each checkpoint,
-from the end of the backward pass to the layer's next forward, and no garbage collector helps, since there is no cycle.
-`bench/moe_leak.py` measures it: two layer inputs per layer, half of that with `recompute_num_layers` 2.
+Megatron's token dispatchers leave tensors of the last forward in attributes (0.19.2: `local_probs` of allgather,
+`probs` of alltoall), among them the router's probabilities with their graph. Under full recompute the last forward of
+a layer is the one inside `CheckpointFunction.backward`. Its graph begins at a detached copy of the checkpoint's input,
+a leaf, which shares the input's memory and has its gradient. So one attribute holds both for each checkpoint until the
+layer's next forward. It is no cycle, so Python's garbage collector doesn't help. `bench/moe_leak.py` measures it: two
+layer inputs per layer, half of that with `recompute_num_layers` 2.
 
-Here such an attribute is cut from its graph as soon as the layer is done with it: it keeps its value and its memory,
-and autograd has references of its own. Nothing is resized, so nothing that shares memory with anything can be hurt
+The fix detaches such an attribute as soon as its layer's forward is done. It keeps its value, and autograd has
+references of its own. Nothing is resized, so tensors that share memory are safe
 (https://github.com/NVIDIA/Megatron-LM/pull/3267 and its successors free the inputs instead).
 """
 
@@ -24,25 +24,24 @@ from tandem.model.mcore import GPTModel, MoELayer
 
 
 def install(gpt: GPTModel) -> list[RemovableHandle]:
-    """Cut what `gpt`'s dispatchers would hold; returns the hooks. None where there is no mixture of experts or no full
-    recompute. A dispatcher that holds no graph, as ours and maybe a later Megatron's, is left as it is."""
+    """Detach what `gpt`'s dispatchers hold after each forward; returns the hooks, none without full recompute. A
+    dispatcher that holds no graph, such as ours, is left as it is."""
     if gpt.config.recompute_granularity != "full":
         return []
-    return [layer.register_forward_hook(_cut) for layer in gpt.modules() if isinstance(layer, MoELayer)]
+    return [layer.register_forward_hook(_detach) for layer in gpt.modules() if isinstance(layer, MoELayer)]
 
 
-def _cut(layer: nn.Module, _inputs: Any, _output: Any) -> None:
+def _detach(layer: nn.Module, _inputs: Any, _output: Any) -> None:
     for holder, name in held_graphs(layer):
         setattr(holder, name, getattr(holder, name).detach())
 
 
 def held_graphs(layer: nn.Module) -> list[tuple[Any, str]]:
-    """The attributes of a MoE layer's dispatcher, and of what it delegates to, that hold a graph: (object, name)."""
+    """(object, name) of the attributes that hold a graph: those of a MoE layer's dispatcher and of its helper."""
     dispatcher = layer.token_dispatcher
-    holders = [dispatcher, getattr(dispatcher, "_comm_manager", None)]
     return [
         (holder, name)
-        for holder in holders
+        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None))
         if holder is not None
         for name, value in vars(holder).items()
         if isinstance(value, torch.Tensor) and value.requires_grad

@@ -17,13 +17,28 @@ from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.model.parallel import Topology, data_parallel_group
-from tandem.model.policy import ItemOutputs, Policy, row_tensors
+from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import RLJob, RunSpec, SFTJob
 from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
 from tandem.training.metrics import all_reduce, item_metrics, reward_metrics
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
 from tandem.training.schedule import denominators, plan_steps, row_weights
+
+
+def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
+
+    def copied(name: str) -> Tensor:
+        return torch.tensor(getattr(row, name), dtype=torch.int64)
+
+    return RowTensors(
+        tokens=copied("tokens").to(device),
+        positions=copied("positions").to(device),
+        subtree_end=copied("subtree_end"),
+        item_source=copied("item_source").to(device),
+        item_target=copied("item_target").to(device),
+    )
 
 
 class Training:

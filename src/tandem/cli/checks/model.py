@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.cli.checks import Check
 from tandem.config import Settings
 from tandem.errors import TandemError
-from tandem.families.arch import read_arch
+from tandem.families.registry import read_arch
 
 
 def model_checks(settings: Settings) -> Iterator[Check]:

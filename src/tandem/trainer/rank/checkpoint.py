@@ -23,8 +23,8 @@ from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
 from tandem.model import device
 from tandem.model.policy import Policy
-from tandem.model.weights import adapter_files
-from tandem.model.weights.stream import Stored
+from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
+from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape, RLLoss
 from tandem.training.optimizer import AdamState, AdapterOptimizer
@@ -37,8 +37,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class CheckedCheckpoint:
     """Where the tensors of a checkpoint lie, by the names in its files, which are whole."""
 
-    adapter: dict[str, Stored]
-    optimizer: dict[str, Stored] | None  # None if it was never trained
+    adapter: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor] | None  # None if it was never trained
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
-    adapter = adapter_files.expect_adapter(directory, arch, lora)
+    adapter = check_adapter(directory, arch, lora)
     if OPTIMIZER_FILE not in manifest.files:
         if step > 0 or (manifest.origin is not None and manifest.origin.step > 0):
             raise CheckpointDamaged(
@@ -66,7 +66,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
             )
         return CheckedCheckpoint(adapter, None)
     moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in _MOMENTS}
-    optimizer = adapter_files.expect(directory / OPTIMIZER_FILE, {**moments, "step": ()})
+    optimizer = check_tensors(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
             raise CheckpointDamaged(f"{tensor.path}: {name} is {tensor.dtype}, expected {expected}")
@@ -77,10 +77,10 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
 def read(checked: CheckedCheckpoint) -> CheckpointState:
     """Read the tensors onto the device. Raises CheckpointDamaged if one holds NaN or infinity."""
     where = device.device()
-    adapter = adapter_files.read(checked.adapter, where)
+    adapter = read_tensors(checked.adapter, where)
     if checked.optimizer is None:
         return CheckpointState(adapter, None)
-    adam = adapter_files.read(checked.optimizer, where)
+    adam = read_tensors(checked.optimizer, where)
     if (step := int(adam["step"])) < 1:
         raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
     return CheckpointState(adapter, adam)

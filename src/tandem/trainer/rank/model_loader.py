@@ -31,7 +31,8 @@ from tandem.model.logprobs import item_logprobs
 from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
-from tandem.model.weights.base import BaseWeights, load_weights
+from tandem.model.weights.base_weights import BaseWeights
+from tandem.model.weights.load import load_weights
 from tandem.trainer.rank import checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdamState, AdapterOptimizer
@@ -102,7 +103,7 @@ class ModelLoader:
         allocated = self._pool.submit(
             on_device(lambda: BaseWeights(arch, self._dtype, tp=tp, group=parallel.reading_group()))
         )
-        self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().share()))
+        self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
         if self._rehearse is not None:
             self._weights_tasks.append(self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // tp))
             self._warm_ups.append(self._warm_up_thread.submit(on_device(_load_cublas)))
@@ -120,7 +121,7 @@ class ModelLoader:
         """Undo what `RankState.offload` did; the base weights, which it dropped, are read again."""
         self._state = self._pool.submit(on_device(self._read_state))
         kept.policy.restore()
-        self._weights_tasks.append(self._read_base_weights(kept.base.share))
+        self._weights_tasks.append(self._read_base_weights(kept.base.own_share))
         self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
         self._kept_adam = kept.optimizer.state()

@@ -11,8 +11,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
 from tandem.errors import Conflict
+from tandem.families.model_config import model_directory
 from tandem.model import parallel
-from tandem.model.weights.base import model_directory
 from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
 

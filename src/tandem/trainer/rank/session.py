@@ -18,7 +18,7 @@ from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.families.arch import read_arch
+from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.model.parallel import Topology
 from tandem.spool import Spool

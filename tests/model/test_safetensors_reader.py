@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from tandem.errors import InvalidInput
 from tandem.model import device
-from tandem.model.weights import stream
-from tandem.model.weights.stream import Piece, fill, headers
+from tandem.model.weights import safetensors_reader
+from tandem.model.weights.safetensors_reader import Piece, fill_targets, read_headers
 
 
 @pytest.fixture(autouse=True)
@@ -43,30 +43,31 @@ def whole(stored, target):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 4096, 2**25])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads):
-    found = headers([file])
+def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, monkeypatch):
+    monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
+    found = read_headers([file])
     assert {name: (stored.dtype, stored.shape) for name, stored in found.items()} == {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     }
     targets = {name: torch.full_like(tensor, 9.0) for name, tensor in tensors.items()}
-    fill([whole(found[name], targets[name]) for name in targets], threads=threads, chunk_bytes=chunk_bytes)
+    fill_targets([whole(found[name], targets[name]) for name in targets], threads=threads)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name], tensor), name
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2**25])
-def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes):
-    found = headers([file])
+def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
+    found = read_headers([file])
     rows = torch.zeros(16, 10, dtype=torch.float64)  # of another dtype
     columns = torch.zeros(48, 4)
     blocks = torch.zeros(6, 12, 10)  # groups of 12 rows, of which this tensor has 8: rows 2 to 9
-    fill(
+    fill_targets(
         [
             Piece(found["f32"], 16 * 10, 10, rows),
             Piece(found["f32"], 0, 10, columns, slice(3, 7)),
             Piece(found["f32"], 0, 8 * 10, blocks[:, 2:10]),
-        ],
-        chunk_bytes=chunk_bytes,
+        ]
     )
     assert torch.equal(rows, tensors["f32"][16:32].double())
     assert torch.equal(columns, tensors["f32"][:, 3:7])
@@ -76,19 +77,19 @@ def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes):
 
 
 def test_small_neighbours_are_read_together(file, tensors, monkeypatch):
-    reads = []
-    preadv = stream.os.preadv
-    monkeypatch.setattr(stream.os, "preadv", lambda *arguments: reads.append(arguments[-1]) or preadv(*arguments))
+    reads, preadv = [], safetensors_reader.os.preadv
+    monkeypatch.setattr(safetensors_reader.os, "preadv", lambda *args: reads.append(args[-1]) or preadv(*args))
+    monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", 1000)
     save_file({f"{i:03}": torch.full((10,), float(i)) for i in range(100)}, file)
-    found = headers([file])
+    found = read_headers([file])
     stack = torch.zeros(100, 10)
-    fill([whole(found[f"{i:03}"], stack[i]) for i in range(100)], chunk_bytes=1000)
+    fill_targets([whole(found[f"{i:03}"], stack[i]) for i in range(100)])
     assert torch.equal(stack, torch.arange(100.0)[:, None].expand(-1, 10))
     assert len(reads) == 4  # 25 tensors of 40 bytes each
 
 
 def test_nothing_to_do():
-    fill([])
+    fill_targets([])
 
 
 def rewrite(file, change):
@@ -121,15 +122,15 @@ def joined(header, data):
 def test_a_file_that_is_not_whole_is_named(file, change, says):
     rewrite(file, change)
     with pytest.raises(InvalidInput, match=says) as refused:
-        headers([file])
+        read_headers([file])
     assert str(file) in str(refused.value)
 
 
 def test_a_file_that_becomes_shorter_is_named(file, tensors):
-    found = headers([file])
+    found = read_headers([file])
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidInput, match="it ends at byte"):
-        fill([whole(stored, torch.zeros_like(tensors[name])) for name, stored in found.items()], threads=4)
+        fill_targets([whole(stored, torch.zeros_like(tensors[name])) for name, stored in found.items()], threads=4)
     file.unlink()
     with pytest.raises(InvalidInput, match="can't be read"):
-        fill([whole(found["f32"], torch.zeros_like(tensors["f32"]))])
+        fill_targets([whole(found["f32"], torch.zeros_like(tensors["f32"]))])

@@ -12,9 +12,9 @@ from safetensors.torch import save_file as save_torch_file
 
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
-from tandem.families.arch import arch_from_config
 from tandem.families.identity import write_identity_adapter
-from tandem.model.weights.adapter_files import read_adapter
+from tandem.families.registry import arch_from_config
+from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import SHAPE
 

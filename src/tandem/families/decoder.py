@@ -1,0 +1,145 @@
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.families.arch import Arch, MoE, RopeScaling
+from tandem.families.model_config import ModelConfig
+from tandem.families.weights import WeightRule
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A family. Its fields say what is special; a family that differs in more overrides methods."""
+
+    model_type: str
+    qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
+    qkv_bias: bool = False  # biases on q, k and v, and on nothing else
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
+    sliding_window: bool = False  # a window in config.json is in use unless `use_sliding_window` says otherwise
+
+    def arch(self, config: ModelConfig) -> Arch:
+        """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
+        self._refuse_variants(config)
+        hidden, heads = config.positive("hidden_size", int), config.positive("num_attention_heads", int)
+        kv_heads = config.positive("num_key_value_heads", int, heads)
+        if heads % kv_heads:
+            raise config.invalid(f"{heads} attention heads don't divide into {kv_heads} groups")
+        rope = _rope_parameters(config)
+        return Arch(
+            model_type=self.model_type,
+            num_layers=config.positive("num_hidden_layers", int),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=config.positive("head_dim", int, self.head_dim or hidden // heads),
+            ffn_hidden_size=config.positive("intermediate_size", int),
+            vocab_size=config.positive("vocab_size", int),
+            max_positions=config.positive("max_position_embeddings", int, 32768),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
+            qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
+            rope_scaling=_rope_scaling(rope, config),
+            moe=self.moe(config),
+        )
+
+    def moe(self, _config: ModelConfig) -> MoE | None:
+        """The mixture of experts in every layer; None: MLPs."""
+        return None
+
+    def weight_rules(self, arch: Arch) -> list[WeightRule]:
+        """A rule for every parameter of the model, embedding first."""
+        embedding = (arch.vocab_size, arch.hidden_size)
+        rules = [
+            WeightRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": embedding}, "rows"),
+            WeightRule("decoder.final_layernorm.weight", {"model.norm.weight": (arch.hidden_size,)}),
+        ]
+        if not arch.tie_embeddings:
+            rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
+        for layer in range(arch.num_layers):
+            rules += self.layer_rules(arch, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        return rules
+
+    def layer_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
+
+        Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key head, the value head.
+        """
+        hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, of + "self_attn."
+        qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+        qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
+        rules = [
+            WeightRule(to + "input_layernorm.weight", {of + "input_layernorm.weight": (hidden,)}),
+            WeightRule(to + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups),
+            WeightRule(
+                to + "self_attention.linear_proj.weight",
+                {attention + "o_proj.weight": (hidden, arch.query_size)},
+                "columns",
+            ),
+            WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
+            *self.mlp_rules(arch, to + "mlp.", of + "mlp."),
+        ]
+        if arch.qkv_bias:
+            biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
+            rules.append(WeightRule(to + "self_attention.linear_qkv.bias", biases, "rows", groups=groups))
+        if arch.qk_norm:
+            for letter in "qk":
+                norm = {f"{attention}{letter}_norm.weight": (arch.head_dim,)}
+                rules.append(WeightRule(f"{to}self_attention.{letter}_layernorm.weight", norm))
+        return rules
+
+    def mlp_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+        """One layer's MLP: `linear_fc1` is gate above up."""
+        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+        gate_up = {f"{of}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        return [
+            WeightRule(to + "linear_fc1.weight", gate_up, "rows"),
+            WeightRule(to + "linear_fc2.weight", {of + "down_proj.weight": (hidden, ffn)}, "columns"),
+        ]
+
+    def _refuse_variants(self, config: ModelConfig) -> None:
+        """Refuse options that would silently give other logits if they were ignored."""
+        window, activation = config.get("sliding_window"), config.get("hidden_act", "silu")
+        shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+        variants = {
+            "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
+            "biases in the MLP": config.get("mlp_bias"),
+            "sliding-window attention": window is not None and config.get("use_sliding_window", self.sliding_window),
+            f"the activation {activation!r}": activation != "silu",
+            "quantised weights": config.get("quantization_config"),
+            "layers without experts among those with them": config.get("mlp_only_layers")
+            or config.get("decoder_sparse_step", 1) != 1,
+            "shared experts": any(map(config.get, shared)),
+            # Megatron refuses it: such a router's probabilities are all 1.
+            "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
+        }
+        for variant, present in variants.items():
+            if present:
+                raise config.unsupported(variant)
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`."""
+    theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
+    return {**(config.get("rope_scaling") or {}), **theta, **(config.get("rope_parameters") or {})}
+
+
+def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise config.unsupported(f"RoPE scaling {kind!r} (not 'default' or 'llama3')")
+    try:
+        return RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise config.invalid(f"the parameters of RoPE scaling llama3 are incomplete or wrong: {error}") from error

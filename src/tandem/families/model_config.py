@@ -1,0 +1,67 @@
+"""A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import InvalidInput, UnknownArchitecture
+
+
+def model_directory(model: str, files: tuple[str, ...] = ("config.json", "model*.safetensors*")) -> Path:
+    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once.
+
+    Raises:
+        InvalidInput: no such directory, and the hub doesn't give it.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(files)))
+    except Exception as error:  # the client raises a dozen types: bad names, no access, no network, no such file
+        raise InvalidInput(
+            f"{model!r} is neither a directory nor a model that the hub gives: {error}", field="base_model"
+        ) from error
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A parsed `config.json`."""
+
+    values: dict[str, Any]
+    source: str = "config.json"  # for messages
+
+    @classmethod
+    def of(cls, model: str) -> ModelConfig:
+        """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be read."""
+        path = model_directory(model, ("config.json",)) / "config.json"
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise InvalidInput(f"{path} is missing: not a Hugging Face model", field="base_model") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InvalidInput(f"{path} can't be read as JSON: {error}", field="base_model") from error
+        if not isinstance(values, dict):
+            raise InvalidInput(f"{path} is not a JSON object", field="base_model")
+        return cls(values, str(path))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+        """A positive number; `default` where the key is missing or null. Raises InvalidInput."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
+            raise self.invalid(f"{key} is {value!r}, not a positive {kind.__name__}")
+        return kind(value)
+
+    def invalid(self, problem: str) -> InvalidInput:
+        return InvalidInput(f"{self.source}: {problem}", field="base_model")
+
+    def unsupported(self, variant: str) -> UnknownArchitecture:
+        return UnknownArchitecture(f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model")

@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v."""
+
+from tandem.families.decoder import Decoder
+
+FAMILY = Decoder("qwen2", qkv_bias=True)

@@ -1,0 +1,48 @@
+"""The families that Tandem knows, by `model_type`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tandem.errors import UnknownArchitecture
+from tandem.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from tandem.families.arch import Arch
+from tandem.families.decoder import Decoder
+from tandem.families.model_config import ModelConfig
+from tandem.families.weights import WeightRule
+
+FAMILIES: dict[str, Decoder] = {
+    family.model_type: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY, qwen2.FAMILY, llama.FAMILY, mistral.FAMILY)
+}
+
+
+def read_arch(model: str) -> Arch:
+    """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
+
+    Raises:
+        InvalidInput: no such directory or repository, no readable `config.json`, or a missing or wrong value in it.
+        UnknownArchitecture: a family, or a variant of one, that Tandem doesn't build.
+    """
+    return _arch(ModelConfig.of(model))
+
+
+def arch_from_config(config: dict[str, Any]) -> Arch:
+    """`read_arch` for a config already parsed."""
+    return _arch(ModelConfig(config))
+
+
+def _arch(config: ModelConfig) -> Arch:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnknownArchitecture(
+            f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}",
+            field="base_model",
+        )
+    return FAMILIES[model_type].arch(config)
+
+
+@functools.lru_cache(2)
+def weight_rules(arch: Arch) -> tuple[WeightRule, ...]:
+    """A rule for every parameter of the model, embedding first."""
+    return tuple(FAMILIES[arch.model_type].weight_rules(arch))

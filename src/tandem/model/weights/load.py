@@ -1,0 +1,90 @@
+"""Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from tandem.errors import InvalidInput
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
+from tandem.families.weights import WeightRule
+from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
+
+
+def load_weights(
+    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], *, tp: int, tp_rank: int
+) -> None:
+    """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
+
+    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is called after the files'
+    headers have been checked, so its memory may be allocated meanwhile. Only the rows that hold this rank's part are
+    read, and only its part goes to the device.
+
+    Raises:
+        InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
+        AssertionError: a parameter is not the model's, or has another shape than its rule.
+    """
+    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(_files(directory))
+    for rule in rules.values():
+        for name, shape in rule.sources.items():
+            if name not in stored:
+                raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
+            if stored[name].shape != shape:
+                raise InvalidInput(
+                    f"{stored[name].path}: {name} has the shape {list(stored[name].shape)}, config.json says "
+                    f"{list(shape)}",
+                    field="base_model",
+                )
+    targets = parameters()
+    for name, target in targets.items():
+        assert target.shape == rules[name].shape(tp), f"{name} is {target.shape}, not {rules[name].shape(tp)}"
+    fill_targets(
+        piece
+        for name, target in targets.items()
+        for piece in _pieces(rules[name], [stored[source] for source in rules[name].sources], target, tp, tp_rank)
+    )
+
+
+def _pieces(
+    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, tp: int, tp_rank: int
+) -> Iterator[Piece]:
+    """This rank's part of each source, and the part of `target` that it fills."""
+    if rule.cut == "columns" and tp > 1:
+        (source,) = sources
+        columns = source.shape[1]
+        mine = columns // tp
+        yield Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
+        return
+    if rule.experts is not None:
+        target = target.view(-1, *target.shape[2:])
+    parts = tp if rule.cut == "rows" else 1
+    groups = max(1, rule.groups // parts)
+    blocks = target.view(groups, -1, *target.shape[1:])
+    begin = 0  # of the source's rows in each block
+    for source in sources:
+        rows, width = source.shape[0] // parts, math.prod(source.shape[1:])
+        block = blocks[:, begin : begin + rows // groups]
+        begin += rows // groups
+        first = tp_rank * rows * width if parts > 1 else 0
+        if groups == 1:
+            yield Piece(source, first, width, block[0])
+        else:
+            yield Piece(source, first, rows // groups * width, block)
+
+
+def _files(directory: Path) -> list[Path]:
+    """The model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
+    if single.is_file():
+        return [single]
+    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")

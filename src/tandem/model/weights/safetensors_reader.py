@@ -1,0 +1,222 @@
+"""Reads tensors of safetensors files into tensors on the device, as fast as the page cache delivers them.
+
+safetensors' own reader copies in one thread, through memory that isn't pinned. Here several threads read chunks with
+`preadv` into pinned buffers and copy them on CUDA streams, so that reading, copying and rearranging overlap. A file is
+an 8-byte little-endian length, that much JSON, then the data: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.errors import InvalidInput
+from tandem.model.device.allocation import host_buffer
+
+CHUNK_BYTES = 16 * 2**20
+THREADS = {"cuda": 8, "cpu": 4}
+_LONGEST_HEADER = 100 * 10**6  # bytes; the reference implementation's own limit
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    path: Path
+    offset: int  # of its first byte in the file
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a stored tensor, and the tensor that it fills.
+
+    The range begins at element `first` of the flat stored tensor and has `target.shape[0]` units of `unit` elements.
+    Of each unit only the elements `columns` are copied (None: all).
+    """
+
+    stored: StoredTensor
+    first: int
+    unit: int
+    target: torch.Tensor  # [units, ...] of any dtype and strides, on any device
+    columns: slice | None = None
+
+    @property
+    def offset(self) -> int:
+        """Of the range's first byte in the file."""
+        return self.stored.offset + self.first * self.stored.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.target) * self.unit * self.stored.dtype.itemsize
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the file's bytes are the target's bytes."""
+        return self.columns is None and self.target.is_contiguous() and self.target.dtype == self.stored.dtype
+
+
+def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of the files, by name. Raises InvalidInput if a file is not a whole safetensors file."""
+    stored: dict[str, StoredTensor] = {}
+    for path in paths:
+        try:
+            stored |= _read_header(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
+    return stored
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"its header would be {length} bytes, the file is {size}")
+        entries: dict[str, Any] = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    stored = {}
+    for name, entry in entries.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(path, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        if end - begin != tensor.nbytes or begin < 0:
+            raise ValueError(
+                f"{name} of shape {entry['shape']} and {entry['dtype']} does not fill bytes {begin} to {end}"
+            )
+        if 8 + length + end > size:
+            raise ValueError(f"{name} ends at byte {8 + length + end}, the file at {size}")
+        stored[name] = tensor
+    return stored
+
+
+def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None:
+    """Copy every piece to its target. On return all copies are complete and the buffers are freed.
+
+    Raises InvalidInput if a file can't be read or has become shorter.
+    """
+    chunks = [chunk for piece in pieces for chunk in _split(piece)]
+    if not chunks:
+        return
+    chunks.sort(key=lambda chunk: (str(chunk.stored.path), chunk.offset))
+    reads = deque(_merge(chunks))
+    buffer_bytes = max(sum(chunk.nbytes for chunk in read) for read in reads)
+    where = chunks[0].target.device
+    threads = min(threads or THREADS[where.type], len(reads))
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(threads) as pool:
+        files: dict[Path, int] = {}
+        for path in {chunk.stored.path for chunk in chunks}:
+            try:
+                files[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
+            opened.callback(os.close, files[path])
+        for worker in [pool.submit(_work, reads, files, buffer_bytes, where) for _ in range(threads)]:
+            worker.result()
+
+
+def _split(piece: Piece) -> Iterator[Piece]:
+    """`piece` in pieces of at most CHUNK_BYTES (or one unit)."""
+    if 0 < piece.nbytes <= CHUNK_BYTES:
+        yield piece
+        return
+    units = max(1, CHUNK_BYTES // (piece.unit * piece.stored.dtype.itemsize))
+    for begin in range(0, len(piece.target), units):
+        target = piece.target[begin : begin + units]
+        yield dataclasses.replace(piece, first=piece.first + begin * piece.unit, target=target)
+
+
+def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
+    """Sorted chunks in lists that are one read each: consecutive bytes of one dtype, at most CHUNK_BYTES or one chunk.
+    A mixture of experts has thousands of small tensors, one after the other."""
+    read: list[Piece] = []
+    for chunk in chunks:
+        last = read[-1] if read else chunk
+        consecutive = chunk.offset == last.offset + last.nbytes and chunk.stored.path == last.stored.path
+        size = chunk.offset + chunk.nbytes - read[0].offset if read else 0
+        if read and not (consecutive and chunk.stored.dtype == last.stored.dtype and size <= CHUNK_BYTES):
+            yield read
+            read = []
+        read.append(chunk)
+    yield read
+
+
+def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device) -> None:
+    """One thread: take reads until none is left; if one fails, all threads stop.
+
+    Each call that releases the interpreter's lock must wait to get it back, so there are as few as possible: two for a
+    read that is one verbatim chunk.
+    """
+    with contextlib.ExitStack() as held, torch.no_grad():
+        aligned = -(-buffer_bytes // 16) * 16  # whole elements of any dtype
+        buffer = held.enter_context(host_buffer(aligned, pinned=where.type == "cuda"))
+        memory = memoryview(buffer.numpy())
+        stream = torch.cuda.Stream(where) if where.type == "cuda" else None
+        if stream is not None:
+            held.callback(stream.synchronize)  # before the buffer is freed
+            # Kernels queued before may still use the targets' memory.
+            stream.wait_stream(torch.cuda.default_stream(where))
+            held.enter_context(torch.cuda.stream(stream))
+        while reads:
+            try:
+                chunks = reads.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                stored = chunks[0].stored
+                counts = [len(chunk.target) * chunk.unit for chunk in chunks]
+                nbytes = sum(counts) * stored.dtype.itemsize
+                _read(files[stored.path], memory[:nbytes], chunks[0].offset, stored.path)
+                for chunk, values in zip(chunks, buffer[:nbytes].view(stored.dtype).split(counts), strict=True):
+                    _copy(chunk, values, where, wait=chunk is chunks[-1])
+                if stream is not None and not chunks[-1].verbatim:
+                    stream.synchronize()  # before the buffer is used again
+            except BaseException:
+                reads.clear()
+                raise
+
+
+def _copy(chunk: Piece, values: torch.Tensor, where: torch.device, *, wait: bool) -> None:
+    """Queue the copy of `values`, flat, to the chunk's target. `wait`: a verbatim copy is complete on return."""
+    if chunk.verbatim:
+        chunk.target.view(-1).copy_(values, non_blocking=not wait)
+        return
+    values = values.to(where, non_blocking=True)  # rearranged and converted on the device
+    if chunk.columns is not None:
+        values = values.view(-1, chunk.unit)[:, chunk.columns]
+    chunk.target.copy_(values.view(chunk.target.shape), non_blocking=True)
+
+
+def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(memory):
+        try:
+            count = os.preadv(file, [memory[done:]], offset + done)
+        except OSError as error:
+            raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
+        if count == 0:
+            raise InvalidInput(f"{path} can't be read: it ends at byte {offset + done}", field="base_model")
+        done += count
