@@ -54,7 +54,6 @@ SPECIAL: dict[str, Schema] = {
     "gpuMode": enum("dedicated", "shared"),
     "settings.dtype": optional(enum("auto", "float32", "bfloat16")),
     "settings.logFormat": optional(enum("text", "json")),
-    "settings.metricsBackend": optional(enum("auto", "demo")),
     "settings.maxLoraRank": optional(COUNT),
     "settings.expertLora": optional({"type": "boolean"}),
     "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),

@@ -98,8 +98,6 @@ class Settings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(default=9400, ge=1, le=65535)
     """Where the exporter of the trainer's and the inference container answers; the controller has its own port."""
-    metrics_backend: Literal["auto", "demo"] = "auto"
-    """demo: every series is made up, for dashboards without a GPU."""
 
     @model_validator(mode="before")
     @classmethod

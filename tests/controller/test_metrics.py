@@ -71,8 +71,8 @@ def test_jobs_are_counted_once_by_kind_and_shown_by_state(server, http, run, no_
     def states() -> tuple[float, float]:
         return get(server, "tandem_jobs", state="queued"), get(server, "tandem_jobs", state="running")
 
-    for loop in server.app.state.loops:
-        loop.collector.interval = 0.1
+    for thread in server.app.state.collector_threads:
+        thread.collector.interval = 0.1
     submitted = {kind: get(server, "tandem_jobs_submitted_total", kind=kind) for kind in ("rl", "sft")}
     body = rl_request(id=f"job-{run}")
     assert http.post(f"/v1/runs/{run}/train", json=body).status_code == 202

@@ -361,7 +361,6 @@ BELONGS = {
     "gpu_mode": EVERYWHERE,
     "dtype": EVERYWHERE,
     "log_format": EVERYWHERE,
-    "metrics_backend": EVERYWHERE,
     "max_lora_rank": EVERYWHERE,
     "expert_lora": EVERYWHERE,
     "api_key_file": EVERYWHERE,

@@ -1,23 +1,18 @@
-"""Collectors behind the real HTTP server, scraped and parsed as Prometheus would."""
+"""Collectors whose collections the test starts, and their metrics as Prometheus parses them."""
 
 from __future__ import annotations
 
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as PrometheusCollector
 
-from tandem.metrics.collector import Collector, Loop, Scrape
-from tandem.metrics.server import MetricsServer
-
-# What Prometheus 3 says it understands.
-PROMETHEUS_3 = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;"
-    "q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
-)
+from tandem.metrics.collector import Collector, CollectorThread, Page
+from tandem.spool import Spool
 
 
 class Scraped:
@@ -30,13 +25,22 @@ class Scraped:
             for family in self.families
             for sample in family.samples
         }
+        self.names = {name for name, _ in self.samples}
 
     def get(self, name: str, /, **labels: str) -> float | None:
         return self.samples.get((name, frozenset(labels.items())))
 
     def all(self, name: str, /) -> list[dict[str, str]]:
-        """The label sets under which a sample of that name is told."""
+        """The label sets of the samples with that name."""
         return [dict(labels) for known, labels in self.samples if known == name]
+
+    def by(self, label: str, name: str, /) -> dict[str, float]:
+        """Label value -> value, of the samples with that name."""
+        return {dict(labels)[label]: value for (known, labels), value in self.samples.items() if known == name}
+
+
+def scrape(page: PrometheusCollector) -> Scraped:
+    return Scraped(generate_latest(page).decode())
 
 
 def fetch(url: str, accept: str = "") -> tuple[int, str, str]:
@@ -49,47 +53,32 @@ def fetch(url: str, accept: str = "") -> tuple[int, str, str]:
         return error.code, error.headers["Content-Type"], error.read().decode()
 
 
-class Rig:
-    """Collectors whose collections the test makes happen, and their exporter."""
+class Exported:
+    """The page of an exporter with these collectors."""
 
     def __init__(self, *collectors: Collector) -> None:
-        self.loops = [Loop(collector) for collector in collectors]
-        self.server = MetricsServer("127.0.0.1", 0, {"/metrics": Scrape(self.loops)}, {"what": "a test"})
-        self.url = f"http://127.0.0.1:{self.server.port}"
+        self.threads = [CollectorThread(collector) for collector in collectors]
+        self.page = Page(self.threads)
 
     def collect(self) -> Scraped:
-        """One collection each, then a scrape."""
-        for loop in self.loops:
-            loop.once()
+        """One collection of each collector, then a scrape."""
+        for thread in self.threads:
+            thread.collect_once()
         return self.scrape()
 
     def scrape(self) -> Scraped:
-        return Scraped(fetch(f"{self.url}/metrics")[2])
+        return scrape(self.page)
+
+    def works(self, collector: str) -> bool:
+        """Whether the next collection of that collector succeeds."""
+        return self.collect().get("tandem_collector_success", collector=collector) == 1
 
 
-@contextmanager
-def rig(*collectors: Collector) -> Iterator[Rig]:
-    made = Rig(*collectors)
-    made.server.serve_in_background()
-    try:
-        yield made
-    finally:
-        made.server.shutdown()
-        made.server.server_close()
+def opener(spool: Spool) -> Callable[[], Spool]:
+    return lambda: Spool(spool.root, writable=False)
 
 
-@contextmanager
-def serving(pages: dict[str, PrometheusCollector]) -> Iterator[str]:
-    server = MetricsServer("127.0.0.1", 0, pages, {"what": "a test"})
-    server.serve_in_background()
-    try:
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def until[T](what: str, check: Callable[[], T], timeout: float = 10.0) -> T:
+def until[T](what: str, check: Callable[[], T], timeout: float = 20.0) -> T:
     """The first true answer of `check`."""
     end = time.monotonic() + timeout
     while not (answer := check()):

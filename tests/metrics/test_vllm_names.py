@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.metrics.catalogue import VLLM_METRICS
+from tandem.metrics.vllm import VLLM_METRICS
 
 OF_THE_SERVER = "http_requests_total"  # prometheus_fastapi_instrumentator's
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from monitoring.promtool import ROOT, RULES
+from monitoring.prometheus_tools import ROOT, RULES
 
 GRAFANA = ROOT / "images" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from monitoring.dashboards import DASHBOARDS, GRAFANA, metrics, panels
-from monitoring.promtool import PROMETHEUS
+from monitoring.prometheus_tools import PROMETHEUS
 from monitoring.test_alerts import alerts
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.metrics.catalogue import PHASES
+from tandem.metrics.metric import PHASES
 from tandem.model import device
 from tandem.model.device import memory
 from tandem.spool import Spool

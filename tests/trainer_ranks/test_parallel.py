@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.data.packed_format import PackedBatch
-from tandem.metrics.catalogue import PHASES
+from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 from trainer_ranks import jobs

@@ -12,8 +12,8 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
-from tandem.metrics.catalogue import CATALOGUE
-from tandem.metrics.samples import Counts
+from tandem.metrics.controller import HTTP_METRICS
+from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 
 # Parsing and packing a batch takes a core and several times the request's size in memory, so others wait.
@@ -35,7 +35,7 @@ class Deployment:
         self.spool = Spool.create(settings.root)
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.event_threads = anyio.CapacityLimiter(EVENT_THREADS)
-        self.counts = Counts(metric for metric in CATALOGUE if metric.collector == "http")
+        self.counts = Samples(HTTP_METRICS)
         self._arch: Arch | None = None
         self._arch_lock = threading.Lock()
 

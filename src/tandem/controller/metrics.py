@@ -6,51 +6,33 @@ A request is counted under its route's template, so that no id and no other part
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import ClassVar
 
 from fastapi import FastAPI, Response
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
-from tandem.metrics.catalogue import METHODS, CollectorName
-from tandem.metrics.collector import Collector, Loop, Scrape
-from tandem.metrics.host import BuildCollector, VolumesCollector
-from tandem.metrics.samples import Counts, Gauges
-from tandem.metrics.server import encode
+from tandem.metrics.build import BuildCollector
+from tandem.metrics.collector import CollectorThread, Page
+from tandem.metrics.controller import METHODS, QueueCollector
+from tandem.metrics.samples import Samples
+from tandem.metrics.volumes import VolumesCollector
 from tandem.spool import Spool
 
 OTHER = "other"
 """Route of requests without one: unknown paths, and requests that were refused before they were routed."""
 
 
-class QueueCollector(Collector):
-    """Counts jobs and runs on the spool."""
-
-    name: ClassVar[CollectorName] = "queue"
-
-    def __init__(self, spool: Callable[[], Spool]) -> None:
-        super().__init__()
-        self._spool = spool
-
-    def collect(self, gauges: Gauges) -> None:
-        spool = self._spool()
-        queued, running = set(spool.jobs.ids("queued")), set(spool.jobs.ids("running"))
-        gauges.set("tandem_jobs", len(queued - running), state="queued")
-        gauges.set("tandem_jobs", len(running), state="running")
-        gauges.set("tandem_runs", len(spool.runs.names()))
-
-
 @asynccontextmanager
 async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
     """The application's lifespan: collectors run as long as it does."""
-    for loop in app.state.loops:
-        loop.start()
+    for thread in app.state.collector_threads:
+        thread.start()
     yield
-    for loop in app.state.loops:
-        loop.stop()
+    for thread in app.state.collector_threads:
+        thread.stop()
 
 
 def install_metrics(app: FastAPI, deployment: Deployment) -> None:
@@ -61,14 +43,15 @@ def install_metrics(app: FastAPI, deployment: Deployment) -> None:
         return deployment.spool
 
     counts = deployment.counts
-    app.state.loops = [Loop(BuildCollector()), Loop(QueueCollector(spool)), Loop(VolumesCollector(spool, {}))]
-    scrape = Scrape(app.state.loops, [counts])
+    collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
+    app.state.collector_threads = [CollectorThread(collector) for collector in collectors]
+    page = Page(app.state.collector_threads, counts)
     app.add_middleware(CountRequests, counts=counts)
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         """For Prometheus. Needs no key, and contains no names of runs or jobs."""
-        return Response(encode(scrape), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     for path, methods in app.openapi()["paths"].items():
         for method in methods:
@@ -80,7 +63,7 @@ def install_metrics(app: FastAPI, deployment: Deployment) -> None:
 class CountRequests:
     """ASGI middleware: counts requests, and observes the seconds of those that are not event streams."""
 
-    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+    def __init__(self, app: ASGIApp, counts: Samples) -> None:
         self.app = app
         self.counts = counts
 

@@ -1,6 +1,7 @@
-"""Collectors: each runs in a thread of its own and leaves what it found; a scrape only reads that.
+"""Collectors run in a thread each and keep what they collected; a scrape only reads that.
 
-A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success`, and holds up nobody.
+A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success` and delays neither the
+scrape nor the other collectors. docs/metrics.md describes this for users.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 from prometheus_client import ProcessCollector
@@ -17,143 +19,145 @@ from prometheus_client.registry import Collector as PrometheusCollector
 from pydantic import ValidationError
 
 from tandem.errors import TandemError
-from tandem.metrics.catalogue import BY_NAME, CATALOGUE, STALE_SECONDS, CollectorName, Metric
-from tandem.metrics.samples import Counts, Gauges, LabelValues, Series, Value, families
+from tandem.metrics.metric import ALL, STALE_SECONDS, Metric
+from tandem.metrics.samples import Samples
+from tandem.spool import Spool
 from tandem.system.logs import Log
+
+COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes", "queue")
+OpenSpool = Callable[[], Spool]
+"""Opens the spool. Raises SpoolUnusable while the volume is missing."""
+
+_about_collector = partial(Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS})
+COLLECTOR_METRICS = (
+    _about_collector("tandem_collector_success", "1 if the collector's last collection succeeded; 0 if it failed, or "
+                     "hangs for more than a minute."),
+    _about_collector("tandem_collector_duration_seconds", "How long the last finished collection took."),
+    _about_collector("tandem_collector_last_success_timestamp_seconds", "When the collector last succeeded; 0: never."),
+)  # fmt: skip
 
 log = Log("exporter")
 
 
 class PartlyFailed(Exception):
-    """Something could not be collected; the gauges that were set are good."""
+    """Some values could not be collected; the gauges that were set are right."""
 
-    def __init__(self, *troubles: str) -> None:
-        super().__init__("; ".join(troubles))
+    def __init__(self, *errors: str) -> None:
+        super().__init__("; ".join(errors))
 
 
 class Collector(abc.ABC):
-    """Collects the metrics that the catalogue gives to `name`, every `interval` seconds."""
+    """Collects `metrics` every `interval` seconds."""
 
-    name: ClassVar[CollectorName]
+    name: ClassVar[str]  # one of COLLECTORS
+    metrics: ClassVar[Sequence[Metric]]
     interval: ClassVar[float] = 5.0
 
     def __init__(self) -> None:
-        self.counts = Counts(metric for metric in CATALOGUE if metric.collector == self.name)
+        self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
 
     @abc.abstractmethod
-    def collect(self, gauges: Gauges) -> None:
-        """Sets gauges, and counts in `self.counts`. Any exception is a failure: then the gauges found before stay,
-        the perishable ones for STALE_SECONDS; with PartlyFailed those found now count."""
+    def collect(self, gauges: Samples) -> None:
+        """Sets `gauges`, which are empty at first, and counts in `self.counts`.
+
+        Any exception is a failure: the gauges of the collection before stay, perishable ones for STALE_SECONDS. After
+        PartlyFailed the new gauges are used.
+        """
 
 
-def each[T](items: Iterable[T], action: Callable[[T], None]) -> list[str]:
-    """`action` for every item, whatever happens to the others; what went wrong with some."""
-    troubles = []
+def try_each[T](items: Iterable[T], action: Callable[[T], None]) -> list[str]:
+    """Calls `action` for every item, also after an error; returns the errors' messages."""
+    errors = []
     for item in items:
         try:
             action(item)
         except (TandemError, ValidationError, OSError) as error:
-            troubles.append(f"{item}: {error}")
-    return troubles
+            errors.append(f"{item}: {error}")
+    return errors
 
 
-class Loop:
-    """One collector's thread and what it found last."""
+class CollectorThread:
+    """Runs one collector again and again, and keeps its last gauges."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
         self._stop = threading.Event()
-        self._gauges: Series = {}
-        self._counts: Series = collector.counts.series()
+        self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic, as is _began
-        self._began: float | None = None  # while a collection is under way
-        self._ok = False
+        self._began: float | None = None  # while a collection runs
+        self._succeeded = False
+        self._error = ""  # of the last collection
         self._seconds: float | None = None
-        self._last_success = 0.0
-        self._trouble = ""
-        self._thread = threading.Thread(target=self._run, name=f"collect-{collector.name}", daemon=True)
+        self._last_success = 0.0  # Unix seconds
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"collect-{self.collector.name}", daemon=True).start()
 
     def stop(self) -> None:
-        """Doesn't wait: the collection under way may hang."""
+        """Ends the thread after its current collection. Does not wait, because that collection may hang."""
         self._stop.set()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.once()
+            self.collect_once()
             self._stop.wait(self.collector.interval)
 
-    def once(self) -> None:
-        """One collection. Never raises."""
+    def collect_once(self) -> None:
+        """Never raises."""
         self._began = begin = time.monotonic()
-        gauges, trouble = Gauges(), ""
+        gauges, error = Samples(metric for metric in self.collector.metrics if metric.kind == "gauge"), ""
         try:
             self.collector.collect(gauges)
-        except Exception as error:
-            trouble = f"{type(error).__name__}: {error}" if not isinstance(error, PartlyFailed) else str(error)
-            keep = not isinstance(error, PartlyFailed)
+        except PartlyFailed as failure:
+            error = str(failure)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            gauges = self._gauges
         else:
-            keep = False
             self._last_success = time.time()
-        if not keep:
-            self._gauges, self._gauges_at = gauges.series, time.monotonic()
-        self._counts = self.collector.counts.series()
-        self._ok = not trouble
+        if gauges is not self._gauges:
+            self._gauges, self._gauges_at = gauges, time.monotonic()
+        self._succeeded = not error
         self._seconds, self._began = time.monotonic() - begin, None
-        self._say(trouble)
-
-    def _say(self, trouble: str) -> None:
-        """A trouble is logged once, and its end."""
-        if trouble and not self._trouble:
-            log.warning("can't collect", collector=self.collector.name, error=trouble)
-        elif self._trouble and not trouble:
+        if error and not self._error:  # one line when it begins to fail, and one when that is over
+            log.warning("can't collect", collector=self.collector.name, error=error)
+        elif self._error and not error:
             log.info("collects again", collector=self.collector.name)
-        self._trouble = trouble
+        self._error = error
 
-    # ---------------------------------------------------------------- read by the scrape
+    def families(self) -> Iterator[Family]:
+        """The collected metrics, without perishable ones that are too old."""
+        yield from self._gauges.families(perishable=time.monotonic() - self._gauges_at <= STALE_SECONDS)
+        yield from self.collector.counts.families()
 
-    def series(self) -> Iterator[tuple[str, dict[LabelValues, Value]]]:
-        """What was found, without measurements that are too old to be told."""
-        fresh = time.monotonic() - self._gauges_at <= STALE_SECONDS
-        for name, values in self._gauges.items():
-            if fresh or not BY_NAME[name].perishable:
-                yield name, dict(values)
-        for name, values in self._counts.items():
-            yield name, dict(values)
-
-    def health(self, gauges: Gauges) -> None:
-        """What is told about the collector itself."""
-        began = self._began  # read once: the thread may finish meanwhile
+    def describe(self, gauges: Samples) -> None:
+        """Sets COLLECTOR_METRICS of this collector."""
+        began = self._began  # read once: the collection may end meanwhile
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         name = self.collector.name
-        gauges.set("tandem_collector_success", float(self._ok and not hangs), collector=name)
+        gauges.set("tandem_collector_success", float(self._succeeded and not hangs), collector=name)
         gauges.set("tandem_collector_last_success_timestamp_seconds", self._last_success, collector=name)
         if self._seconds is not None:
             gauges.set("tandem_collector_duration_seconds", self._seconds, collector=name)
 
 
-class Scrape(PrometheusCollector):
-    """Everything that a scrape of this process tells."""
+class Page(PrometheusCollector):
+    """All metrics of this process, as prometheus_client asks for them at each scrape.
 
-    def __init__(self, loops: Sequence[Loop], counts: Iterable[Counts] = ()) -> None:
-        """`counts`: counted without a collector."""
-        self._loops = loops
-        self._counts = tuple(counts)
+    `counts`: counters and histograms without a collector.
+    """
+
+    def __init__(self, threads: Sequence[CollectorThread], counts: Samples | None = None) -> None:
+        self._threads = threads
+        self._counts = counts
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Family]:
-        health = Gauges()
-        series: dict[str, dict[LabelValues, Value]] = {}
-        for loop in self._loops:
-            loop.health(health)
-            series |= dict(loop.series())
-        for counts in self._counts:
-            series |= {name: dict(values) for name, values in counts.series().items()}
-        yield from families(series | health.series, _without_process())
+        about = Samples(COLLECTOR_METRICS)
+        for thread in self._threads:
+            thread.describe(about)
+            yield from thread.families()
+        yield from about.families()
+        if self._counts is not None:
+            yield from self._counts.families()
         yield from self._process.collect()
-
-
-def _without_process() -> list[Metric]:
-    return [metric for metric in CATALOGUE if metric.collector != "process"]

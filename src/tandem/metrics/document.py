@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tandem.metrics.catalogue import CATALOGUE, VLLM_METRICS, Metric
+from tandem.metrics.catalogue import CATALOGUE
+from tandem.metrics.metric import Metric
+from tandem.metrics.vllm import VLLM_METRICS
 
 BEGIN, END = "<!-- made from the catalogue: begin -->\n", "<!-- made from the catalogue: end -->\n"
 

@@ -1,8 +1,9 @@
-"""`python -m tandem.metrics.exporter`: what Prometheus scrapes of the trainer's and the inference container.
+"""`python -m tandem.metrics.exporter`: serves the metrics of the trainer's and the inference container to Prometheus.
 
-It is no part of what it watches: no torch, no CUDA, nothing written but the write probe. What to collect follows from
-TANDEM_ROLE (trainer, inference; else everything). It waits for what is not there yet, and tells so in
-`tandem_collector_success`. Exits 0 on SIGTERM, 2 on wrong settings, 1 where its address is taken.
+It needs nothing of what it watches: it imports no torch, makes no CUDA context and writes nothing but the write probe.
+TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts before the spool and the programs
+exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address
+is taken.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
-from tandem.metrics.catalogue import BOTH, Exporter
-from tandem.metrics.collector import Collector, Loop, Scrape
-from tandem.metrics.demo import pages as demo_pages
-from tandem.metrics.host import BuildCollector, SupervisorCollector, VolumesCollector, local_places
+from tandem.metrics.build import BuildCollector
+from tandem.metrics.checkpoints import CheckpointsCollector
+from tandem.metrics.collector import Collector, CollectorThread, Page
+from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
-from tandem.metrics.nvml import NvmlCollector
-from tandem.metrics.policy import CheckpointsCollector, PolicyCollector, PublishCollector
+from tandem.metrics.metric import BOTH, Exporter
+from tandem.metrics.policy import PolicyCollector
+from tandem.metrics.publish import PublishCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
+from tandem.metrics.supervisor import SupervisorCollector
+from tandem.metrics.volumes import VolumesCollector, local_directories
 from tandem.spool import Spool
 from tandem.system.logs import Log, configure
 from tandem.system.role import current_role
@@ -32,68 +37,60 @@ from tandem.system.role import current_role
 log = Log("exporter")
 
 
-class SpoolOpener:
-    """The spool as each collection needs it: there, with its volume. Shared by the collectors' threads."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._root = settings.root
-
-    def __call__(self) -> Spool:
-        """Raises SpoolUnusable while the spool is not there. A full or read-only volume can be read."""
-        return Spool(self._root, writable=False)
-
-
-def roles() -> tuple[Exporter, ...]:
-    """Whose metrics this process tells."""
+def exported_sides() -> tuple[Exporter, ...]:
+    """The sides whose metrics this process exports, by TANDEM_ROLE."""
     role = current_role()
     return BOTH if role == "all" else (role,)
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    """The collectors of these roles."""
-    spool = SpoolOpener(settings)
+    """The collectors of these sides."""
+    open_spool = partial(Spool, settings.root, writable=False)  # a full or read-only volume can still be read
     devices = {"trainer": settings.trainer_devices, "inference": settings.inference_devices}
-    # One role's container may see the other's devices too; who is both tells about all.
+    # The container of one side may see the other side's devices too.
     selected: Sequence[str] = devices[sides[0]] if len(sides) == 1 else ()
     collectors: list[Collector] = [
         BuildCollector(),
         NvmlCollector(settings.device, selected),
-        PolicyCollector(spool, sides),
+        PolicyCollector(open_spool, sides),
         SupervisorCollector(settings),
-        VolumesCollector(spool, local_places()),
+        VolumesCollector(open_spool, local_directories()),
     ]
     if "trainer" in sides:
-        collectors += [RanksCollector(spool, settings.trainer_ranks), JobsCollector(spool), CheckpointsCollector(spool)]
+        collectors += [
+            RanksCollector(open_spool, settings.trainer_ranks),
+            JobsCollector(open_spool),
+            CheckpointsCollector(open_spool),
+        ]
     if "inference" in sides:
-        collectors.append(PublishCollector(spool))
+        collectors.append(PublishCollector(open_spool))
     return collectors
 
 
 def main() -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status."""
+    """Serves until SIGTERM or Ctrl-C; returns the exit status."""
     configure()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        settings = load_settings()
-        sides, demo = roles(), settings.metrics_backend == "demo"
+        settings, sides = load_settings(), exported_sides()
     except TandemError as error:
         log.error(f"the exporter can't start: {error}")
         return 2
-    loops = [] if demo else [Loop(collector) for collector in make_collectors(settings, sides)]
-    about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides)}
-    about["collectors"] = "none: everything is made up" if demo else ", ".join(loop.collector.name for loop in loops)
+    threads = [CollectorThread(collector) for collector in make_collectors(settings, sides)]
+    names = ", ".join(thread.collector.name for thread in threads)
+    about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides),
+             "collectors": names}  # fmt: skip
     try:
-        pages = demo_pages() if demo else {"/metrics": Scrape(loops)}
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, pages, about)
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(threads), about)
     except OSError as error:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
-    for loop in loops:
-        loop.start()
+    for thread in threads:
+        thread.start()
     server.serve_in_background()
-    log.info("exporter is up", address=f"{settings.metrics_host}:{server.port}", collectors=about["collectors"])
+    log.info("exporter is up", address=f"{settings.metrics_host}:{server.port}", collectors=names)
     stop.wait()
     return 0
 
@@ -101,4 +98,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # a collector may hang in a driver or on a volume: nobody waits for it
+    os._exit(status)  # without waiting for a collector that hangs in a driver or on a volume

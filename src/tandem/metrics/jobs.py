@@ -1,156 +1,188 @@
-"""Jobs, from their events: counted from the exporter's start on, each once, and read as they grow.
+"""Jobs, from their events, each of which is counted once. Counters begin when the exporter starts.
 
-Finished jobs cost nothing: only the jobs that are pending are looked at, and the directories of the finished ones are
-listed when they have changed.
+The cost does not grow with the number of finished jobs: only pending jobs are read, and a directory of finished jobs is
+listed only after it has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
-from tandem.metrics.catalogue import ERRORS, PHASES, CollectorName
-from tandem.metrics.collector import Collector, PartlyFailed, each
-from tandem.metrics.samples import Gauges
+from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed, try_each
+from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
+from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 from tandem.spool.schema import PENDING, TERMINAL, Event, JobState
 from tandem.system.gpus import beyond
 
-# What is told of the last optimizer step, and the step's own name for it.
+ERRORS = (
+    "oom", "rank_crashed", "rank_hung", "rank_error", "launch_failed", "no_checkpoint", "deadline", "non_finite",
+    "runner_lost", "runner_stopped", "invalid_input", "conflict", "checkpoint_damaged", "base_missing",
+    "spool_unusable", "inference_unavailable", "gpus_not_freed", "other",
+)  # fmt: skip
+"""Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
+
+_STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
+_RELEASE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20)
+
+# Key in the event `step` -> tandem_train_<name> of the last optimizer step, and what it is.
 _LAST_STEP = {
-    "tandem_train_loss": "loss",
-    "tandem_train_grad_norm": "grad_norm",
-    "tandem_train_learning_rate": "learning_rate",
-    "tandem_train_entropy": "entropy",
-    "tandem_train_kl": "kl_reference",
-    "tandem_train_kl_sampler": "kl_sampler",
-    "tandem_train_logprob_mismatch": "sampler_logprob_difference",
-    "tandem_train_clip_ratio": "clip_fraction",
-    "tandem_train_importance_ratio_max": "ratio_max",
-    "tandem_train_reward_mean": "reward_mean",
-    "tandem_train_reward_std": "reward_std",
-}
-_TOTALS = {
-    "tandem_train_tokens_total": "tokens",
-    "tandem_train_trainable_tokens_total": "trainable_tokens",
-    "tandem_train_samples_total": "trajectories",
-}
+    "loss": ("loss", "The loss"),
+    "grad_norm": ("grad_norm", "Norm of the gradient before clipping"),
+    "learning_rate": ("learning_rate", "The learning rate"),
+    "entropy": ("entropy", "Mean entropy of the policy per token, in nats"),
+    "kl_reference": ("kl", "KL to the reference, in nats; absent where it is not measured"),
+    "kl_sampler": ("kl_sampler", "KL of the sampler to the trainer, in nats (RL)"),
+    "sampler_logprob_difference": (
+        "logprob_mismatch", "Mean absolute difference of the trainer's and the sampler's log-probs, in nats (RL)"),
+    "clip_fraction": ("clip_ratio", "Share of tokens whose importance ratio was clipped (RL)"),
+    "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
+    "reward_mean": ("reward_mean", "Mean reward (RL)"),
+    "reward_std": ("reward_std", "Standard deviation of the rewards (RL)"),
+}  # fmt: skip
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
+# Key in the event `step` -> the counter that adds it up, and what it counts.
+_TOTALS = {
+    "tokens": ("tandem_train_tokens_total", "Tokens of the trained rows, without padding, shared prefixes once."),
+    "trainable_tokens": ("tandem_train_trainable_tokens_total", "Tokens with a loss."),
+    "trajectories": ("tandem_train_samples_total", "Trained trajectories (RL) or examples (SFT)."),
+}
+
+_counter = partial(Metric, kind="counter")
+_histogram = partial(Metric, kind="histogram")
+METRICS = (
+    Metric(_LAST_STEP_AT, "When the running job last finished an optimizer step; absent before its first one, and "
+           "without a job.", "event step"),
+    _histogram("tandem_train_step_duration_seconds", "Forward, backward and optimizer of one step, on the slowest "
+               "rank.", "event step", buckets=_STEP_BUCKETS),
+    _histogram("tandem_train_phase_duration_seconds", "Each phase: a step's phases on the slowest rank, others on rank "
+               "0.", "events loaded, step, checkpoint", labels={"phase": PHASES}, buckets=_STEP_BUCKETS),
+    *(_counter(name, text, "event step") for name, text in _TOTALS.values()),
+    *(Metric(f"tandem_train_{name}", f"{text}. Of the last optimizer step; stays between jobs.", f"event step, {key}")
+      for key, (name, text) in _LAST_STEP.items()),
+    _counter("tandem_jobs_finished_total", "Jobs that ended.", "events succeeded, failed, cancelled",
+             labels={"outcome": ("succeeded", "failed", "cancelled")}),
+    _counter("tandem_job_attempts_failed_total", "Attempts that ended without their checkpoint, by the error type of "
+             "docs/jobs.md; cancelled ones are not counted.", "events requeued, failed", labels={"error": ERRORS}),
+    _histogram("tandem_job_queue_wait_seconds", "From submission to the first claim.", "event claimed",
+               labels={"kind": JOB_KINDS}, buckets=_JOB_BUCKETS),
+    _histogram("tandem_job_duration_seconds", "From the first claim to the end.", "terminal events",
+               labels={"kind": JOB_KINDS}, buckets=_JOB_BUCKETS),
+    Metric("tandem_job_gpu_released_bytes", "Device memory that the last attempt gave back: the most in use while it "
+           "ran, less what was left.", "event released", labels={"uuid": OPEN}),
+    Metric("tandem_job_gpu_left_bytes", "Device memory in use after the last attempt's ranks had exited; with resident "
+           "ranks, what is in use beyond what they keep.", "event released", labels={"uuid": OPEN}),
+    Metric("tandem_job_gpu_resident_bytes", "Device memory that resident ranks keep between jobs; absent without them "
+           "(TANDEM_LAUNCH=resident).", "event released", labels={"uuid": OPEN}),
+    _histogram("tandem_job_release_seconds", "From the last rank's end to free devices.", "event released",
+               buckets=_RELEASE_BUCKETS),
+    Metric("tandem_checkpoint_duration_seconds", "How long the last checkpoint took to make, hash and commit.",
+           "event checkpoint"),
+)  # fmt: skip
 
 
 @dataclass
-class _Job:
+class _FollowedJob:
     kind: str
-    created: float
-    offset: int = 0  # into its events
-    claimed: float | None = None  # first
+    created: float  # Unix seconds
+    offset: int = 0  # bytes of its event file that have been read
+    first_claimed: float | None = None  # Unix seconds
 
 
 class JobsCollector(Collector):
-    name: ClassVar[CollectorName] = "jobs"
+    name = "jobs"
+    metrics = METRICS
     interval = 2.0
 
-    def __init__(self, spool: Callable[[], Spool]) -> None:
+    def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__()
-        self._spool = spool
-        self._followed: dict[str, _Job] = {}
-        self._done: set[str] = set()  # ids of jobs that ended before this process, or were followed to their end
-        self._looked: dict[JobState, int] = {}  # mtimes of the finished jobs' directories when they were listed
-        self._caught_up = False
-        self._last: dict[str, float] = {}
-        self._devices: dict[str, dict[str, float]] = {}
+        self._open_spool = open_spool
+        self._followed: dict[str, _FollowedJob] = {}
+        self._ended: set[str] = set()  # ids of jobs that ended before this process began, or were read to their end
+        self._listed: dict[JobState, int] = {}  # mtimes (ns) of the finished jobs' directories when last listed
+        self._caught_up = False  # events from before this process set gauges, but are not counted
+        self._last: dict[str, float] = {}  # gauges without labels
+        self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
-    def collect(self, gauges: Gauges) -> None:
-        spool = self._spool()
-        troubles = each(self._new(spool), lambda job_id: self._follow(spool, job_id))
-        for job_id, followed in list(self._followed.items()):
-            # What happened before this process was there sets gauges, but is not counted.
-            if self._advance(spool, job_id, followed, counts=self._caught_up):
+    def collect(self, gauges: Samples) -> None:
+        spool = self._open_spool()
+        errors = try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
+        for job_id, job in list(self._followed.items()):
+            if self._read_events(spool, job_id, job):
                 del self._followed[job_id]
-                self._done.add(job_id)
+                self._ended.add(job_id)
         self._caught_up = True
         for name, value in self._last.items():
             gauges.set(name, value)
-        for name, values in self._devices.items():
+        for name, values in self._per_device.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
-        if troubles:
-            raise PartlyFailed(*troubles)
+        if errors:
+            raise PartlyFailed(*errors)
 
-    def _new(self, spool: Spool) -> list[str]:
-        """Jobs not met before: pending ones, and those that came and ended between two looks."""
-        # Pending ones first: a job that ends meanwhile is met in one of the two.
-        found = {job_id for state in PENDING for job_id in spool.jobs.ids(state)}
+    def _new_jobs(self, spool: Spool) -> list[str]:
+        """Ids of jobs not seen before: pending ones, and those that began and ended between two collections."""
+        # Pending jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
+        job_ids = {job_id for state in PENDING for job_id in spool.jobs.ids(state)}
         for state in TERMINAL:
-            stamp = spool.paths.state_dir(state).stat().st_mtime_ns
-            if self._looked.get(state) != stamp:
-                ids = set(spool.jobs.ids(state))
-                self._looked[state] = stamp
+            changed = spool.paths.state_dir(state).stat().st_mtime_ns
+            if self._listed.get(state) != changed:
+                finished = set(spool.jobs.ids(state))
+                self._listed[state] = changed
                 if self._caught_up:
-                    found |= ids
+                    job_ids |= finished
                 else:
-                    self._done |= ids
-        return sorted(found - self._done - self._followed.keys())
+                    self._ended |= finished
+        return sorted(job_ids - self._ended - self._followed.keys())
 
     def _follow(self, spool: Spool, job_id: str) -> None:
         _, job = spool.jobs.get(job_id)
-        self._followed[job_id] = _Job(job.spec.kind, job.spec.created)
+        self._followed[job_id] = _FollowedJob(job.spec.kind, job.spec.created)
 
-    def _advance(self, spool: Spool, job_id: str, job: _Job, *, counts: bool) -> bool:
-        """Take in the events that are new; True when the job has ended."""
+    def _read_events(self, spool: Spool, job_id: str, job: _FollowedJob) -> bool:
+        """Reads the job's new events; True when it has ended."""
         events, job.offset = spool.events.since(job_id, job.offset)
-        ended = False
         for event in events:
-            self._set(event)
-            if counts:
+            self._set_gauges(event)
+            if self._caught_up:
                 self._count(event, job)
-            if event.type == "claimed" and job.claimed is None:
-                job.claimed = event.time
-            ended = ended or event.type in TERMINAL
-        return ended
+            if event.type == "claimed" and job.first_claimed is None:
+                job.first_claimed = event.time
+        return any(event.type in TERMINAL for event in events)
 
-    def _set(self, event: Event) -> None:
-        """Gauges: of the last step, checkpoint and release."""
+    def _set_gauges(self, event: Event) -> None:
         data = event.data
         if event.type == "step":
             self._last[_LAST_STEP_AT] = event.time
-            for name, key in _LAST_STEP.items():
-                self._last.pop(name, None)
+            for key, (name, _) in _LAST_STEP.items():
+                self._last.pop(f"tandem_train_{name}", None)
                 if (value := _number(data.get("metrics"), key)) is not None:
-                    self._last[name] = value
+                    self._last[f"tandem_train_{name}"] = value
         elif event.type == "checkpoint" and (seconds := _number(data, "seconds")) is not None:
             self._last["tandem_checkpoint_duration_seconds"] = seconds
         elif event.type == "released":
-            before, left, floor = (data.get(key) or {} for key in ("before", "devices", "floor"))
-            resident = {uuid: size for uuid, size in (data.get("resident") or {}).items() if size is not None}
-            self._devices["tandem_job_gpu_resident_bytes"] = resident
-            # Not left by the job: what was in use beside it, by a vLLM that sleeps, and what ranks keep that stay.
-            before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
-            self._devices["tandem_job_gpu_left_bytes"] = {uuid: size for uuid, size in left.items() if size is not None}
-            self._devices["tandem_job_gpu_released_bytes"] = {
-                uuid: max((size or 0) - (left[uuid] or 0), 0)
-                for uuid, size in before.items()
-                if left.get(uuid) is not None
-            }
+            self._per_device = _device_memory(data)
         if event.type in (*TERMINAL, "requeued", "claimed"):
             self._last.pop(_LAST_STEP_AT, None)
 
-    def _count(self, event: Event, job: _Job) -> None:
+    def _count(self, event: Event, job: _FollowedJob) -> None:
         counts, data = self.counts, event.data
-        if event.type == "claimed" and job.claimed is None:
+        if event.type == "claimed" and job.first_claimed is None:
             counts.observe("tandem_job_queue_wait_seconds", max(event.time - job.created, 0.0), kind=job.kind)
         elif event.type == "loaded":
-            self._phases(data.get("seconds"), "")
+            self._count_phases(data.get("seconds"))
         elif event.type == "step":
             metrics = data.get("metrics")
-            self._phases(metrics, "seconds_")
+            self._count_phases(metrics, prefix="seconds_")
             parts = [_number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
             counts.observe("tandem_train_step_duration_seconds", sum(parts))
-            for name, key in _TOTALS.items():
+            for key, (name, _) in _TOTALS.items():
                 counts.inc(name, _number(metrics, key) or 0.0)
         elif event.type == "checkpoint":
-            self._phases({"checkpoint": data.get("seconds")}, "")
+            self._count_phases({"checkpoint": data.get("seconds")})
         elif event.type == "released" and (seconds := _number(data, "seconds")) is not None:
             counts.observe("tandem_job_release_seconds", seconds)
         if event.type in ("requeued", "failed"):
@@ -158,16 +190,32 @@ class JobsCollector(Collector):
             counts.inc("tandem_job_attempts_failed_total", error=error if error in ERRORS else "other")
         if event.type in TERMINAL:
             counts.inc("tandem_jobs_finished_total", outcome=event.type)
-            if job.claimed is not None:
-                counts.observe("tandem_job_duration_seconds", max(event.time - job.claimed, 0.0), kind=job.kind)
+            if job.first_claimed is not None:
+                seconds = max(event.time - job.first_claimed, 0.0)
+                counts.observe("tandem_job_duration_seconds", seconds, kind=job.kind)
 
-    def _phases(self, values: object, prefix: str) -> None:
+    def _count_phases(self, values: object, prefix: str = "") -> None:
         for phase in PHASES:
             if (seconds := _number(values, f"{prefix}{phase}")) is not None:
                 self.counts.observe("tandem_train_phase_duration_seconds", seconds, phase=phase)
 
 
+def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Gauge -> UUID -> bytes, from the data of an event `released`, where None is a size that nobody could measure."""
+    before, left, floor = (released.get(key) or {} for key in ("before", "devices", "floor"))
+    resident = {uuid: size for uuid, size in (released.get("resident") or {}).items() if size is not None}
+    # Memory below the floor is a sleeping vLLM's, and resident ranks keep theirs: the job left neither.
+    before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
+    measured = {uuid: size for uuid, size in left.items() if size is not None}
+    released_bytes = {uuid: max((size or 0) - measured[uuid], 0) for uuid, size in before.items() if uuid in measured}
+    return {
+        "tandem_job_gpu_resident_bytes": resident,
+        "tandem_job_gpu_left_bytes": dict(measured),
+        "tandem_job_gpu_released_bytes": dict(released_bytes),
+    }
+
+
 def _number(values: Any, key: str) -> float | None:
-    """`values[key]` where that is a number; events hold null for what was not finite."""
+    """`values[key]` if that is a number. Events have null in place of numbers that are not finite."""
     value = values.get(key) if isinstance(values, dict) else None
     return float(value) if isinstance(value, int | float) else None

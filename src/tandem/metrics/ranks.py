@@ -1,59 +1,116 @@
-"""The ranks of the running job, from the heartbeats that they leave in the attempt's work directory."""
+"""The ranks of the running job, from the heartbeats that they write to the attempt's work directory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
 
-from tandem.metrics.catalogue import PHASE_MEMORY, PHASES, STALE_SECONDS, CollectorName
-from tandem.metrics.collector import Collector
-from tandem.metrics.samples import Gauges
+from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, STALE_SECONDS, Metric
+from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, Job
 
-_BYTES = ("allocated", "reserved", "active", "inactive_split", "requested")
-_COUNTED = {
-    "alloc_retries": "tandem_torch_memory_alloc_retries_total",
-    "ooms": "tandem_torch_memory_ooms_total",
-    "device_allocs": "tandem_torch_device_allocs_total",
-    "device_frees": "tandem_torch_device_frees_total",
+_CPU = "; on the CPU the resident set"
+_RANK = {"rank": OPEN}
+_RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
+
+# Each dictionary's keys are those of a heartbeat's `memory` or `phases`.
+_ALLOCATOR_BYTES = {
+    "allocated": f"in tensors{_CPU}",
+    "reserved": f"taken from the device, in use or cached{_CPU}",
+    "active": "in blocks that are in use or can't be reused yet; not on the CPU",
+    "inactive_split": "free in blocks that are partly in use, which can't be given back; not on the CPU",
+    "requested": "asked for, before rounding up to blocks; not on the CPU",
 }
+_ALLOCATOR_COUNTS = {
+    "alloc_retries": ("tandem_torch_memory_alloc_retries_total", "num_alloc_retries",
+                      "Allocations that succeeded only after the cache was emptied."),
+    "ooms": ("tandem_torch_memory_ooms_total", "num_ooms", "Allocations that failed because the memory was full."),
+    "device_allocs": ("tandem_torch_device_allocs_total", "num_device_alloc",
+                      "Blocks taken from the device (cudaMalloc)."),
+    "device_frees": ("tandem_torch_device_frees_total", "num_device_free",
+                     "Blocks given back to the device (cudaFree)."),
+}  # fmt: skip
+_PHASE_BYTES = {
+    "allocated": (f"Bytes in tensors when the phase last ended{_CPU}.", "allocated_bytes.all.current"),
+    "reserved": (f"Bytes taken from the device when the phase last ended{_CPU}.", "reserved_bytes.all.current"),
+    "device_used": ("Bytes in use on the whole device, by any process, when the phase last ended; on the CPU the "
+                    "machine's memory.", "cudaMemGetInfo"),
+    "host_pinned": ("Page-locked host memory that torch held when the phase last ended; 0 on the CPU.",
+                    "torch.cuda.host_memory_stats"),
+    "peak": (f"Most bytes allocated in the last such phase{_CPU}.",
+             "allocated_bytes.all.peak, reset as each phase begins"),
+}  # fmt: skip
+
+_measured = partial(Metric, labels=_RANK_AND_GPU, perishable=True)
+METRICS = (
+    _measured("tandem_rank_up", f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s, else 0; absent "
+              "without a job.", "beat.<rank>", labels=_RANK),
+    *(
+        _measured(f"tandem_torch_memory_{key}{suffix}_bytes", f"{begin} {text}.",
+                  f"memory_stats {key}_bytes.all.{stat}")
+        for key, text in _ALLOCATOR_BYTES.items()
+        for suffix, stat, begin in (("", "current", "Bytes of torch's allocator"),
+                                    ("_peak", "peak", "Since the attempt began, most bytes"))
+    ),
+    *(
+        Metric(name, f"{text} Summed over attempts; not on the CPU.", f"memory_stats {stat}", "counter",
+               labels=_RANK_AND_GPU)
+        for name, stat, text in _ALLOCATOR_COUNTS.values()
+    ),
+    *(_measured(f"tandem_torch_memory_phase_{key}_bytes", text, source, labels=_RANK_AND_GPU | {"phase": PHASES})
+      for key, (text, source) in _PHASE_BYTES.items()),
+    _measured("tandem_torch_memory_step_floor_bytes", "Bytes allocated right after zero_grad, once per optimizer step: "
+              f"constant unless something leaks{_CPU}.", "allocated_bytes.all.current"),
+    _measured("tandem_torch_host_pinned_bytes", "Page-locked host memory that torch holds; not on the CPU.",
+              "torch.cuda.host_memory_stats", labels=_RANK),
+    Metric("tandem_train_active", "1 while a job is running, else 0.", "jobs/running"),
+    Metric("tandem_train_step", "Optimizer steps done by the running job; absent without one.", "beat.0"),
+    Metric("tandem_train_steps", "All optimizer steps of the running job; absent without one.", "beat.0"),
+    Metric("tandem_train_rank_step", "Optimizer steps done by each rank of the running job.", "beat.<rank>",
+           labels=_RANK),
+    Metric("tandem_job_last_progress_timestamp_seconds", "When the rank that has been silent for longest wrote its "
+           "last heartbeat, or the attempt began; absent without a job.", "beat.<rank>"),
+    Metric("tandem_job_info", "1; the running job, and no other.", "jobs/running",
+           labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS}),
+)  # fmt: skip
 
 
 @dataclass
-class _Heard:
-    """The last beat of a rank, and when this process first saw it: the rank's clock may be off."""
+class _LastBeat:
+    """A rank's last heartbeat, and when this process first saw it: the clock of the rank's machine may be wrong."""
 
     beat: Beat
-    at: float  # monotonic
+    seen_at: float  # monotonic
 
 
 @dataclass
 class _Attempt:
     job: Job
     number: int
-    since: float = field(default_factory=time.time)
-    began: float = field(default_factory=time.monotonic)
-    ranks: dict[int, _Heard] = field(default_factory=dict)
+    seen_since: float = field(default_factory=time.time)
+    seen_since_monotonic: float = field(default_factory=time.monotonic)
+    ranks: dict[int, _LastBeat] = field(default_factory=dict)
 
 
 class RanksCollector(Collector):
-    """`ranks`: how many there are to be in an attempt."""
+    """`ranks`: how many ranks an attempt starts."""
 
-    name: ClassVar[CollectorName] = "ranks"
+    name = "ranks"
+    metrics = METRICS
     interval = 2.0
 
-    def __init__(self, spool: Callable[[], Spool], ranks: int) -> None:
+    def __init__(self, open_spool: OpenSpool, ranks: int) -> None:
         super().__init__()
-        self._spool = spool
+        self._open_spool = open_spool
         self._expected = ranks
         self._attempt: _Attempt | None = None
 
-    def collect(self, gauges: Gauges) -> None:
-        spool = self._spool()
-        attempt = self._attempt = self._current(spool)
+    def collect(self, gauges: Samples) -> None:
+        spool = self._open_spool()
+        attempt = self._attempt = self._current_attempt(spool)
         gauges.set("tandem_train_active", float(attempt is not None))
         if attempt is None:
             return
@@ -61,21 +118,21 @@ class RanksCollector(Collector):
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
         now = time.monotonic()
         for rank, beat in spool.jobs.beats(spec.id, attempt.number).items():
-            heard = attempt.ranks.get(rank)
-            if heard is None or heard.beat != beat:
-                self._count(str(rank), heard.beat if heard else None, beat)
-                attempt.ranks[rank] = _Heard(beat, now)
-        for rank, heard in attempt.ranks.items():
-            self._tell(gauges, str(rank), heard.beat, fresh=now - heard.at <= STALE_SECONDS)
+            last = attempt.ranks.get(rank)
+            if last is None or last.beat != beat:
+                self._count(str(rank), last.beat if last else None, beat)
+                attempt.ranks[rank] = _LastBeat(beat, now)
+        for rank, last in attempt.ranks.items():
+            _set_rank(gauges, str(rank), last.beat, up=now - last.seen_at <= STALE_SECONDS)
         for rank in set(range(self._expected)) - set(attempt.ranks):
-            if now - attempt.began > STALE_SECONDS:
+            if now - attempt.seen_since_monotonic > STALE_SECONDS:
                 gauges.set("tandem_rank_up", 0, rank=str(rank))
-        progress = [heard.beat.time for heard in attempt.ranks.values()]
-        silent = len(progress) < self._expected
-        gauges.set("tandem_job_last_progress_timestamp_seconds", attempt.since if silent else min(progress))
+        beats = [last.beat.time for last in attempt.ranks.values()]
+        progress = min(beats) if len(beats) >= self._expected else attempt.seen_since
+        gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 
-    def _current(self, spool: Spool) -> _Attempt | None:
-        """The attempt that runs now. A spool has one runner, which runs one job at a time."""
+    def _current_attempt(self, spool: Spool) -> _Attempt | None:
+        """The running attempt. A spool has one runner, which runs one job at a time."""
         for job_id in spool.jobs.ids("running"):
             lease = spool.leases.get(job_id)
             if lease is None:
@@ -88,32 +145,33 @@ class RanksCollector(Collector):
                 return _Attempt(job, lease.attempt)
         return None
 
-    def _tell(self, gauges: Gauges, rank: str, beat: Beat, *, fresh: bool) -> None:
-        gauges.set("tandem_rank_up", float(fresh), rank=rank)
-        gauges.set("tandem_train_rank_step", beat.step, rank=rank)
-        if rank == "0":
-            gauges.set("tandem_train_step", beat.step)
-            if beat.steps:
-                gauges.set("tandem_train_steps", beat.steps)
-        if not fresh or beat.uuid is None:
-            return  # what a silent rank held a minute ago says nothing about now
-        where = {"uuid": beat.uuid, "rank": rank}
-        for kind in _BYTES:
-            for key in (kind, f"{kind}_peak"):
-                if key in beat.memory:
-                    gauges.set(f"tandem_torch_memory_{key}_bytes", beat.memory[key], **where)
-        for phase in PHASES:
-            for kind in PHASE_MEMORY:
-                if kind in (told := beat.phases.get(phase, {})):
-                    gauges.set(f"tandem_torch_memory_phase_{kind}_bytes", told[kind], **where, phase=phase)
-        if beat.step_floor is not None:
-            gauges.set("tandem_torch_memory_step_floor_bytes", beat.step_floor, **where)
-        if "host_pinned" in beat.memory:
-            gauges.set("tandem_torch_host_pinned_bytes", beat.memory["host_pinned"], rank=rank)
-
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """A rank's process counts from 0 in each attempt; what is told here goes on from attempt to attempt."""
-        for key, name in _COUNTED.items():
+        """A rank's process counts from 0 in each attempt; our counters continue from attempt to attempt."""
+        for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
                 earlier = 0 if before is None else before.memory.get(key, 0)
                 self.counts.inc(name, max(beat.memory[key] - earlier, 0), uuid=beat.uuid, rank=rank)
+
+
+def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
+    gauges.set("tandem_rank_up", float(up), rank=rank)
+    gauges.set("tandem_train_rank_step", beat.step, rank=rank)
+    if rank == "0":
+        gauges.set("tandem_train_step", beat.step)
+        if beat.steps:
+            gauges.set("tandem_train_steps", beat.steps)
+    if not up or beat.uuid is None:
+        return  # the memory of a silent rank a minute ago says nothing about now
+    where = {"uuid": beat.uuid, "rank": rank}
+    for key in _ALLOCATOR_BYTES:
+        for name in (key, f"{key}_peak"):
+            if name in beat.memory:
+                gauges.set(f"tandem_torch_memory_{name}_bytes", beat.memory[name], **where)
+    for phase in PHASES:
+        memory = beat.phases.get(phase, {})
+        for key in _PHASE_BYTES.keys() & memory.keys():
+            gauges.set(f"tandem_torch_memory_phase_{key}_bytes", memory[key], **where, phase=phase)
+    if beat.step_floor is not None:
+        gauges.set("tandem_torch_memory_step_floor_bytes", beat.step_floor, **where)
+    if "host_pinned" in beat.memory:
+        gauges.set("tandem_torch_host_pinned_bytes", beat.memory["host_pinned"], rank=rank)

@@ -1,7 +1,4 @@
-"""Samples between those who collect them and the scrape: what is measured now, and what only grows.
-
-Every name and label is checked against the catalogue as it is written.
-"""
+"""The values of metrics between their collection and a scrape. Each name and label is checked as it is written."""
 
 from __future__ import annotations
 
@@ -14,115 +11,94 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-from tandem.metrics.catalogue import BY_NAME, Metric
-
-LabelValues = tuple[str, ...]
-"""In the order of the catalogue's labels."""
+from tandem.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """One series of a histogram: observations per bucket (the last one is above all bounds), and their sum."""
+class _Histogram:
+    """Observations per bucket (the last bucket is above all bounds), and the sum of the observed values."""
 
     counts: tuple[int, ...]
-    total: float
+    total: float = 0.0
 
 
-Value = float | Distribution
-Series = Mapping[str, Mapping[LabelValues, Value]]
-"""Metric name -> label values -> value."""
+_Value = float | _Histogram
+_Series = dict[tuple[str, ...], _Value]
+"""Label values, in the order of the metric's labels -> value."""
 
 
-def label_values(metric: Metric, labels: Mapping[str, str]) -> LabelValues:
-    """`labels` in the catalogue's order; KeyError if they are not the metric's."""
-    if labels.keys() != metric.labels.keys():
-        raise KeyError(f"{metric.name} has the labels {', '.join(metric.labels)}, not {', '.join(labels)}")
-    return tuple(labels[name] for name in metric.labels)
+class Samples:
+    """The series of some metrics. Several threads may write and read them.
 
-
-class Gauges:
-    """What one collection found. Made anew each time, so that what is gone is not told any more."""
-
-    def __init__(self) -> None:
-        self.series: dict[str, dict[LabelValues, Value]] = {}
-
-    def set(self, name: str, value: float, /, **labels: str) -> None:
-        metric = BY_NAME[name]
-        if metric.kind != "gauge":
-            raise KeyError(f"{name} is a {metric.kind}")
-        self.series.setdefault(name, {})[label_values(metric, labels)] = float(value)
-
-
-class Counts:
-    """Counters and histograms. Where all label values are known beforehand the series exist from the start, at 0:
-    PromQL's increase() does not see a series' first event."""
+    A counter or histogram without open labels has all its series from the start, at 0, because PromQL's increase()
+    does not see a series' first event. Every method raises KeyError for a metric that is not one of these, and for
+    labels that are not the metric's.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._lock = threading.Lock()
-        self._series: dict[str, dict[LabelValues, Value]] = {}
-        for metric in metrics:
-            if metric.kind == "gauge":
-                continue
-            self._series[metric.name] = {}
-            for values in itertools.product(*metric.labels.values()):
-                self._series[metric.name][values] = _zero(metric)
-
-    def inc(self, name: str, by: float = 1.0, /, **labels: str) -> None:
-        """Adds `by` >= 0; 0 makes the series exist."""
-        values = label_values(BY_NAME[name], labels)
-        with self._lock:
-            before = self._series[name].get(values, 0.0)
-            assert isinstance(before, float)
-            self._series[name][values] = before + by
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._series: dict[str, _Series] = {name: {} for name in self._metrics}
+        for metric in self._metrics.values():
+            if metric.kind != "gauge":
+                for values in itertools.product(*metric.labels.values()):
+                    self._series[metric.name][values] = _zero(metric)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """For what is counted elsewhere and read as a total."""
-        values = label_values(BY_NAME[name], labels)
+        """Sets a gauge, or a counter whose total is counted elsewhere."""
+        key = self._key(name, labels)
         with self._lock:
-            self._series[name][values] = float(value)
+            self._series[name][key] = float(value)
+
+    def inc(self, name: str, by: float = 1.0, /, **labels: str) -> None:
+        """Adds `by` >= 0 to a counter; 0 creates the series."""
+        key = self._key(name, labels)
+        with self._lock:
+            before = self._series[name].get(key, 0.0)
+            assert isinstance(before, float)
+            self._series[name][key] = before + by
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        metric = BY_NAME[name]
-        values = label_values(metric, labels)
+        """Adds an observation to a histogram."""
+        key, metric = self._key(name, labels), self._metrics[name]
         with self._lock:
-            before = self._series[name].get(values) or _zero(metric)
-            assert isinstance(before, Distribution)
+            before = self._series[name].get(key, _zero(metric))
+            assert isinstance(before, _Histogram)
             bucket = bisect.bisect_left(metric.buckets, value)
             counts = tuple(count + (i == bucket) for i, count in enumerate(before.counts))
-            self._series[name][values] = Distribution(counts, before.total + value)
+            self._series[name][key] = _Histogram(counts, before.total + value)
 
-    def series(self) -> Series:
-        """A copy of everything."""
-        with self._lock:
-            return {name: dict(values) for name, values in self._series.items()}
+    def families(self, *, perishable: bool = True) -> Iterator[Family]:
+        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out perishable metrics."""
+        for metric in self._metrics.values():
+            with self._lock:
+                series = dict(self._series[metric.name])
+            if series and (perishable or not metric.perishable):
+                yield _family(metric, series)
 
-
-def _zero(metric: Metric) -> Value:
-    return Distribution((0,) * (len(metric.buckets) + 1), 0.0) if metric.kind == "histogram" else 0.0
-
-
-def families(series: Series, metrics: Iterable[Metric]) -> Iterator[Family]:
-    """The series as prometheus_client encodes them, in the catalogue's order; metrics without a series are left out."""
-    for metric in metrics:
-        if found := series.get(metric.name):
-            yield _family(metric, found)
+    def _key(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
+        metric = self._metrics[name]
+        if labels.keys() != metric.labels.keys():
+            raise KeyError(f"{name} has the labels {', '.join(metric.labels)}, not {', '.join(labels)}")
+        return tuple(labels[label] for label in metric.labels)
 
 
-def _family(metric: Metric, found: Mapping[LabelValues, Value]) -> Family:
-    names = tuple(metric.labels)
-    # prometheus_client appends a unit that the name does not end with.
-    unit = metric.unit if metric.name.removesuffix("_total").endswith(f"_{metric.unit}") else ""
+def _zero(metric: Metric) -> _Value:
+    return _Histogram((0,) * (len(metric.buckets) + 1)) if metric.kind == "histogram" else 0.0
+
+
+def _family(metric: Metric, series: _Series) -> Family:
     if metric.kind == "histogram":
-        histogram = HistogramMetricFamily(metric.name, metric.help, labels=names, unit=unit)
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=tuple(metric.labels))
         bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
-        for values, value in found.items():
-            assert isinstance(value, Distribution)
-            cumulative = itertools.accumulate(value.counts)
-            histogram.add_metric(values, list(zip(bounds, map(float, cumulative), strict=True)), value.total)
+        for key, value in series.items():
+            assert isinstance(value, _Histogram)
+            cumulative = map(float, itertools.accumulate(value.counts))
+            histogram.add_metric(key, list(zip(bounds, cumulative, strict=True)), value.total)
         return histogram
     cls = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    family = cls(metric.name, metric.help, labels=names, unit=unit)
-    for values, value in found.items():
+    family = cls(metric.name, metric.help, labels=tuple(metric.labels))
+    for key, value in series.items():
         assert isinstance(value, float)
-        family.add_metric(values, value)
+        family.add_metric(key, value)
     return family

@@ -1,4 +1,4 @@
-"""The exporter's HTTP: `/metrics`, `/health`, and `/` for people. A scrape waits for nobody."""
+"""The exporter's HTTP server: `/metrics`, `/health`, and `/` for people. It answers a scrape without waiting."""
 
 from __future__ import annotations
 
@@ -11,34 +11,29 @@ from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET
 from typing import Any, override
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector as PrometheusCollector
 
 SLOWEST_CLIENT_SECONDS = 10.0
 
 
-def encode(page: Collector) -> bytes:
-    """Always text: in OpenMetrics prometheus_client 0.26 makes "vllm_x" of a sample "vllm:x" for Prometheus 2."""
-    return generate_latest(page)
-
-
 class MetricsServer(ThreadingHTTPServer):
-    """`pages`: path -> what a scrape of it tells. Raises OSError where the address is taken."""
+    """`about`: what `/` shows. Raises OSError if the address is taken."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Collector], about: Mapping[str, Any]) -> None:
+    def __init__(self, host: str, port: int, page: PrometheusCollector, about: Mapping[str, str]) -> None:
         if ":" in host:
             self.address_family = AF_INET6
         super().__init__((host, port), _Handler)
-        self.pages = pages
+        self.page = page
         self.about = about
         self.began = time.monotonic()
 
     @override
     def server_bind(self) -> None:
-        # `tandem up` holds the number for us (tandem.system.ports), and a connection of before may still linger on it.
+        # `tandem up` holds the port for us (tandem.system.ports), and it may have a connection in TIME_WAIT.
         self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)  # without looking up the host's name, which may take seconds
+        self.socket.bind(self.server_address)  # HTTPServer's would look up the host's name, which may take seconds
         self.server_address = self.socket.getsockname()
 
     @property
@@ -56,26 +51,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path in self.server.pages:
-            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, encode(self.server.pages[path]))
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.page))
         elif path == "/health":
             seconds = round(time.monotonic() - self.server.began, 3)
             self._answer(200, "application/json", json.dumps({"status": "ok", "up_seconds": seconds}).encode())
         elif path == "/":
             lines = [f"{key}: {value}" for key, value in self.server.about.items()]
-            lines += [f"see {page}" for page in (*self.server.pages, "/health")]
-            self._answer(200, "text/plain; charset=utf-8", "".join(f"{line}\n" for line in lines).encode())
+            self._answer(200, "text/plain; charset=utf-8", "\n".join([*lines, "see /metrics and /health\n"]).encode())
         else:
-            known = ", ".join(("/", *self.server.pages, "/health"))
-            self._answer(404, "text/plain; charset=utf-8", f"there is no {path}; there are {known}\n".encode())
+            self._answer(404, "text/plain; charset=utf-8", f"{path} is none of /, /metrics, /health\n".encode())
 
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line per scrape would bury everything else."""
+        """Logs nothing: a line per scrape would bury everything else."""

@@ -6,8 +6,8 @@ import pytest
 
 import fake_nvml
 from fake_nvml import pynvml
-from metrics.metric_tools import rig
-from tandem.metrics.nvml import NvmlCollector
+from metrics.metric_tools import Exported
+from tandem.metrics.gpus import NvmlCollector
 
 GIB = 2**30
 
@@ -29,8 +29,7 @@ def h200(uuid: str, **more) -> dict:
 
 def test_everything_a_device_reports_has_its_uuid(nvml):
     nvml.set(h200("GPU-a"), h200("GPU-b"))
-    with rig(NvmlCollector("cuda")) as made:
-        seen = made.collect()
+    seen = Exported(NvmlCollector("cuda")).collect()
     assert seen.get("tandem_collector_success", collector="nvml") == 1
     info = {
         "uuid": "GPU-a", "index": "0", "name": "NVIDIA H200", "driver_version": "580.95.05", "cuda_version": "13.1",
@@ -53,11 +52,10 @@ def test_everything_a_device_reports_has_its_uuid(nvml):
 
 def test_an_answer_that_is_not_supported_is_left_out_and_no_failure(nvml):
     nvml.set({"nvmlDeviceGetUUID": "GPU-a", "nvmlDeviceGetTemperature": 55})
-    with rig(NvmlCollector("cuda")) as made:
-        seen = made.collect()
+    seen = Exported(NvmlCollector("cuda")).collect()
     assert seen.get("tandem_collector_success", collector="nvml") == 1
     assert {labels["uuid"] for labels in seen.all("tandem_gpu_info")} == {"GPU-a"}
-    names = {name for name, _ in seen.samples if name.startswith("tandem_gpu_")}
+    names = {name for name in seen.names if name.startswith("tandem_gpu_")}
     assert names == {"tandem_gpu_info", "tandem_gpu_temperature_celsius"}  # an older driver's function for that
 
 
@@ -66,9 +64,8 @@ def test_an_answer_that_is_not_supported_is_left_out_and_no_failure(nvml):
 )
 def test_only_the_roles_own_devices_are_measured(nvml, selected, expected):
     nvml.set(h200("GPU-a"), h200("GPU-b"))
-    with rig(NvmlCollector("cuda", selected)) as made:
-        seen = made.collect()
-    assert {labels["uuid"] for labels in seen.all("tandem_gpu_memory_used_bytes")} == expected
+    seen = Exported(NvmlCollector("cuda", selected)).collect()
+    assert seen.by("uuid", "tandem_gpu_memory_used_bytes").keys() == expected
 
 
 def test_mig_devices_have_their_own_uuids_and_memory(nvml):
@@ -78,8 +75,7 @@ def test_mig_devices_have_their_own_uuids_and_memory(nvml):
         for n in (1, 2)
     ]  # fmt: skip
     nvml.set(h200("GPU-a", nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs))
-    with rig(NvmlCollector("cuda")) as made:
-        seen = made.collect()
+    seen = Exported(NvmlCollector("cuda")).collect()
     infos = {labels["uuid"]: labels for labels in seen.all("tandem_gpu_info")}
     assert infos.keys() == {"MIG-1", "MIG-2"}
     assert (infos["MIG-2"]["index"], infos["MIG-2"]["mig_profile"]) == ("0:1", "1g.18gb")
@@ -91,38 +87,31 @@ def test_mig_devices_have_their_own_uuids_and_memory(nvml):
 def test_a_lost_device_is_a_failure_and_the_others_are_measured(nvml):
     nvml.set(h200("GPU-a", lost=True), h200("GPU-b"))
     before = pynvml.inits
-    with rig(NvmlCollector("cuda")) as made:
-        seen = made.collect()
-        assert seen.get("tandem_collector_success", collector="nvml") == 0
-        assert {labels["uuid"] for labels in seen.all("tandem_gpu_memory_used_bytes")} == {"GPU-b"}
-        nvml.set(h200("GPU-a"), h200("GPU-b"))
-        for _ in range(2):
-            seen = made.collect()
-            assert seen.get("tandem_collector_success", collector="nvml") == 1
-            assert len(seen.all("tandem_gpu_memory_used_bytes")) == 2
+    exported = Exported(NvmlCollector("cuda"))
+    seen = exported.collect()
+    assert seen.get("tandem_collector_success", collector="nvml") == 0
+    assert seen.by("uuid", "tandem_gpu_memory_used_bytes").keys() == {"GPU-b"}
+    nvml.set(h200("GPU-a"), h200("GPU-b"))
+    for _ in range(2):
+        seen = exported.collect()
+        assert seen.get("tandem_collector_success", collector="nvml") == 1
+        assert len(seen.all("tandem_gpu_memory_used_bytes")) == 2
     # Afresh after the failure, as a driver that was reloaded needs it; then it stays open.
     assert pynvml.inits - before == 2
 
 
 def test_a_machine_without_a_driver_is_fine_unless_there_was_one(nvml):
     absent = {"nvmlInit": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND}
-
-    def succeeds() -> bool:
-        return made.collect().get("tandem_collector_success", collector="nvml") == 1
-
     nvml.set(**absent)
-    with rig(NvmlCollector("auto")) as made:
-        assert succeeds()
-        nvml.set(h200("GPU-a"))
-        assert succeeds()
-        nvml.set(nvmlDeviceGetCount=pynvml.NVML_ERROR_UNKNOWN)  # the driver stops answering
-        assert not succeeds()
-        nvml.set(**absent)  # and is gone
-        assert not succeeds()
-    with rig(NvmlCollector("cuda")) as made:
-        assert not succeeds()
-    with rig(NvmlCollector("cpu")) as made:
-        assert succeeds()
+    exported = Exported(NvmlCollector("auto"))
+    assert exported.works("nvml")
     nvml.set(h200("GPU-a"))
-    with rig(NvmlCollector("auto", ("GPU-z",))) as made:
-        assert not succeeds()  # the settings name a device that is not here
+    assert exported.works("nvml")
+    nvml.set(nvmlDeviceGetCount=pynvml.NVML_ERROR_UNKNOWN)  # the driver stops answering
+    assert not exported.works("nvml")
+    nvml.set(**absent)  # and is gone
+    assert not exported.works("nvml")
+    assert not Exported(NvmlCollector("cuda")).works("nvml")
+    assert Exported(NvmlCollector("cpu")).works("nvml")
+    nvml.set(h200("GPU-a"))
+    assert not Exported(NvmlCollector("auto", ("GPU-z",))).works("nvml")  # the settings name a device that is not here

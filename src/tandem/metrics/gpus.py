@@ -1,27 +1,55 @@
-"""The collector of GPU metrics: memory, load, temperature, power and errors, as the driver reports them."""
+"""GPUs: memory, load, temperature, power and errors, as the driver reports them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
-from tandem.metrics.catalogue import THROTTLE_REASONS, CollectorName
 from tandem.metrics.collector import Collector, PartlyFailed
-from tandem.metrics.samples import Gauges
+from tandem.metrics.metric import BOTH, OPEN, Metric
+from tandem.metrics.samples import Samples
 from tandem.system.nvml import Driver, DriverFailed, Gpu
 
-_EVENT_REASONS = {
+_THROTTLE_REASONS = {
     "hw_thermal": "nvmlClocksEventReasonHwThermalSlowdown",
     "sw_thermal": "nvmlClocksEventReasonSwThermalSlowdown",
     "hw_power_brake": "nvmlClocksEventReasonHwPowerBrakeSlowdown",
     "sw_power_cap": "nvmlClocksEventReasonSwPowerCap",
 }
+_GPU = {"uuid": OPEN}
+_INFO = ("index", "name", "driver_version", "cuda_version", "pci_bus_id", "mig_profile")
+_measured = partial(Metric, exporters=BOTH, labels=_GPU, perishable=True)
+_total = partial(Metric, kind="counter", exporters=BOTH, labels=_GPU)
+METRICS = (
+    _measured("tandem_gpu_info", "1; what the device is. MIG devices have UUIDs of their own.", "NVML",
+              labels=_GPU | dict.fromkeys(_INFO, OPEN)),
+    _measured("tandem_gpu_memory_total_bytes", "Memory of the device.", "nvmlDeviceGetMemoryInfo v2"),
+    _measured("tandem_gpu_memory_free_bytes", "Memory that is not in use.", "nvmlDeviceGetMemoryInfo v2"),
+    _measured("tandem_gpu_memory_reserved_bytes", "Memory that the driver keeps for itself.",
+              "nvmlDeviceGetMemoryInfo v2"),
+    _measured("tandem_gpu_memory_used_bytes", "Memory in use by any process, other containers' included: total - free "
+              "- reserved.", "nvmlDeviceGetMemoryInfo v2"),
+    _measured("tandem_gpu_compute_processes", "Processes with a context on the device, of those that the driver shows "
+              "to this container.", "nvmlDeviceGetComputeRunningProcesses"),
+    _measured("tandem_gpu_utilization_ratio", "Share of the last sample period with a kernel running; not for MIG "
+              "devices.", "nvmlDeviceGetUtilizationRates"),
+    _measured("tandem_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperatureV"),
+    _total("tandem_gpu_energy_joules_total", "Energy used since the driver was loaded; rate() is watts.",
+           "nvmlDeviceGetTotalEnergyConsumption"),
+    _measured("tandem_gpu_power_limit_watts", "Power that the device may draw.", "nvmlDeviceGetEnforcedPowerLimit"),
+    _measured("tandem_gpu_throttle_active", "1 while clocks are reduced for this reason, else 0.",
+              "nvmlDeviceGetCurrentClocksEventReasons", labels=_GPU | {"reason": tuple(_THROTTLE_REASONS)}),
+    _total("tandem_gpu_ecc_uncorrected_errors_total", "Uncorrected ECC errors since the driver was loaded.",
+           "nvmlDeviceGetTotalEccErrors"),
+)  # fmt: skip
 
 
 class NvmlCollector(Collector):
     """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all that there are."""
 
-    name: ClassVar[CollectorName] = "nvml"
+    name = "nvml"
+    metrics = METRICS
 
     def __init__(self, device: Literal["auto", "cpu", "cuda"], selected: Sequence[str] = ()) -> None:
         super().__init__()
@@ -31,7 +59,7 @@ class NvmlCollector(Collector):
         self._driver: Driver | None = None
         self._seen = False  # whether there ever was a GPU
 
-    def collect(self, gauges: Gauges) -> None:
+    def collect(self, gauges: Samples) -> None:
         if self._device == "cpu":
             return
         if self._driver is None:
@@ -60,7 +88,7 @@ class NvmlCollector(Collector):
                 self._driver.close()
                 self._driver = None
 
-    def _measure(self, driver: Driver, gpu: Gpu, gauges: Gauges) -> None:
+    def _measure(self, driver: Driver, gpu: Gpu, gauges: Samples) -> None:
         """A MIG device has memory and processes of its own, and shares the rest with its whole GPU."""
         nvml, ask = driver.nvml, driver.ask
         self._describe(driver, gpu, gauges)
@@ -81,16 +109,15 @@ class NvmlCollector(Collector):
         gauge("tandem_gpu_temperature_celsius", temperature)
         gauge("tandem_gpu_power_limit_watts", ask("nvmlDeviceGetEnforcedPowerLimit", gpu.whole), 1000)
         if (reasons := ask("nvmlDeviceGetCurrentClocksEventReasons", gpu.whole)) is not None:
-            for reason in THROTTLE_REASONS:
-                active = bool(reasons & getattr(nvml, _EVENT_REASONS[reason]))
-                gauge("tandem_gpu_throttle_active", active, reason=reason)
+            for reason, bit in _THROTTLE_REASONS.items():
+                gauge("tandem_gpu_throttle_active", bool(reasons & getattr(nvml, bit)), reason=reason)
         if (energy := ask("nvmlDeviceGetTotalEnergyConsumption", gpu.whole)) is not None:
             self.counts.set("tandem_gpu_energy_joules_total", energy / 1000, uuid=gpu.uuid)
         kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         if (errors := ask("nvmlDeviceGetTotalEccErrors", gpu.whole, *kinds)) is not None:
             self.counts.set("tandem_gpu_ecc_uncorrected_errors_total", errors, uuid=gpu.uuid)
 
-    def _describe(self, driver: Driver, gpu: Gpu, gauges: Gauges) -> None:
+    def _describe(self, driver: Driver, gpu: Gpu, gauges: Samples) -> None:
         name = str(driver.ask("nvmlDeviceGetName", gpu.handle) or "")
         pci = driver.ask("nvmlDeviceGetPciInfo", gpu.whole)
         bus = "" if pci is None else pci.busId

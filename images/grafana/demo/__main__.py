@@ -1,0 +1,61 @@
+"""Made-up metrics, to look at the dashboards without a GPU or a job.
+
+    python -m images.grafana.demo DIRECTORY
+
+serves the four pages that Prometheus scrapes of a deployment, each on a free port, until Ctrl-C. DIRECTORY gets the
+shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY && prometheus`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from images.grafana.demo.pages import JOBS, DemoPage
+from images.grafana.demo.world import World
+
+from tandem.metrics.server import MetricsServer
+
+PROMETHEUS = Path(__file__).parents[2] / "prometheus"
+
+
+def write_configuration(directory: Path, ports: dict[str, int], interval: str | None) -> None:
+    """Copies the rules and `prometheus.yml`, with `ports` (Prometheus job -> port on this machine) as the targets.
+
+    `interval`: between two scrapes, and two evaluations of the rules; None keeps the shipped ones.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(PROMETHEUS / "rules", directory / "rules", dirs_exist_ok=True)
+    config: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    if interval is not None:
+        config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
+    for job in config["scrape_configs"]:
+        job["static_configs"][0]["targets"] = [f"127.0.0.1:{ports[job['job_name']]}"]
+        if interval is not None:
+            job.pop("scrape_interval", None)
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serves made-up metrics until Ctrl-C.")
+    parser.add_argument("directory", type=Path, help="where the configuration of Prometheus goes")
+    parser.add_argument("--interval", help="between two scrapes, instead of the shipped intervals; for example 1s")
+    arguments = parser.parse_args()
+    world = World()
+    servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job), {"what": f"made up: {job}"}) for job in JOBS}
+    for job, server in servers.items():
+        server.serve_in_background()
+        print(f"{job}: http://127.0.0.1:{server.port}/metrics")
+    write_configuration(arguments.directory, {job: server.port for job, server in servers.items()}, arguments.interval)
+    print(f"cd {arguments.directory} && prometheus", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

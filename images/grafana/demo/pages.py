@@ -1,0 +1,154 @@
+"""The pages that Prometheus scrapes of the made-up deployment."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+from images.grafana.demo import vllm
+from images.grafana.demo.world import GIB, RANK_0, STEPS, UUIDS, World, new_samples
+from prometheus_client import ProcessCollector
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+import tandem
+from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.samples import Samples
+from tandem.metrics.supervisor import STATES
+
+JOBS = ("tandem-trainer", "tandem-inference", "tandem-controller", "tandem-vllm")
+"""Prometheus' jobs, each of which has a page."""
+MIB = 2**20
+TOTAL, RESERVED = 141 * GIB, 1 * GIB
+RUN = "countdown"
+_PROGRAMS: dict[Exporter, tuple[str, ...]] = {
+    "trainer": ("runner", "exporter"),
+    "inference": ("vllm", "publisher", "exporter"),
+}
+_COLLECTORS: dict[Exporter, tuple[str, ...]] = {
+    "trainer": ("build", "nvml", "policy", "supervisor", "volumes", "ranks", "jobs", "checkpoints"),
+    "inference": ("build", "nvml", "policy", "supervisor", "volumes", "publish"),
+    "controller": ("build", "volumes", "queue"),
+}
+
+
+class DemoPage(Collector):
+    """The page that Prometheus' job `job` scrapes."""
+
+    def __init__(self, world: World, job: str) -> None:
+        self._world = world
+        self._exporter = next((name for name in ALL if job == f"tandem-{name}"), None)
+
+    def collect(self) -> Iterator[Family]:
+        world = self._world
+        with world.lock:
+            world.advance(time.time())
+            if self._exporter is None:
+                vllm.set_gauges(world.vllm, world.random, busy=world.sampling, now=time.time())
+                yield from world.vllm.families()
+                return
+            yield from gauges(world, self._exporter).families()
+            yield from world.counts[self._exporter].families()
+            yield from ProcessCollector(registry=None).collect()
+
+
+def gauges(world: World, exporter: Exporter) -> Samples:
+    samples = new_samples(exporter, gauges=True)
+    _set_container(samples, world, exporter)
+    if exporter == "controller":
+        samples.set("tandem_jobs", world.queued, state="queued")
+        samples.set("tandem_jobs", float(world.job is not None), state="running")
+        samples.set("tandem_runs", 1)
+        return samples
+    _set_device(samples, world, exporter)
+    step = world.newest if exporter == "trainer" else world.served
+    samples.set("tandem_policy_version", step, side=exporter, run=RUN)
+    if exporter == "trainer":
+        _set_training(samples, world)
+    else:
+        samples.set("tandem_policy_refused", 0, run=RUN)
+        samples.set("tandem_publish_logprob_error_nats", 0.011 + 0.001 * math.sin(world.served))
+    return samples
+
+
+def _set_container(samples: Samples, world: World, exporter: Exporter) -> None:
+    installed = {"torch": "2.13.0", "cuda": "13.0.96", "vllm": "0.32.0", "megatron": "0.19.2"}
+    wanted = {"trainer": ("torch", "cuda", "megatron"), "inference": ("torch", "cuda", "vllm"), "controller": ()}
+    versions = {name: value if name in wanted[exporter] else "" for name, value in installed.items()}
+    samples.set("tandem_build_info", 1, version=tandem.__version__, revision="demo", python="3.12.1", **versions)
+    for collector in _COLLECTORS[exporter]:
+        samples.set("tandem_collector_success", 1, collector=collector)
+        samples.set("tandem_collector_duration_seconds", world.random.uniform(0.001, 0.02), collector=collector)
+        samples.set("tandem_collector_last_success_timestamp_seconds", world.began + world.now, collector=collector)
+    volumes = {"shared": (2000, 1400 - 0.02 * world.newest)}
+    if exporter != "controller":
+        volumes |= {"shm": (64, 61), "cache": (500, 312), "tmp": (8, 7.8)}
+    for volume, (total, free) in volumes.items():
+        samples.set("tandem_volume_total_bytes", total * GIB, volume=volume)
+        samples.set("tandem_volume_free_bytes", free * GIB, volume=volume)
+    samples.set("tandem_volume_write_probe_seconds", world.random.uniform(0.004, 0.02), volume="shared")
+    for program in _PROGRAMS.get(exporter, ()):
+        samples.set("tandem_supervisor_process_up", 1, program=program)
+        world.counts[exporter].inc("tandem_supervisor_process_restarts_total", 0, program=program)
+        samples.set("tandem_supervisor_process_start_time_seconds", world.began, program=program)
+        for state in STATES:
+            value = float(state == "running")
+            samples.set("tandem_supervisor_process_state", value, program=program, state=state)
+
+
+def _set_device(samples: Samples, world: World, exporter: Exporter) -> None:
+    uuid, training, busy = UUIDS[exporter], exporter == "trainer", world.busy(exporter)
+    used = 3 * MIB + (world.held * 1.06 + 2 * GIB if world.held else 0) if training else 121 * GIB
+    samples.set(
+        "tandem_gpu_info", 1, uuid=uuid, index="0", name="NVIDIA H200", driver_version="580.95.05",
+        cuda_version="13.0", pci_bus_id="00000000:19:00.0" if training else "00000000:3B:00.0", mig_profile="",
+    )  # fmt: skip
+    memory = {"total": TOTAL, "reserved": RESERVED, "used": used, "free": TOTAL - RESERVED - used}
+    for part, value in memory.items():
+        samples.set(f"tandem_gpu_memory_{part}_bytes", value, uuid=uuid)
+    samples.set("tandem_gpu_compute_processes", float(busy) if training else 1, uuid=uuid)
+    samples.set("tandem_gpu_utilization_ratio", world.random.uniform(0.75, 1) if busy else 0.0, uuid=uuid)
+    samples.set("tandem_gpu_temperature_celsius", world.random.randint(58, 66) if busy else 34, uuid=uuid)
+    samples.set("tandem_gpu_power_limit_watts", 700, uuid=uuid)
+    world.counts[exporter].inc("tandem_gpu_ecc_uncorrected_errors_total", 0, uuid=uuid)
+    for reason in ("hw_thermal", "sw_thermal", "hw_power_brake", "sw_power_cap"):
+        throttled = busy and reason == "sw_power_cap" and world.random.random() < 0.2
+        samples.set("tandem_gpu_throttle_active", float(throttled), uuid=uuid, reason=reason)
+
+
+def _set_training(samples: Samples, world: World) -> None:
+    uuid = UUIDS["trainer"]
+    samples.set("tandem_train_active", float(world.job is not None))
+    samples.set("tandem_checkpoint_duration_seconds", 2.8)
+    samples.set("tandem_checkpoint_last_success_timestamp_seconds", world.began + world.checkpoint_made)
+    samples.set("tandem_checkpoint_size_bytes", 0.52 * GIB)
+    samples.set("tandem_job_gpu_released_bytes", world.released, uuid=uuid)
+    samples.set("tandem_job_gpu_left_bytes", 3 * MIB, uuid=uuid)
+    samples.set("tandem_job_gpu_resident_bytes", 0, uuid=uuid)
+    for name, value in world.last_step.items():
+        samples.set(f"tandem_train_{name}", value)
+    if world.job is None:
+        return
+    job_id, kind = world.job
+    samples.set("tandem_job_info", 1, job_id=job_id, run=RUN, kind=kind)
+    samples.set("tandem_job_last_progress_timestamp_seconds", world.began + world.now)
+    samples.set("tandem_train_step", world.step)
+    samples.set("tandem_train_steps", STEPS)
+    if world.step:
+        samples.set("tandem_train_last_step_timestamp_seconds", world.began + world.step_ended)
+    samples.set("tandem_rank_up", 1, rank="0")
+    samples.set("tandem_train_rank_step", world.step, rank="0")
+    samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank="0")
+    samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **RANK_0)
+    peak = max(world.phase_peaks.values(), default=0.0)
+    shares = {"allocated": 0.88, "active": 0.9, "requested": 0.87, "inactive_split": 0.05, "reserved": 1.0}
+    for name, share in shares.items():
+        samples.set(f"tandem_torch_memory_{name}_bytes", world.held * share, **RANK_0)
+        samples.set(f"tandem_torch_memory_{name}_peak_bytes", peak * share, **RANK_0)
+    for phase, peak in world.phase_peaks.items():
+        held = 0.92 * peak
+        memory = {"allocated": held, "reserved": 1.1 * held, "device_used": 1.1 * held + 2 * GIB,
+                  "host_pinned": 0.5 * GIB * (phase == "base_weights"), "peak": peak}  # fmt: skip
+        for name, value in memory.items():
+            samples.set(f"tandem_torch_memory_phase_{name}_bytes", value, **RANK_0, phase=phase)

@@ -1,0 +1,183 @@
+"""A made-up deployment on two H200: one GPU trains, the other one serves. Every metric of every exporter has a series.
+
+Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second of this world is a
+second of the clock. It begins in the middle of a job, after some minutes of history.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+from images.grafana.demo import vllm
+
+from tandem.metrics.catalogue import CATALOGUE
+from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.samples import Samples
+
+GIB = 2**30
+HISTORY_SECONDS = 300
+STEPS = 12  # optimizer steps of a job
+UUIDS: dict[Exporter, str] = {
+    "trainer": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000001",
+    "inference": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000002",
+}
+RANK_0 = {"uuid": UUIDS["trainer"], "rank": "0"}
+_SETUP_SECONDS = {
+    "rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "base_weights": 4, "state": 1, "probe": 1
+}  # fmt: skip
+_ROUTES = {"/v1/runs/{run}/train": "POST", "/v1/jobs/{job}": "GET", "/v1/jobs/{job}/events": "GET", "/healthz": "GET"}
+
+
+def new_samples(exporter: Exporter, *, gauges: bool) -> Samples:
+    return Samples(m for m in CATALOGUE if exporter in m.exporters and (m.kind == "gauge") == gauges
+                   and not m.name.startswith("process_"))  # fmt: skip
+
+
+class World:
+    """The state of the deployment."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # four servers read and advance it
+        self.now = 0.0  # seconds since it began
+        self.random = random.Random(3)
+        self.counts = {exporter: new_samples(exporter, gauges=False) for exporter in ALL}
+        self.vllm = vllm.new_samples()
+        self.sampling = False  # whether clients sample for the next job
+        self.held = 0.0  # bytes that the rank holds of the trainer's device
+        self._phase = ""
+        self.job: tuple[str, str] | None = None  # id and kind of the running job
+        self.queued = 0
+        self.step = self._jobs_made = 0
+        self.newest = self.served = 0  # steps of the run
+        self.released = 0.0  # bytes that the last job gave back
+        self.step_ended = self.checkpoint_made = 0.0  # in seconds of `now`
+        self.last_step: dict[str, float] = {}  # tandem_train_<name> -> value
+        self.phase_peaks: dict[str, float] = {}
+        self._life = self._live()
+        while self.now < HISTORY_SECONDS or not (self._phase and self.step >= 2):
+            self._second()
+        self.began = time.time() - self.now  # Unix seconds
+
+    def advance(self, now: float) -> None:
+        """Lets the seconds until `now` (Unix seconds) pass."""
+        while self.began + self.now + 1 <= now:
+            self._second()
+
+    def _second(self) -> None:
+        self.now += 1
+        next(self._life)
+        vllm.count_second(self.vllm, self.random, busy=self.sampling)
+        for exporter, uuid in UUIDS.items():
+            watts = self.random.uniform(520, 690) if self.busy(exporter) else self.random.uniform(75, 120)
+            self.counts[exporter].inc("tandem_gpu_energy_joules_total", watts, uuid=uuid)
+        http = self.counts["controller"]
+        for route, method in _ROUTES.items():
+            if self.random.random() < 0.4:
+                http.inc("tandem_http_requests_total", route=route, method=method, status_class="2xx")
+                seconds = self.random.lognormvariate(-4, 1)
+                http.observe("tandem_http_request_duration_seconds", seconds, route=route)
+
+    def busy(self, exporter: Exporter) -> bool:
+        """Whether the exporter's GPU computes."""
+        return self._phase != "" if exporter == "trainer" else self.sampling
+
+    # ---------------------------------------------------------------- what happens; each yield is a second
+
+    def _live(self) -> Iterator[None]:
+        while True:
+            self.sampling = True
+            yield from self._wait(18, 35)
+            self._jobs_made += 1
+            kind = "sft" if self._jobs_made % 5 == 0 else "rl"
+            self.counts["controller"].inc("tandem_jobs_submitted_total", kind=kind)
+            self.queued = 1
+            waited = self.random.randint(1, 4)
+            yield from self._wait(waited, waited)
+            self.sampling, self.queued = self._jobs_made % 3 == 0, 0
+            self.counts["trainer"].observe("tandem_job_queue_wait_seconds", waited, kind=kind)
+            begin = self.now
+            yield from self._run_job(kind)
+            self.job = None
+            self.counts["trainer"].observe("tandem_job_duration_seconds", self.now - begin, kind=kind)
+
+    def _run_job(self, kind: str) -> Iterator[None]:
+        trainer = self.counts["trainer"]
+        self.job = (f"01K{self._jobs_made:023d}", kind)
+        for _ in range(2):
+            error = self.random.choices(("", "oom", "rank_crashed", "rank_hung"), (90, 4, 4, 2))[0]
+            yield from self._run_attempt(error)
+            if not error:
+                trainer.inc("tandem_jobs_finished_total", outcome="succeeded")
+                yield from self._publish()
+                return
+            trainer.inc("tandem_job_attempts_failed_total", error=error)
+        trainer.inc("tandem_jobs_finished_total", outcome="failed")
+
+    def _run_attempt(self, error: str) -> Iterator[None]:
+        trainer = self.counts["trainer"]
+        self.phase_peaks, self.step = {}, 0
+        for phase, seconds in _SETUP_SECONDS.items():
+            yield from self._run_phase(phase, seconds, 34 * GIB if phase in ("state", "probe") else 18 * GIB)
+        trainer.inc("tandem_torch_memory_ooms_total", float(error == "oom"), **RANK_0)
+        for step in range(STEPS):
+            if error and step == 3:
+                break
+            if step == 0:
+                yield from self._run_phase("old_logprobs", 2, 60 * GIB)
+                yield from self._run_phase("reference", 2, 58 * GIB)
+            seconds = self.random.randint(3, 6)
+            yield from self._run_phase("forward_backward", seconds, self.random.uniform(88, 104) * GIB)
+            yield from self._run_phase("optimizer", 1, 40 * GIB)
+            self.step = step + 1
+            self._end_step(seconds + 1)
+        else:
+            yield from self._run_phase("checkpoint", 3, 36 * GIB)
+            self.newest += 1
+            self.checkpoint_made = self.now
+        self.released = self.held + 2 * GIB
+        self._phase, self.held = "", 0.0
+        yield from self._wait(2, 2)
+        trainer.observe("tandem_job_release_seconds", self.random.uniform(0.4, 2.2))
+
+    def _run_phase(self, phase: str, seconds: int, held: float) -> Iterator[None]:
+        trainer = self.counts["trainer"]
+        self._phase, self.held = phase, held
+        self.phase_peaks[phase] = held * self.random.uniform(0.9, 0.96)
+        spent = seconds * self.random.uniform(0.9, 1.1)
+        trainer.observe("tandem_train_phase_duration_seconds", spent, phase=phase)
+        for name, chance in (("memory_alloc_retries", 0.005), ("device_allocs", 0.5), ("device_frees", 0.1)):
+            trainer.inc(f"tandem_torch_{name}_total", float(self.random.random() < chance), **RANK_0)
+        yield from self._wait(seconds, seconds)
+
+    def _end_step(self, seconds: float) -> None:
+        trainer, draw = self.counts["trainer"], self.random.gauss
+        trainer.observe("tandem_train_step_duration_seconds", seconds * self.random.uniform(0.9, 1.1))
+        trainer.inc("tandem_train_tokens_total", 32768)
+        trainer.inc("tandem_train_trainable_tokens_total", 21000)
+        trainer.inc("tandem_train_samples_total", 64)
+        done = self.newest + self.step / STEPS
+        reward = 1 - math.exp(-done / 12)
+        self.step_ended = self.now
+        self.last_step = {
+            "loss": draw(0.02, 0.01), "grad_norm": abs(draw(0.4, 0.1)), "learning_rate": 1e-4,
+            "entropy": 0.3 + 0.9 * math.exp(-done / 20) + draw(0, 0.02), "kl": 0.002 * done + abs(draw(0, 0.001)),
+            "kl_sampler": abs(draw(0.002, 0.0005)), "logprob_mismatch": abs(draw(0.012, 0.002)),
+            "clip_ratio": abs(draw(0.03, 0.01)), "importance_ratio_max": abs(draw(3, 0.6)),
+            "reward_mean": reward + draw(0, 0.02), "reward_std": 0.5 * math.sqrt(max(reward * (1 - reward), 0.01)),
+        }  # fmt: skip
+
+    def _publish(self) -> Iterator[None]:
+        yield from self._wait(2, 4)
+        inference = self.counts["inference"]
+        self.served = self.newest
+        inference.inc("tandem_publish_total", outcome="served")
+        for stage, seconds in {"copy": 0.2, "load": 0.9, "verify": 0.6, "since_checkpoint": 4.0}.items():
+            inference.observe("tandem_publish_duration_seconds", seconds * self.random.uniform(0.7, 1.5), stage=stage)
+
+    def _wait(self, least: int, most: int) -> Iterator[None]:
+        for _ in range(self.random.randint(least, most)):
+            yield

@@ -1,0 +1,43 @@
+"""The controller's own metrics: the queue, and the HTTP requests that it answers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.metric import JOB_KINDS, OPEN, Metric
+from tandem.metrics.samples import Samples
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "other")
+
+_of_controller = partial(Metric, exporters=("controller",))
+HTTP_METRICS = (
+    _of_controller("tandem_jobs_submitted_total", "Jobs that were queued; the same id twice is one job.", "controller",
+                   "counter", labels={"kind": JOB_KINDS}),
+    _of_controller("tandem_http_requests_total", "Answered requests. Route is the template, or \"other\".",
+                   "controller", "counter",
+                   labels={"route": OPEN, "method": METHODS, "status_class": ("1xx", "2xx", "3xx", "4xx", "5xx")}),
+    _of_controller("tandem_http_request_duration_seconds", "From the request's first byte to the answer's last; event "
+                   "streams are not counted.", "controller", "histogram", labels={"route": OPEN},
+                   buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)),
+)  # fmt: skip
+
+
+class QueueCollector(Collector):
+    name = "queue"
+    metrics = (
+        _of_controller("tandem_jobs", "Jobs that are not done.", "jobs/queued, jobs/running", perishable=True,
+                       labels={"state": ("queued", "running")}),
+        _of_controller("tandem_runs", "Runs on the volume.", "runs/", perishable=True),
+    )  # fmt: skip
+
+    def __init__(self, open_spool: OpenSpool) -> None:
+        super().__init__()
+        self._open_spool = open_spool
+
+    def collect(self, gauges: Samples) -> None:
+        spool = self._open_spool()
+        queued, running = set(spool.jobs.ids("queued")), set(spool.jobs.ids("running"))
+        gauges.set("tandem_jobs", len(queued - running), state="queued")
+        gauges.set("tandem_jobs", len(running), state="running")
+        gauges.set("tandem_runs", len(spool.runs.names()))

@@ -1,0 +1,93 @@
+"""The publisher's work: steps that were served or refused. Counters begin when the exporter starts."""
+
+from __future__ import annotations
+
+from tandem.errors import NotFound
+from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed, try_each
+from tandem.metrics.metric import Metric
+from tandem.metrics.samples import Samples
+from tandem.spool import Spool
+from tandem.spool.schema import Event, Served
+
+STAGES = ("copy", "load", "verify", "since_checkpoint")
+METRICS = (
+    Metric("tandem_publish_total", "Steps that were verified and served, or refused.", "served.json", "counter",
+           ("inference",), {"outcome": ("served", "refused")}),
+    Metric("tandem_publish_duration_seconds", "Stages of serving a step; since_checkpoint is from the commit to "
+           "served.", "event served", "histogram", ("inference",), {"stage": STAGES},
+           (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)),
+    Metric("tandem_publish_logprob_error_nats", "Mean absolute log-prob difference of trainer and vLLM in the last "
+           "verification that served a step.", "served.json", exporters=("inference",)),
+)  # fmt: skip
+
+_TRIES = 30
+"""Collections that wait for a job's event `served`: a publisher that dies may have written the record without it."""
+
+
+class PublishCollector(Collector):
+    name = "publish"
+    metrics = METRICS
+    interval = 2.0
+
+    def __init__(self, open_spool: OpenSpool) -> None:
+        super().__init__()
+        self._open_spool = open_spool
+        self._records: dict[str, tuple[float, Served | None]] = {}  # run -> when served.json was written, and what
+        self._without_event: dict[str, int] = {}  # served job -> collections that missed its event `served`
+        self._error: tuple[float, float] | None = None  # Unix seconds and nats of the last verification
+        self._caught_up = False
+
+    def collect(self, gauges: Samples) -> None:
+        spool = self._open_spool()
+        errors = try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
+        self._caught_up = True
+        errors += try_each(list(self._without_event), lambda job: self._count_stages(spool, job))
+        if self._error is not None:
+            gauges.set("tandem_publish_logprob_error_nats", self._error[1])
+        if errors:
+            raise PartlyFailed(*errors)
+
+    def _read_run(self, spool: Spool, run: str) -> None:
+        written = spool.served.changed(run)
+        last_written, before = self._records.get(run, (0.0, None))
+        if written is None or written == last_written:
+            return
+        record = spool.served.get(run)
+        if record is None:
+            return
+        self._records[run] = written, record
+        self._error = max(self._error or (0.0, 0.0), (record.verified, record.mean_abs_logprob_error))
+        if self._caught_up:
+            self._count(spool, run, before, record)
+
+    def _count(self, spool: Spool, run: str, before: Served | None, record: Served) -> None:
+        if record.refused_step is not None and (before is None or before.refused_step != record.refused_step):
+            self.counts.inc("tandem_publish_total", outcome="refused")
+        if before is not None and before.step == record.step:
+            return
+        # Several steps may have been served since the last collection; after a rollback an older one is served.
+        first = record.step if before is None or before.step > record.step else before.step + 1
+        for step in range(first, record.step + 1):
+            try:
+                job = spool.checkpoints.manifest(run, step).job
+            except NotFound:
+                continue
+            if step == record.step or (job is not None and _served_event(spool, job) is not None):
+                self.counts.inc("tandem_publish_total", outcome="served")
+                if job is not None:
+                    self._without_event[job] = 0
+
+    def _count_stages(self, spool: Spool, job: str) -> None:
+        event = _served_event(spool, job)
+        if event is not None:
+            seconds = event.data.get("seconds") or {}
+            for stage in STAGES:
+                if stage in seconds:
+                    self.counts.observe("tandem_publish_duration_seconds", float(seconds[stage]), stage=stage)
+        self._without_event[job] += 1
+        if event is not None or self._without_event[job] > _TRIES:
+            del self._without_event[job]
+
+
+def _served_event(spool: Spool, job: str) -> Event | None:
+    return next((event for event in spool.events.read(job) if event.type == "served"), None)

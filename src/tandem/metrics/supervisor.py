@@ -1,0 +1,65 @@
+"""The container's programs, as supervisord sees them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.metrics.collector import Collector
+from tandem.metrics.metric import BOTH, OPEN, Metric
+from tandem.metrics.samples import Samples
+from tandem.supervise.supervisord import Status, statuses
+from tandem.system import processes
+
+STATES = ("stopped", "starting", "running", "backoff", "stopping", "exited", "fatal", "unknown")
+_PROGRAM = {"program": OPEN}
+_measured = partial(Metric, exporters=BOTH, labels=_PROGRAM, perishable=True)
+METRICS = (
+    _measured("tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"),
+    _measured("tandem_supervisor_process_state", "1 for the state that the program is in, 0 for the other states.",
+              "supervisord", labels=_PROGRAM | {"state": STATES}),
+    Metric("tandem_supervisor_process_restarts_total", "How often the program was started again.", "supervisord",
+           "counter", BOTH, _PROGRAM),
+    _measured("tandem_supervisor_process_start_time_seconds", "When the program's process started.",
+              "/proc/<pid>/stat"),
+)  # fmt: skip
+
+
+class SupervisorCollector(Collector):
+    name = "supervisor"
+    metrics = METRICS
+    interval = 2.0
+
+    def __init__(self, settings: Settings, ask: Callable[[Settings], dict[str, Status]] = statuses) -> None:
+        super().__init__()
+        self._settings = settings
+        self._ask = ask
+        self._pids: dict[str, int] = {}  # program -> its last process
+
+    def collect(self, gauges: Samples) -> None:
+        programs = self._ask(self._settings)
+        if not programs and self._pids:
+            raise RuntimeError("supervisord does not answer any more")
+        for program, status in programs.items():
+            state = status.state.lower()
+            for name in STATES:
+                gauges.set("tandem_supervisor_process_state", float(name == state), program=program, state=name)
+            gauges.set("tandem_supervisor_process_up", float(state == "running"), program=program)
+            if status.pid and (process := processes.read(status.pid)) is not None:
+                started = _boot_time() + process.started / os.sysconf("SC_CLK_TCK")
+                gauges.set("tandem_supervisor_process_start_time_seconds", started, program=program)
+            before = self._pids.get(program, 0)
+            restarted = 0 not in (before, status.pid) and before != status.pid
+            self.counts.inc("tandem_supervisor_process_restarts_total", float(restarted), program=program)
+            self._pids[program] = status.pid or before
+
+
+def _boot_time() -> float:
+    """When the machine booted, in Unix seconds: processes' start times count from then."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    raise RuntimeError("/proc/stat has no line btime")

@@ -1,0 +1,86 @@
+"""The container: its volumes, its programs, and what is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from metrics.metric_tools import Exported
+from spool.spool_tools import spool_with_run
+from tandem.config import Settings
+from tandem.metrics.build import BuildCollector
+from tandem.metrics.supervisor import SupervisorCollector
+from tandem.metrics.volumes import VolumesCollector
+from tandem.spool import Spool
+from tandem.supervise.supervisord import Status
+
+
+def test_a_missing_volume_is_a_failure_and_the_others_are_exported(tmp_path: Path) -> None:
+    spool = spool_with_run(tmp_path / "spool")
+
+    def opened() -> Spool:
+        return Spool(spool.root, writable=False)
+
+    exported = Exported(VolumesCollector(opened, {"tmp": tmp_path, "cache": tmp_path / "none"}))
+    seen = exported.collect()
+    assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp", "shared"}
+    status = os.statvfs(tmp_path)
+    assert seen.get("tandem_volume_total_bytes", volume="tmp") == status.f_blocks * status.f_frsize
+    free = pytest.approx(status.f_bavail * status.f_frsize, abs=2**30)
+    assert seen.get("tandem_volume_free_bytes", volume="tmp") == free
+    assert seen.get("tandem_volume_write_probe_seconds", volume="shared") > 0
+    spool.root.rename(tmp_path / "gone")
+    seen = exported.collect()
+    assert seen.get("tandem_collector_success", collector="volumes") == 0
+    assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp"}
+    (tmp_path / "gone").rename(spool.root)
+    assert exported.works("volumes")
+
+
+def test_a_full_volume_can_be_read_and_has_no_probe(tmp_path: Path, monkeypatch) -> None:
+    root = spool_with_run(tmp_path / "spool").root
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tandem.spool.fs.write_all", full)
+    exported = Exported(VolumesCollector(lambda: Spool(root, writable=False), {}))
+    for _ in range(2):  # also between two probes
+        seen = exported.collect()
+        assert seen.get("tandem_collector_success", collector="volumes") == 0
+        assert seen.get("tandem_volume_write_probe_seconds", volume="shared") is None
+        assert seen.get("tandem_volume_free_bytes", volume="shared") is not None
+    assert not [path for path in root.iterdir() if path.name.startswith(".tmp")]
+
+
+def test_programs_their_states_and_restarts(tmp_path: Path) -> None:
+    ours = os.getpid()
+    answers: list[dict[str, Status]] = [
+        {},
+        {"vllm": Status("vllm", "RUNNING", ours), "runner": Status("runner", "STARTING", 0)},
+        {"vllm": Status("vllm", "BACKOFF", 0), "runner": Status("runner", "RUNNING", ours)},
+        {"vllm": Status("vllm", "RUNNING", 1), "runner": Status("runner", "RUNNING", ours)},
+        {},
+    ]
+    exported = Exported(SupervisorCollector(Settings(root=tmp_path), lambda _: answers.pop(0)))
+    assert exported.works("supervisor")  # without a supervisord
+    seen = exported.collect()
+    assert seen.by("program", "tandem_supervisor_process_up") == {"vllm": 1, "runner": 0}
+    assert seen.get("tandem_supervisor_process_state", program="runner", state="starting") == 1
+    assert seen.get("tandem_supervisor_process_state", program="runner", state="fatal") == 0
+    started = seen.get("tandem_supervisor_process_start_time_seconds", program="vllm")
+    assert seen.get("process_start_time_seconds") == pytest.approx(started, abs=2)
+    for restarts in (0, 1):
+        counts = exported.collect().by("program", "tandem_supervisor_process_restarts_total")
+        assert counts == {"vllm": restarts, "runner": 0}
+    assert not exported.works("supervisor")  # supervisord has answered before
+
+
+def test_the_build_says_what_is_installed(monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_REVISION", "abc123")
+    (info,) = Exported(BuildCollector()).collect().all("tandem_build_info")
+    assert info["revision"] == "abc123"
+    assert info["torch"][:2] == "2."
+    assert info["megatron"]

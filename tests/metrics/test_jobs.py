@@ -1,0 +1,293 @@
+"""Jobs and their ranks on a real spool, from queued to released, as the exporter shows them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metrics.metric_tools import Exported, Scraped, opener
+from spool.spool_tools import commit, failed, submit, succeeded
+from tandem.metrics import collector, ranks
+from tandem.metrics.jobs import JobsCollector
+from tandem.metrics.ranks import RanksCollector
+from tandem.spool import Spool, fs
+from tandem.spool.jobs import Jobs
+from tandem.spool.paths import beat_file
+from tandem.spool.schema import TERMINAL, Beat, Job, JobError
+
+GPU = "GPU-5d8f"
+RANK_0 = {"uuid": GPU, "rank": "0"}
+OPTIMIZER = {"allocated": 12, "reserved": 18, "device_used": 88, "host_pinned": 6, "peak": 14}
+STEP = {
+    "loss": 0.5, "grad_norm": 1.5, "learning_rate": 1e-4, "entropy": 1.1, "tokens": 640.0, "trainable_tokens": 320.0,
+    "trajectories": 8.0, "reward_mean": 0.25, "seconds_forward_backward": 4.0, "seconds_optimizer": 0.75,
+    "sampler_logprob_difference": 0.01,
+}  # fmt: skip
+
+
+def exported_jobs(spool: Spool, ranks: int = 2) -> Exported:
+    return Exported(RanksCollector(opener(spool), ranks), JobsCollector(opener(spool)))
+
+
+def beat(spool: Spool, job: Job, rank: int, step: int = 0, *, phase: str = "forward_backward", **more: Any) -> None:
+    memory = {"allocated": 10, "reserved": 20, "allocated_peak": 15, "reserved_peak": 21, "active": 11,
+              "inactive_split": 3, "requested": 9, "alloc_retries": 0, "ooms": 0, "device_allocs": 4, "device_frees": 1,
+              "host_pinned": 7}  # fmt: skip
+    fields = {
+        "uuid": GPU if rank == 0 else f"{GPU}{rank}", "steps": 4, "step_floor": 8, "phases": {"optimizer": OPTIMIZER},
+        "device_used": 90, "device_used_peak": 95, **more,
+    }  # fmt: skip
+    fields["memory"] = memory | more.get("memory", {})
+    written = Beat(time=time.time(), phase=phase, step=step, **fields)
+    fs.write_atomic(beat_file(spool.paths.work_dir(job.spec.id, job.attempt), rank), written.model_dump_json().encode())
+
+
+def step(spool: Spool, job: Job, number: int) -> None:
+    spool.events.append(job.spec.id, "step", attempt=job.attempt, step=number, steps=4, metrics=STEP)
+
+
+def release(spool: Spool, job: Job, before: int, left: int | None, **more: Any) -> None:
+    spool.events.append(
+        job.spec.id, "released", attempt=job.attempt, processes=0, before={GPU: before}, bytes=left,
+        devices={GPU: left}, seconds=1.25, **more,
+    )  # fmt: skip
+
+
+def requeue(spool: Spool, job: Job, kind: str = "rank_crashed", *, retriable: bool = True) -> None:
+    spool.queue.requeue(job, JobError(type=kind, message="no", retriable=retriable))
+
+
+def test_a_job_from_queued_to_released(volume: Spool) -> None:
+    exported = exported_jobs(volume)
+    seen = exported.collect()
+    assert seen.get("tandem_train_active") == 0
+    assert seen.get("tandem_jobs_finished_total", outcome="succeeded") == 0
+    assert seen.get("tandem_job_attempts_failed_total", error="oom") == 0
+    assert seen.get("tandem_job_queue_wait_seconds_count", kind="sft") == 0
+    assert not seen.all("tandem_job_info")
+
+    submit(volume, "j1")
+    assert exported.collect().get("tandem_train_active") == 0  # it is queued
+    job = volume.queue.claim("runner")
+    seen = exported.collect()
+    assert seen.get("tandem_train_active") == 1
+    assert seen.get("tandem_job_info", job_id="j1", run="r", kind="rl") == 1
+    assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1
+    assert abs(seen.get("tandem_job_last_progress_timestamp_seconds") - time.time()) < 20
+    assert not seen.all("tandem_rank_up")  # no rank has written a heartbeat, and the attempt has just begun
+    assert seen.get("tandem_train_last_step_timestamp_seconds") is None
+
+    volume.events.append("j1", "loaded", attempt=1, seconds={"build": 3.0, "base_weights": 8.0}, memory={})
+    beat(volume, job, 0, 1)
+    beat(volume, job, 1, 0, phase="build", phases={"data": {"allocated": 3}, "a_new_one": {"allocated": 4}})
+    step(volume, job, 1)
+    check_running(exported.collect())
+
+    step(volume, job, 2)
+    volume.events.append("j1", "checkpoint", attempt=1, step=1, sha256="x", bytes=5, seconds=2.5)
+    commit(volume, job)
+    release(volume, job, 95, 5)
+    volume.queue.finish(job, succeeded(job))
+    seen = exported.collect()
+    assert seen.get("tandem_train_active") == 0
+    assert not seen.names & {
+        "tandem_job_info", "tandem_rank_up", "tandem_torch_memory_allocated_bytes", "tandem_train_step",
+        "tandem_torch_memory_phase_peak_bytes", "tandem_train_last_step_timestamp_seconds",
+    }  # fmt: skip
+    assert seen.get("tandem_train_loss") == 0.5
+    assert seen.get("tandem_train_tokens_total") == 1280
+    assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1
+    assert seen.get("tandem_job_gpu_released_bytes", uuid=GPU) == 90
+    assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == 5
+    assert seen.get("tandem_job_release_seconds_sum") == 1.25
+    assert seen.get("tandem_checkpoint_duration_seconds") == 2.5
+    for _ in range(2):  # each event is counted once
+        assert seen.get("tandem_jobs_finished_total", outcome="succeeded") == 1
+        seen = exported.collect()
+
+
+def check_running(seen: Scraped) -> None:
+    """After the first step of `test_a_job_from_queued_to_released`."""
+    assert seen.by("rank", "tandem_rank_up") == {"0": 1, "1": 1}
+    assert seen.get("tandem_torch_memory_allocated_bytes", **RANK_0) == 10
+    assert seen.get("tandem_torch_memory_reserved_peak_bytes", **RANK_0) == 21
+    for kind, value in OPTIMIZER.items():
+        assert seen.get(f"tandem_torch_memory_phase_{kind}_bytes", **RANK_0, phase="optimizer") == value
+    assert seen.by("phase", "tandem_torch_memory_phase_allocated_bytes") == {"optimizer": 12, "data": 3}
+    assert seen.get("tandem_torch_memory_step_floor_bytes", **RANK_0) == 8
+    assert seen.get("tandem_torch_host_pinned_bytes", rank="0") == 7
+    assert seen.get("tandem_torch_device_allocs_total", **RANK_0) == 4
+    assert (seen.get("tandem_train_step"), seen.get("tandem_train_steps")) == (1, 4)
+    assert seen.get("tandem_train_rank_step", rank="1") == 0
+    assert seen.get("tandem_train_loss") == 0.5
+    assert seen.get("tandem_train_logprob_mismatch") == 0.01
+    assert seen.get("tandem_train_kl") is None  # the step measured none
+    assert seen.get("tandem_train_tokens_total") == 640
+    assert seen.get("tandem_train_samples_total") == 8
+    assert seen.get("tandem_train_step_duration_seconds_sum") == 4.75
+    assert seen.get("tandem_train_phase_duration_seconds_sum", phase="base_weights") == 8
+    assert seen.get("tandem_train_phase_duration_seconds_bucket", phase="optimizer", le="0.5") == 0
+    assert seen.get("tandem_train_phase_duration_seconds_bucket", phase="optimizer", le="1.0") == 1
+    assert abs(seen.get("tandem_train_last_step_timestamp_seconds") - time.time()) < 20
+
+
+@pytest.mark.parametrize(("more", "left", "released"), [({"resident": {GPU: 30}}, 2, 93), ({}, 32, 63)])
+def test_memory_that_resident_ranks_keep_is_not_left(volume: Spool, more, left, released) -> None:
+    exported = exported_jobs(volume)
+    exported.collect()
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    release(volume, job, 95, 32, **more)
+    requeue(volume, job, "oom", retriable=False)
+    seen = exported.collect()
+    assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == more.get("resident", {})
+    assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == left
+    assert seen.get("tandem_job_gpu_released_bytes", uuid=GPU) == released
+
+
+def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:
+    exported = exported_jobs(volume)
+    exported.collect()
+    submit(volume, "j1", max_attempts=3)
+    for kind in ("oom", "rank_hung", "something_new"):
+        job = volume.queue.claim("runner")
+        release(volume, job, 95, None)
+        requeue(volume, job, kind)
+    submit(volume, "j2")
+    volume.queue.cancel("j2")  # it began and ended between two collections
+    exported.collect()
+    submit(volume, "j3")
+    volume.queue.cancel("j3")
+    seen = exported.collect()  # lists the finished jobs again
+    counts = seen.by("error", "tandem_job_attempts_failed_total")
+    assert {error: count for error, count in counts.items() if count} == {"oom": 1, "rank_hung": 1, "other": 1}
+    assert seen.by("outcome", "tandem_jobs_finished_total") == {"succeeded": 0, "failed": 1, "cancelled": 2}
+    assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1  # only the first claim
+    assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1  # cancelled jobs never ran
+    assert not seen.all("tandem_job_gpu_left_bytes")  # it could not be measured
+
+
+def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool) -> None:
+    submit(volume, "old")
+    volume.queue.finish(volume.queue.claim("runner"), failed())
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    step(volume, job, 1)
+    exported = exported_jobs(volume)
+    seen = exported.collect()
+    assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
+    assert seen.get("tandem_train_tokens_total") == 0
+    assert seen.get("tandem_train_loss") == 0.5  # at once, not with the next step
+    step(volume, job, 2)
+    volume.queue.finish(job, failed())
+    seen = exported.collect()
+    assert seen.get("tandem_train_tokens_total") == 640
+    assert seen.get("tandem_jobs_finished_total", outcome="failed") == 1
+    assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1
+
+
+def test_counters_of_ranks_continue_from_attempt_to_attempt(volume: Spool) -> None:
+    exported = exported_jobs(volume, ranks=1)
+    exported.collect()
+    submit(volume, "j1", max_attempts=3)
+    for retries in ((2, 3), (1, 1)):
+        job = volume.queue.claim("runner")
+        for number, count in enumerate(retries):
+            beat(volume, job, 0, number, memory={"alloc_retries": count})
+            seen = exported.collect()
+        requeue(volume, job)
+        exported.collect()
+    assert seen.get("tandem_torch_memory_alloc_retries_total", **RANK_0) == 3 + 1
+
+
+def test_a_silent_rank_is_not_up_and_its_memory_is_not_exported(volume: Spool, monkeypatch) -> None:
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    beat(volume, job, 0, 1)
+    exported = exported_jobs(volume, ranks=3)
+    exported.collect()
+    now = time.monotonic()
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 61)
+    beat(volume, job, 1, 2)
+    seen = exported.collect()
+    assert seen.by("rank", "tandem_rank_up") == {"0": 0, "1": 1, "2": 0}
+    assert seen.by("rank", "tandem_torch_memory_allocated_bytes").keys() == {"1"}
+    assert seen.get("tandem_train_rank_step", rank="0") == 1  # its step stays
+
+
+def test_progress_is_that_of_the_rank_that_is_silent_longest(volume: Spool) -> None:
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    beat(volume, job, 0)
+    first = volume.jobs.beats("j1", 1)[0].time
+    beat(volume, job, 1)
+    exported = exported_jobs(volume, ranks=2)
+    assert exported.collect().get("tandem_job_last_progress_timestamp_seconds") == first
+    assert volume.jobs.beats("j1", 1)[1].time > first
+
+
+def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkeypatch) -> None:
+    """Nothing is counted twice, and measurements are not exported for longer than they are true."""
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    beat(volume, job, 0)
+    exported = exported_jobs(volume, ranks=1)
+    exported.collect()
+    step(volume, job, 1)
+    assert exported.collect().get("tandem_train_tokens_total") == 640
+    volume.root.rename(tmp_path / "gone")
+    volume.root.mkdir()  # a mount point without its volume
+    seen = exported.collect()
+    assert seen.by("collector", "tandem_collector_success") == {"ranks": 0, "jobs": 0}
+    assert seen.all("tandem_torch_memory_allocated_bytes")
+    now = time.monotonic()
+    monkeypatch.setattr(collector.time, "monotonic", lambda: now + 61)
+    seen = exported.scrape()
+    monkeypatch.undo()
+    assert not seen.names & {"tandem_torch_memory_allocated_bytes", "tandem_rank_up"}
+    assert seen.get("tandem_train_rank_step", rank="0") == 0
+    assert seen.get("tandem_train_active") == 1  # alerts about a hang need this, and the next two
+    assert seen.all("tandem_job_info")
+    assert seen.get("tandem_train_last_step_timestamp_seconds") is not None
+    assert seen.get("tandem_train_tokens_total") == 640
+    volume.root.rmdir()
+    (tmp_path / "gone").rename(volume.root)
+    commit(volume, job)
+    volume.queue.finish(job, succeeded(job))
+    seen = exported.collect()
+    assert seen.get("tandem_collector_success", collector="jobs") == 1
+    assert seen.get("tandem_jobs_finished_total", outcome="succeeded") == 1
+    assert seen.get("tandem_train_tokens_total") == 640
+
+
+def test_a_damaged_job_is_a_failure_and_the_others_are_counted(volume: Spool) -> None:
+    exported = exported_jobs(volume)
+    exported.collect()
+    broken = volume.paths.state_dir("queued") / "a-broken.json"
+    broken.write_text("{")
+    assert not exported.works("jobs")
+    broken.unlink()
+    submit(volume, "j1")
+    volume.queue.cancel("j1")
+    broken.write_text("{")
+    seen = exported.collect()
+    assert seen.get("tandem_collector_success", collector="jobs") == 0
+    assert seen.get("tandem_jobs_finished_total", outcome="cancelled") == 1
+
+
+def test_finished_jobs_are_not_listed_again(volume: Spool, monkeypatch) -> None:
+    submit(volume, "j1")
+    volume.queue.finish(volume.queue.claim("runner"), failed())
+    exported = Exported(JobsCollector(opener(volume)))
+    exported.collect()
+    ids = Jobs.ids
+
+    def pending_ids(self: Jobs, state: Any) -> list[str]:
+        assert state not in TERMINAL
+        return ids(self, state)
+
+    monkeypatch.setattr(Jobs, "ids", pending_ids)
+    assert exported.works("jobs")

@@ -1,0 +1,104 @@
+"""Checkpoints, which of them is served, and what the publisher did, as collectors read them from a spool."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+from metrics.metric_tools import Exported, opener
+from spool.spool_tools import run_spec, train_one, write_adapter
+from tandem.metrics import policy
+from tandem.metrics.checkpoints import CheckpointsCollector
+from tandem.metrics.policy import PolicyCollector
+from tandem.metrics.publish import PublishCollector
+from tandem.spool import Spool
+from tandem.spool.schema import Job, Served
+
+
+def serve(spool: Spool, number: int, *, error: float = 0.01, refused: int | None = None) -> None:
+    record = Served(step=number, model=f"r@{number}", checkpoint="x", verified=time.time(),
+                    mean_abs_logprob_error=error, tokens_checked=9, refused_step=refused,
+                    refused_reason=None if refused is None else "differs")  # fmt: skip
+    spool.served.put("r", record)
+
+
+def append_served(spool: Spool, job: Job) -> None:
+    seconds = {"copy": 0.1, "load": 0.2, "verify": 0.3, "since_checkpoint": 2.0}
+    spool.events.append(job.spec.id, "served", step=1, seconds=seconds)
+
+
+def test_the_newest_checkpoint_is_exported(volume: Spool) -> None:
+    exported = Exported(CheckpointsCollector(opener(volume)))
+    assert exported.collect().get("tandem_checkpoint_size_bytes") is None  # no job made step 0
+    train_one(volume)
+    manifest = volume.checkpoints.manifest("r", 1)
+    size = sum(entry.size for entry in manifest.files.values())
+    seen = exported.collect()
+    assert seen.get("tandem_checkpoint_last_success_timestamp_seconds") == manifest.created
+    assert seen.get("tandem_checkpoint_size_bytes") == size
+    volume.checkpoints.rollback("r", 0)
+    assert exported.collect().get("tandem_checkpoint_size_bytes") == size
+
+
+@pytest.mark.parametrize(("side", "step", "refused"), [("trainer", 2, None), ("inference", 1, 1)])
+def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, refused) -> None:
+    for _ in range(2):
+        train_one(volume)
+    serve(volume, 1, refused=2)
+    volume.runs.create(run_spec("whole", weights="merged"), write_adapter)  # vLLM never serves it
+    seen = Exported(PolicyCollector(opener(volume), (side,))).collect()
+    assert seen.all("tandem_policy_version") == [{"side": side, "run": "r"}]
+    assert seen.get("tandem_policy_version", side=side, run="r") == step
+    assert seen.get("tandem_policy_refused", run="r") == refused
+
+
+def test_only_the_runs_that_changed_last_are_exported(volume: Spool, monkeypatch) -> None:
+    monkeypatch.setattr(policy, "RUNS", 2)
+    for name in ("a", "b"):
+        volume.runs.create(run_spec(name), write_adapter)
+    os.utime(volume.root / "runs/a/checkpoints", (1, 1))
+    exported = Exported(PolicyCollector(opener(volume), ("trainer", "inference")))
+    assert exported.collect().by("run", "tandem_policy_version").keys() == {"r", "b"}
+    train_one(volume, "a")
+    runs = exported.collect().by("run", "tandem_policy_version").keys()
+    assert len(runs) == 2
+    assert "a" in runs
+
+
+def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
+    train_one(volume)
+    serve(volume, 1, error=0.005)
+    exported = Exported(PublishCollector(opener(volume)))
+    seen = exported.collect()
+    assert seen.get("tandem_publish_total", outcome="served") == 0  # it was served before the exporter began
+    assert seen.get("tandem_publish_logprob_error_nats") == 0.005
+    for number in (2, 3):  # two steps between two collections
+        job = train_one(volume)
+        serve(volume, number)
+        append_served(volume, job)
+    seen = exported.collect()
+    assert seen.get("tandem_publish_total", outcome="served") == 2
+    assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
+    assert seen.get("tandem_publish_duration_seconds_sum", stage="since_checkpoint") == 4
+    train_one(volume)
+    serve(volume, 3, refused=4)
+    for _ in range(2):
+        assert exported.collect().by("outcome", "tandem_publish_total") == {"served": 2, "refused": 1}
+    job = train_one(volume)
+    serve(volume, 5)
+    seen = exported.collect()
+    assert seen.get("tandem_publish_total", outcome="served") == 3
+    assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
+    append_served(volume, job)  # after the record
+    assert exported.collect().get("tandem_publish_duration_seconds_count", stage="load") == 3
+
+
+def test_a_damaged_run_is_a_failure_and_the_others_are_exported(volume: Spool) -> None:
+    volume.runs.create(run_spec("broken"), write_adapter)
+    shutil.rmtree(volume.root / "runs/broken/checkpoints")
+    seen = Exported(PolicyCollector(opener(volume), ("trainer",)), CheckpointsCollector(opener(volume))).collect()
+    assert seen.get("tandem_policy_version", side="trainer", run="r") == 0
+    assert seen.get("tandem_collector_success", collector="policy") == 0

@@ -1,0 +1,68 @@
+"""The made-up deployment has every metric, with the types, labels and values of the catalogue."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from images.grafana.demo.pages import JOBS, DemoPage
+from images.grafana.demo.world import World
+from prometheus_client.exposition import generate_latest
+
+from metrics.metric_tools import Scraped
+from monitoring.prometheus_tools import promtool
+from monitoring.test_names import exported
+from tandem.metrics.catalogue import CATALOGUE
+from tandem.metrics.vllm import VLLM_METRICS
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World()
+
+
+@pytest.fixture(scope="module")
+def texts(world) -> dict[str, str]:
+    """Prometheus' job -> its page."""
+    return {job: generate_latest(DemoPage(world, job)).decode() for job in JOBS}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_page_is_what_the_catalogue_says(texts, job):
+    page = Scraped(texts[job])
+    of_job = [m for m in CATALOGUE if job.removeprefix("tandem-") in m.exporters] or VLLM_METRICS
+    assert page.names == set().union(*(exported(metric) for metric in of_job))
+    assert len(page.samples) < 1500
+    families = {family.name: family for family in page.families}
+    for metric in of_job:
+        family = families[metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name]
+        assert family.type == metric.kind
+        assert family.documentation == metric.help or metric.name.startswith("process_")
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == metric.labels.keys(), metric.name
+            for label, values in metric.labels.items():
+                assert not values or sample.labels[label] in values, (metric.name, label)
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job != "tandem-vllm"])
+def test_names_and_units_follow_prometheus_rules(texts, job, tmp_path):
+    done = promtool("check", "metrics", cwd=tmp_path, text=texts[job])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_jobs_come_and_go_and_memory_with_them(world, monkeypatch):
+    used, jobs, steps, energy = set(), set(), set(), []
+    now = time.time()
+    for second in range(0, 300, 5):
+        monkeypatch.setattr(time, "time", lambda at=now + second: at)
+        page = Scraped(generate_latest(DemoPage(world, "tandem-trainer")).decode())
+        used |= set(page.by("uuid", "tandem_gpu_memory_used_bytes").values())
+        jobs |= page.by("job_id", "tandem_job_info").keys()
+        steps.add(page.get("tandem_train_step"))
+        energy += page.by("uuid", "tandem_gpu_energy_joules_total").values()
+    assert max(used) - min(used) > 60 * 2**30
+    assert min(used) <= 2**30
+    assert len(jobs) >= 2
+    assert len(steps) >= 10
+    assert energy == sorted(energy)
+    assert energy[-1] > energy[0]
