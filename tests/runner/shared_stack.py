@@ -1,5 +1,6 @@
 """A runner that shares a fake GPU with a fake vLLM, and a real publisher: all real processes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,13 @@ MIB = 2**20
 class SharedStack(Stack):
     def __init__(self, directory: Path, **variables: str) -> None:
         super().__init__(directory / "spool", "fork", entry="sharing_rank")
-        self.gpu, driver = fake_gpu.install(directory)
+        self.gpu, programs = fake_gpu.install(directory)
         with ports.reserve() as port:
             self.url = f"http://127.0.0.1:{port.port}"
             self.environment |= {"TANDEM_INFERENCE_PORT": str(port.port)}
         self.environment |= {
             "TANDEM_GPU_MODE": "shared", "TANDEM_DEVICE": "cuda", "FAKE_GPU": str(self.gpu),
-            **driver.variables, "PYTHONPATH": f"{HERE}:{HERE.parent}:{driver.variables['PYTHONPATH']}",
+            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{self.environment['PYTHONPATH']}:{HERE.parent}",
             "TANDEM_API_KEY": API_KEY, "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "XDG_RUNTIME_DIR": str(directory),
             "TANDEM_LEASE_SECONDS": "2", **variables,
         }  # fmt: skip

@@ -2,26 +2,27 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from runner.runner_stack import HERE
 from tandem.trainer.launch import Launch
-from tandem.trainer.launch.fork import ForkLauncher
+from tandem.trainer.launch.fork import ForkServer
 
 
 @pytest.fixture
-def launcher():
-    launcher = ForkLauncher(os.environ | {"PYTHONPATH": str(HERE)}, entry="waiting_rank")
-    yield launcher
-    launcher.close()
+def server():
+    server = ForkServer("waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])})
+    yield server
+    server.close()
 
 
-def launch(launcher, root, seconds):
+def launch(server, root, seconds):
     work = root / f"work-{seconds}"
     work.mkdir()
-    return launcher.launch(Launch(root, str(seconds), 1, 1, work, "waiting_rank"))
+    return server.launch(Launch(root, str(seconds), 1, 1, work, "waiting_rank"))
 
 
 def until(check, seconds=60):
@@ -32,21 +33,19 @@ def until(check, seconds=60):
 
 
 @pytest.mark.parametrize("told", ["before the next launch is asked for", "after it"])
-def test_late_news_of_a_killed_launch_is_not_taken_for_the_next_ones(launcher, tmp_path, told):
+def test_late_news_of_a_killed_launch_is_not_taken_for_the_next_ones(server, tmp_path, told):
     """The fork server may report the end of killed ranks only when nobody waits for it any more."""
-    killed = launch(launcher, tmp_path, 600)
+    killed = launch(server, tmp_path, 600)
     until(lambda: killed.poll() is None and len(killed.processes()) == 2)  # the leader and its rank
-    server = launcher._server.pid
-    os.kill(server, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGSTOP)
     assert killed.kill_all(10) == []
     assert killed.poll() is None  # it can't say so yet
     if told == "after it":
-        following = launch(launcher, tmp_path, 0.5)
-        os.kill(server, signal.SIGCONT)
+        following = launch(server, tmp_path, 0.5)
+        os.kill(server.pid, signal.SIGCONT)
     else:
-        os.kill(server, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         time.sleep(0.5)  # long enough to say it
-        following = launch(launcher, tmp_path, 0.5)
+        following = launch(server, tmp_path, 0.5)
     until(lambda: following.poll() is not None)
     assert following.poll() == 0
-    assert not following.rank_exits()

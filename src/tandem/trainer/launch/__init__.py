@@ -1,35 +1,40 @@
-"""Ways to start the ranks of one job. The ranks' code is the same, and so are its results, bit for bit.
+"""Ways to start the ranks of a job. Each runs the same code in the ranks and gives the same results, bit for bit.
 
-`torchrun`  bare `python -m torch.distributed.run`, fresh processes per job;
-`fork`      processes forked from one that has torch and Megatron imported and has never touched CUDA;
-`resident`  torchrun's processes, which stay, offloaded, and take the next job.
+`torchrun`  torch's own launcher with new processes for each job;
+`fork`      processes forked from one that has imported torch and Megatron and has never touched CUDA;
+`resident`  ranks under torchrun that stay between jobs and give back what device memory a process can.
 
-After the first two every process of a job has exited, and the device has nothing of it left.
+With the first two, every process of a job exits and nothing of it stays on the device.
 
-What an attempt leaves in its work directory, whichever way it was started:
+An attempt's work directory holds, however its ranks were started:
 
-    launcher.log    what the parent of the ranks printed
-    rank.<r>.log    what rank r printed, stdout and stderr
-    exits.json      what `Handle.rank_exits` returns (fork; with torchrun it is read from launcher.log)
+    launcher.log    output of the ranks' parent
+    rank.<r>.log    stdout and stderr of rank r
+    exits.json      exit statuses of failed ranks, see `read_exits`
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tandem.config import Settings
 from tandem.system.environment import omp_waiting
-from tandem.system.processes import Process
+from tandem.system.processes import Process, die_with_parent
+
+if TYPE_CHECKING:
+    from tandem.config import Settings
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
-"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; `preload()` imports what a rank needs."""
+"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports what a rank needs."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""How long ranks that are left after one of them failed may take to stop before they are killed. torchrun's is its
-agent's own and can't be set (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is not used on this path)."""
+"""How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is built into torch:
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
 @dataclass(frozen=True)
@@ -43,60 +48,85 @@ class Launch:
     work: Path
     entry: str = DEFAULT_ENTRY
 
-    def request(self) -> dict[str, str | int]:
-        """The fields, as JSON has them."""
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Launch:
+        fields = json.loads(text)
+        return cls(**fields | {"root": Path(fields["root"]), "work": Path(fields["work"])})
 
 
 class Handle(Protocol):
     """The processes of one attempt."""
 
     def poll(self) -> int | None:
-        """None while the job's top process runs; then its exit status, negative for a signal. Never blocks."""
+        """None while the attempt runs, then its exit status (negative: a signal). Never blocks."""
 
     def terminate(self) -> None:
-        """Ask the ranks to stop (SIGTERM to the top process, which hands it on)."""
+        """Send SIGTERM to the ranks' parent, which forwards it."""
 
     def processes(self) -> list[Process]:
         """Every living process of this attempt."""
 
     def kill_all(self, timeout: float) -> list[Process]:
-        """SIGKILL all of them; returns those that still live after `timeout` seconds."""
-
-    def rank_exits(self) -> dict[int, int]:
-        """Exit status of the ranks that failed by themselves (the others were ended after them), first failure first.
-        Call it after the end."""
+        """SIGKILL all of them; returns those still alive after `timeout` seconds."""
 
 
 class Launcher(Protocol):
-    name: str
-
     def prepare(self) -> None:
-        """Do ahead of a job what can be done ahead of it. Doesn't block."""
+        """Start what can be started ahead of a job. Doesn't block."""
 
     def launch(self, launch: Launch) -> Handle:
-        """Start the ranks. Doesn't wait for them; raises OSError when a process can't be started."""
+        """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
 
-    def kept(self) -> list[Process]:
-        """The ranks that stay between jobs; none where they exit."""
+    @property
+    def holds_devices(self) -> bool:
+        """Whether ranks stay on the devices between jobs."""
 
     def close(self) -> None:
-        """End whatever the launcher itself keeps."""
+        """End the processes that stay between jobs."""
+
+
+def start_child(command: list[str], environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own that the kernel kills when this process dies."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 (takes no lock of another thread)
+        **options,
+    )  # fmt: skip
+
+
+def write_exits(work: Path, exits: dict[int, int]) -> None:
+    (work / "exits.json").write_text(json.dumps(exits))
+
+
+def read_exits(work: Path) -> dict[int, int]:
+    """Exit status by rank of the ranks that failed by themselves, first failure first (negative: a signal).
+
+    Ranks that their parent ended after the first failure are left out. Empty when no rank failed or the parent was
+    killed.
+    """
+    try:
+        return {int(rank): status for rank, status in json.loads((work / "exits.json").read_text()).items()}
+    except (OSError, ValueError):
+        return {}
 
 
 def rank_environment(settings: Settings) -> dict[str, str]:
-    """The environment ranks are started with, the same for every way to start them.
+    """The variables that every launcher starts ranks with.
 
-    The number of threads decides the order of floating-point sums, so it is fixed here and not left to each library:
-    OMP_NUM_THREADS if it is set, else the machine's cores shared out among the ranks.
+    The number of threads decides the order of floating-point sums, so it is fixed here instead of by each library:
+    OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of ranks.
     """
     environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.trainer_ranks)))
     environment |= omp_waiting(environment)
-    # numpy's own pool; with it, importing numpy starts threads, which must not be before a fork.
+    # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # A rank compiles a handful of kernels, once: a pool of compiler processes costs more to start than it saves.
+    # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than it saves.
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # All ranks are on this host, whose name may not resolve inside a container.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -106,18 +136,25 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def make_launcher(settings: Settings, *, entry: str = DEFAULT_ENTRY, marker: tuple[str, str]) -> Launcher:
-    """The launcher `settings.launch` names. `marker`: (variable, value) put into the environment of every process it
-    starts, by which a later runner finds what this one left."""
+def make_launcher(settings: Settings, entry: str, marker: tuple[str, str]) -> Launcher:
+    """The launcher that `settings.launch` names.
+
+    `marker`: an environment variable and its value for every process that it starts, by which a later runner finds
+    processes that outlived this one.
+    """
     environment = rank_environment(settings) | dict([marker])
+    if settings.launch == "torchrun":
+        from tandem.trainer.launch.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher(environment)
+    from tandem.trainer.launch.standby import StandbyLauncher
+
     if settings.launch == "fork":
-        from tandem.trainer.launch.fork import ForkLauncher
+        from tandem.trainer.launch.fork import ForkServer
 
-        return ForkLauncher(environment, entry=entry)
-    if settings.launch == "resident":
-        from tandem.trainer.launch.resident import ResidentLauncher
+        return StandbyLauncher(ForkServer, entry, environment)
+    from tandem.trainer.launch.resident import ResidentRanks
 
-        return ResidentLauncher(environment, entry=entry, ranks=settings.trainer_ranks)
-    from tandem.trainer.launch.torchrun import TorchrunLauncher
-
-    return TorchrunLauncher(environment)
+    # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
+    environment.setdefault("MALLOC_ARENA_MAX", "1")
+    return StandbyLauncher(partial(ResidentRanks, settings.trainer_ranks), entry, environment)

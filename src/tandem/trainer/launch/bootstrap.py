@@ -1,73 +1,36 @@
-"""The first thing that runs in a rank, before torch is imported: die with the parent, log to the rank's own file.
+"""The first code of a rank, which runs before torch is imported: it ends with its parent and logs to its own file.
 
-    python -m tandem.trainer.launch.bootstrap --entry <module> --root <spool> --job <id> --attempt <n> --work <dir>
-
-or, to stay and get its jobs over a socket (`launch.resident`), one after another:
-
-    python -m tandem.trainer.launch.bootstrap --entry <module> --control <socket>
+python -m tandem.trainer.launch.bootstrap <a Launch as JSON>          runs one job
+python -m tandem.trainer.launch.bootstrap <entry module> <socket>     stays and runs jobs that come over the socket
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tandem.system.processes import die_with_parent
+from tandem.trainer.launch import Launch
 
 
 def redirect(log: Path) -> None:
-    """Send stdout and stderr, Python's and C's, to `log` (appended)."""
+    """Append stdout and stderr, Python's and C's, to `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 
 
-def run(entry: str, root: Path, job: str, attempt: int) -> int:
-    """Run the rank in this process; its exit status."""
-    return _status(lambda: importlib.import_module(entry).main(root, job, attempt))
-
-
-def stay(entry: str, control: Path) -> int:
-    """Run job after job, until one fails, whose status is this process's, or until the runner closes its end.
-
-    Protocol over the socket: the fields of a `Launch`, a line of JSON; a byte back when the job is done. A rank that
-    fails says nothing and ends.
-    """
-    runner = socket.socket(socket.AF_UNIX)
-    runner.connect(str(control))
-    module = importlib.import_module(entry)
-    if hasattr(module, "preload"):
-        module.preload()
-    main = module.resident() if hasattr(module, "resident") else module.main
-    own = os.dup(1)
-    with runner.makefile("rb") as requests:
-        for line in requests:
-            request = json.loads(line)
-            redirect(Path(request["work"]) / f"rank.{os.environ['RANK']}.log")
-            status = _status(partial(main, Path(request["root"]), request["job"], request["attempt"]))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if status:
-                return status
-            # The job's log is whole, and may be removed.
-            os.dup2(own, 1)
-            os.dup2(own, 2)
-            runner.sendall(b"\n")
-    return 0
-
-
-def _status(main: Callable[[], object]) -> int:
+def run(launch: Launch, main: Callable[[Path, str, int], object] | None = None) -> int:
+    """Run the rank in this process; returns its exit status. `main`: by default that of the launch's entry module."""
     try:
-        result = main()
+        main = main or importlib.import_module(launch.entry).main
+        result = main(launch.root, launch.job, launch.attempt)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -79,22 +42,43 @@ def _status(main: Callable[[], object]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def stay(entry: str, control: str) -> int:
+    """Run job after job until one fails or the runner closes the socket; returns the exit status.
+
+    The runner sends a `Launch` as JSON, one packet. The rank answers with one byte when the job is done; a rank that
+    fails answers nothing and ends.
+    """
+    runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    runner.connect(control)
+    module = importlib.import_module(entry)
+    if hasattr(module, "preload"):
+        module.preload()
+    main = module.resident() if hasattr(module, "resident") else module.main
+    own_output = os.dup(1)
+    while request := runner.recv(1 << 16):
+        launch = Launch.from_json(request)
+        redirect(launch.work / f"rank.{os.environ['RANK']}.log")
+        status = run(launch, main)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status:
+            return status
+        # From here the runner may remove the job's log.
+        os.dup2(own_output, 1)
+        os.dup2(own_output, 2)
+        runner.send(b".")
+    return 0
+
+
 def main() -> int:
     die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--entry", required=True)
-    parser.add_argument("--control", type=Path)
-    parser.add_argument("--root", type=Path)
-    parser.add_argument("--job")
-    parser.add_argument("--attempt", type=int)
-    parser.add_argument("--work", type=Path)
-    arguments = parser.parse_args()
     if os.getppid() == 1:
-        return 1  # the agent died before the call above could matter
-    if arguments.control is not None:
-        return stay(arguments.entry, arguments.control)
-    redirect(arguments.work / f"rank.{os.environ['RANK']}.log")
-    return run(arguments.entry, arguments.root, arguments.job, arguments.attempt)
+        return 1  # the agent died before die_with_parent took effect
+    if len(sys.argv) == 3:
+        return stay(sys.argv[1], sys.argv[2])
+    launch = Launch.from_json(sys.argv[1])
+    redirect(launch.work / f"rank.{os.environ['RANK']}.log")
+    return run(launch)
 
 
 if __name__ == "__main__":

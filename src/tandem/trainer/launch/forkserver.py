@@ -1,32 +1,30 @@
-"""The process that jobs are forked from: everything a rank needs is imported here once, and nothing is ever run here.
+"""The process that ranks are forked from. It imports everything a rank needs, once, and runs no job itself.
 
-    python -m tandem.trainer.launch.forkserver --socket <fd> --entry <module>
+    python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module>
 
-What makes forking safe, and is kept true here:
+Forking is safe because of three rules:
 
-- no CUDA: a context does not survive a fork. PYTORCH_NVML_BASED_CUDA_CHECK=1 (set by `launch.fork`) lets the imports
-  ask for devices without the CUDA runtime;
-- no OpenMP region, no thread: a forked child has only the thread that forked, and libgomp's pool would wait for the
-  others for ever. The names of other threads are reported to the runner and logged. (With GPUs there is one that is
-  NVML's, waits for the driver's events, and is not ended by nvmlShutdown);
-- all ranks are forked before the store's threads start: torch's own agent has threads (store, rendezvous, log tails)
-  when it forks, so the parent of the ranks is written here, with the agent's environment and semantics (first failure
-  ends the others; no restarts). The ranks' connections wait in the listening socket's backlog until the store serves.
+- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 (set by `launch.fork`) the
+  imports look for devices without the CUDA runtime.
+- No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp would wait for its
+  other threads forever. The runner logs the names of the threads. (With GPUs there is a second one, NVML's: it waits
+  for the driver's events, and nvmlShutdown does not end it.)
+- All ranks are forked before the store's threads start. torch's elastic agent has threads (store, rendezvous, logs)
+  when it forks. So the ranks' parent, the leader, is our own. It sets the agent's environment and acts like the agent:
+  after the first failure it ends the other ranks, and it restarts none. The ranks' connections wait in the listening
+  socket's backlog until the store runs.
 
-Protocol over the socket, one JSON object per line. Runner: {"launch": {...}, "number": n} and closing it. Server:
-{"ready": ...}, {"started": pid, "number": n}, {"exited": status, "number": n}. The number keeps the late news of a
-launch whose processes the runner killed apart from those of the next.
+Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}} after the imports,
+and {"exited": status, "work": <the launch's work directory>}, which may come late about a launch that was killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
 import os
 import random
-import select
 import signal
 import socket
 import sys
@@ -34,66 +32,40 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tandem.system.processes import adopt_orphans, describe_exit, die_with_parent
-from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch
+from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, write_exits
 from tandem.trainer.launch.bootstrap import redirect, run
 
 _POLL_SECONDS = 0.02
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--entry", required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
+def main() -> None:
+    descriptor, entry_name = sys.argv[1:]
     adopt_orphans()
-    runner = socket.socket(fileno=arguments.socket)
+    runner = socket.socket(fileno=int(descriptor))
     begin = time.monotonic()
-    entry = importlib.import_module(arguments.entry)
+    entry = importlib.import_module(entry_name)
     if hasattr(entry, "preload"):
         entry.preload()
-    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-    threads = [(task / "comm").read_text().strip() for task in others]
-    _send(runner, {"ready": os.getpid(), "seconds": time.monotonic() - begin, "threads": threads})
-    return serve(runner)
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    _send(runner, {"ready": {"seconds": time.monotonic() - begin, "threads": ",".join(threads)}})
+    while request := runner.recv(1 << 16):
+        launch = Launch.from_json(request)
+        leader = _fork_leader(runner, launch)
+        pid = status = 0
+        while pid != leader:
+            pid, status = os.wait()  # also returns orphans that this process adopted
+        _send(runner, {"exited": os.waitstatus_to_exitcode(status), "work": str(launch.work)})
 
 
-def serve(runner: socket.socket) -> int:
-    """Fork jobs, one at a time, until the runner closes its end."""
-    received = b""
-    leaders: dict[int, int] = {}
-    while True:
-        readable, _, _ = select.select([runner], [], [], _POLL_SECONDS if leaders else None)
-        if readable:
-            chunk = runner.recv(1 << 16)
-            if not chunk:
-                return 0
-            *lines, received = (received + chunk).split(b"\n")
-            for line in lines:
-                message: dict[str, Any] = json.loads(line)
-                leader = _fork_leader(runner, message["launch"])
-                leaders[leader] = message["number"]
-                _send(runner, {"started": leader, "number": message["number"]})
-        while leaders:
-            pid, status = os.waitpid(-1, os.WNOHANG)  # the leader, or what it left to this subreaper
-            if pid == 0:
-                break
-            if pid in leaders:
-                _send(runner, {"exited": os.waitstatus_to_exitcode(status), "number": leaders.pop(pid)})
-
-
-def _fork_leader(runner: socket.socket, request: dict[str, Any]) -> int:
+def _fork_leader(runner: socket.socket, launch: Launch) -> int:
     server = os.getpid()
 
     def child() -> int:
         die_with_parent(server)
         os.setsid()
         runner.close()
-        launch = Launch(**request | {"root": Path(request["root"]), "work": Path(request["work"])})
         redirect(launch.work / "launcher.log")
         return lead(launch)
 
@@ -101,9 +73,9 @@ def _fork_leader(runner: socket.socket, request: dict[str, Any]) -> int:
 
 
 def lead(launch: Launch) -> int:
-    """Be the parent of the ranks: fork them, serve their store, wait. 0 when all of them exited with 0."""
-    stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+    """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them exited with 0."""
+    stop_requests: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.create_server(("localhost", 0), backlog=max(128, launch.ranks))
     ranks = {_fork_rank(launch, rank, listener): rank for rank in range(launch.ranks)}
@@ -114,33 +86,30 @@ def lead(launch: Launch) -> int:
         "localhost", port, None, is_master=True, wait_for_workers=False, multi_tenant=True,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
-    exits: dict[int, int] = {}
-    asked = killed = failed = False
-    kill_at = float("inf")
+    failures: dict[int, int] = {}  # of the ranks that failed before the others were ended, in that order
+    terminated = False
+    kill_time = float("inf")
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            rank = ranks.pop(pid, None)
-            if rank is None:
-                continue
             code = os.waitstatus_to_exitcode(status)
-            failed = failed or code != 0
-            if code:
-                if not asked:
-                    exits[rank] = code
-                print(f"rank {rank} (pid {pid}) ended with {describe_exit(code)}", flush=True)
+            if pid in ranks and code:
+                print(f"rank {ranks[pid]} (pid {pid}) ended with {describe_exit(code)}", flush=True)
+                if not terminated:
+                    failures[ranks[pid]] = code
+            ranks.pop(pid, None)
             continue
-        if not asked and (stopping or failed):
-            asked, kill_at = True, time.monotonic() + SHUTDOWN_SECONDS["fork"]
-            _signal_all(ranks, signal.SIGTERM)
-        if not killed and time.monotonic() > kill_at:
-            killed = True
-            _signal_all(ranks, signal.SIGKILL)
+        if not terminated and (stop_requests or failures):
+            terminated, kill_time = True, time.monotonic() + SHUTDOWN_SECONDS["fork"]
+            for rank_pid in ranks:
+                os.kill(rank_pid, signal.SIGTERM)
+        if time.monotonic() > kill_time:
+            for rank_pid in ranks:
+                os.kill(rank_pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
-    # Those that failed before the others were ended, in that order.
-    (launch.work / "exits.json").write_text(json.dumps(exits))
+    write_exits(launch.work, failures)
     del store
-    return 1 if stopping or failed else 0
+    return 1 if stop_requests or failures else 0
 
 
 def _fork_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
@@ -149,22 +118,22 @@ def _fork_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
 
     def child() -> int:
         die_with_parent(leader)
-        # As under torchrun: each rank leads a session, and signals do what they do in a new Python process.
+        # As under torchrun: each rank leads a session and handles signals like a new Python process.
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         listener.close()
         redirect(launch.work / f"rank.{rank}.log")
         os.environ.update(_torchrun_environment(launch, rank, port))
-        _fresh_randomness()
-        return run(launch.entry, launch.root, launch.job, launch.attempt)
+        _reset_random_state()
+        return run(launch)
 
     return _fork(child)
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork; the child runs `child`, exits with its result whatever happens, and never returns into the server's stack
-    or runs its exit handlers."""
+    """Fork; returns the child's pid. The child runs `child` and exits with its result. Even when `child` raises, it
+    neither returns into the server's stack nor runs the server's exit handlers."""
     pid = os.fork()
     if pid:
         return pid
@@ -181,7 +150,7 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    """What torchrun's agent gives a rank on a single node."""
+    """The variables that torchrun's agent gives a rank on a single node."""
     world = str(launch.ranks)
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
@@ -193,25 +162,19 @@ def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str
     }  # fmt: skip
 
 
-def _fresh_randomness() -> None:
-    """Give the child the random state a new process has: its siblings and the next job must not draw the same."""
+def _reset_random_state() -> None:
+    """Set the random state that a new process has. Otherwise all ranks of all jobs would draw the same numbers."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        # A new process starts torch's CPU generator from this constant, and so must this one.
+        # In a new process, torch's CPU generator starts from this constant.
         torch.default_generator.manual_seed(torch.default_generator.__class__().initial_seed())
 
 
-def _signal_all(ranks: dict[int, int], sig: signal.Signals) -> None:
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, sig)
-
-
 def _send(runner: socket.socket, message: dict[str, object]) -> None:
-    runner.sendall(json.dumps(message).encode() + b"\n")
+    runner.send(json.dumps(message).encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

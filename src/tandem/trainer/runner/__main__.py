@@ -1,8 +1,27 @@
-"""`python -m tandem.trainer.runner [ENTRY]`: the runner as a program."""
+"""`python -m tandem.trainer.runner [ENTRY]`: the runner as a program. ENTRY: the module that a rank runs."""
 
+import signal
 import sys
 
-from tandem.trainer.runner.loop import main
+from tandem.config import load_settings
+from tandem.errors import TandemError
+from tandem.system import logs
+from tandem.trainer.launch import DEFAULT_ENTRY
+from tandem.trainer.runner.loop import Runner, log
+
+
+def main(entry: str = DEFAULT_ENTRY) -> int:
+    """Run until SIGTERM; returns the exit status."""
+    logs.configure()
+    try:
+        runner = Runner(load_settings(), entry=entry)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, runner.stop.request)
+        return runner.run()
+    except TandemError as error:
+        log.error("the runner can't run", type=error.code, error=error)
+        return 1
+
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:2]))

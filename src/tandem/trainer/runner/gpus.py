@@ -1,0 +1,102 @@
+"""The GPUs that jobs run on: waiting until they are free, getting them for a job, measuring what the job left.
+
+All sizes are bytes in use by device UUID, seen from outside the processes; None where the driver gives no answer.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tandem.config import Settings
+from tandem.spool import Spool
+from tandem.spool.schema import Job
+from tandem.system import processes
+from tandem.system.gpus import STAYING_BYTES, Devices, beyond, over
+from tandem.system.logs import Log
+from tandem.system.processes import Process
+from tandem.trainer.launch import Launcher
+from tandem.trainer.runner.shared_gpus import SharedGpus
+from tandem.trainer.runner.stop import Stop
+
+log = Log("runner")
+
+RELEASE_SECONDS = 10.0
+"""How long a device's memory may take to be free after its last process is gone."""
+
+
+class JobGpus:
+    def __init__(self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop) -> None:
+        """`runner`: its name in the hold. Raises InvalidInput when the settings name devices that don't exist."""
+        self._launcher, self._stop = launcher, stop
+        self._devices = Devices(settings, "trainer")
+        self.names = ",".join(self._devices.uuids) or "cpu"
+        self.survivors: list[Process] = []  # of SIGKILL: they may still use devices
+        self.shared: SharedGpus | None = None  # with vLLM
+        if settings.gpu_mode == "shared":
+            self.shared = SharedGpus(settings, spool, self._devices, runner, stop)
+        self.vllm_bytes: dict[str, int] = {}  # in use by a vLLM that sleeps
+        self.floor: dict[str, int] = {}  # may stay in use after a job
+
+    def wait_until_free(self) -> None:
+        """Wait until a job can use the devices, or the runner has to stop. A job that could only fail because they are
+        full is not claimed."""
+        if not self._launcher.holds_devices:
+            self.floor = {}
+        logged = ""
+        while not self._stop.requested and (unavailable := self._unavailable()):
+            reason, details = unavailable
+            if reason != logged:
+                log.warning(f"jobs wait: {reason}", **details)
+                logged = reason
+            self._stop.pause(2.0)
+        if logged and not self._stop.requested:
+            log.info("the devices are free again")
+
+    def _unavailable(self) -> tuple[str, dict[str, object]] | None:
+        """Why no job can use the devices now, with details for the log."""
+        if self.shared is not None and (reason := self.shared.unavailable()) is not None:
+            return reason, {}
+        # Until vLLM sleeps, what is in use on shared devices belongs to vLLM.
+        busy = self._devices.busy(self.floor) if self.shared is None else {}
+        self.survivors = [process for process in self.survivors if _lives(process)]
+        if not busy and not self.survivors:
+            return None
+        pids = [process.pid for process in self.survivors]
+        return "the devices are not free", {"bytes_in_use": busy or None, "processes": pids or None}
+
+    def measure_release(self, job: Job, survivors: list[Process]) -> dict[str, object]:
+        """Measure what an attempt left, once the devices are free or after RELEASE_SECONDS; returns fields of the event
+        `released`."""
+        begin = time.monotonic()
+        self.survivors = survivors
+        if self.shared is not None:
+            self.shared.beat("releasing")
+            most = {uuid: size + STAYING_BYTES for uuid, size in self.vllm_bytes.items()}
+            if self._launcher.holds_devices and (left := self._devices.busy(most)):
+                log.error("the ranks keep too much for vLLM to wake beside them; ending them", bytes_in_use=left)
+                self._launcher.close()
+        if resident := self._launcher.holds_devices:
+            # They have freed what they can. The rest may stay in use until the next job.
+            used = self._devices.used()
+            self.floor = {uuid: size for uuid, size in used.items() if size is not None}
+        else:
+            self.floor = self.vllm_bytes
+            used = self._devices.wait_free(RELEASE_SECONDS, self.floor)
+        left = over(used, self.floor)
+        if survivors or left:
+            problem = "the ranks are gone but memory is not free" if left else "processes survive SIGKILL"
+            pids = [process.pid for process in survivors]
+            log.error(problem, job=job.spec.id, bytes_in_use=left or None, processes=pids or None)
+        of_job = beyond(used, self.vllm_bytes)
+        return {
+            "bytes": None if None in used.values() else sum(filter(None, of_job.values())),
+            "devices": used,
+            **({"floor": self.vllm_bytes} if self.vllm_bytes else {}),
+            **({"resident": of_job} if resident else {}),
+            "seconds": time.monotonic() - begin,
+        }
+
+
+def _lives(process: Process) -> bool:
+    now = processes.read(process.pid)
+    return now is not None and now.started == process.started and not now.zombie

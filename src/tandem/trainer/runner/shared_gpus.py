@@ -1,0 +1,281 @@
+"""GPUs that the trainer shares with vLLM: putting vLLM to sleep for a job and waking it afterwards.
+
+The cycle of a job: write the hold -> check that vLLM is healthy -> vLLM sleeps -> wait until its memory is free -> the
+ranks run and exit -> wait until their memory is free -> vLLM wakes -> remove the hold. The hold is written before vLLM
+is checked, and a vLLM that starts looks for a hold first (`inference.server.wait_for_gpu`): so a vLLM that is about to take the
+memory is either noticed here or waits there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.spool import Spool
+from tandem.spool.locks import LockHeldError
+from tandem.spool.schema import Hold, HoldPhase, Job, JobError
+from tandem.system import liveness
+from tandem.system.gpus import FREE_BYTES, Devices, over
+from tandem.system.logs import Log
+from tandem.trainer.runner.stop import Stop
+from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.wake import ensure_awake, is_awake
+
+log = Log("runner")
+
+SLEEP_SECONDS = 180.0
+"""For the publisher to finish its load and for vLLM to fall asleep: the first time, 9 s for 16 GB of weights."""
+FREED_SECONDS = 10.0
+"""For the memory of a sleeping vLLM to be free."""
+WAKE_SECONDS = 60.0
+STOPPING_WAKE_SECONDS = 15.0
+"""For vLLM to wake once the runner was asked to stop. After that the publisher wakes it."""
+STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
+"""The most that this file adds to the time the runner needs to stop: two requests to vLLM take 5 s each."""
+KEPT_SHARE = 0.5
+"""A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. One that keeps more than this share of
+what it used while awake did not free its memory."""
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """vLLM sleeps or has died, and the GPUs are the job's. Bytes in use by device UUID; fields of the event `slept`."""
+
+    before: dict[str, int | None]  # while vLLM was awake
+    devices: dict[str, int]  # before any rank runs
+    seconds: float
+
+
+class SharedGpus:
+    def __init__(self, settings: Settings, spool: Spool, devices: Devices, runner: str, stop: Stop) -> None:
+        """Raises InvalidInput without a GPU."""
+        if not devices.uuids:
+            raise InvalidInput("there is no GPU to share; give the container one", field="TANDEM_GPU_MODE")
+        self._spool, self._devices, self._runner, self._stop = spool, devices, runner, stop
+        self._vllm = VllmClient(settings, timeout=5.0, work_timeout=SLEEP_SECONDS)
+        self._heartbeat = settings.heartbeat_seconds
+        # Several beats long, because none is written while the runner waits for killed ranks or for the driver.
+        self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
+        self._hold: Hold | None = None
+        self._recovered = False
+
+    def recover(self) -> None:
+        """Wake a vLLM that a killed runner left asleep. Call it until that is done; later calls do nothing."""
+        if not self._recovered:
+            self.unavailable()
+            self._recovered = self._spool.hold.get() is None
+
+    def unavailable(self) -> str | None:
+        """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
+
+        def wake() -> None:
+            self._request(WAKE_SECONDS, self._vllm.wake_up, lambda: self._stop.requested)
+
+        try:
+            reason = ensure_awake(self._spool, self._vllm, self._devices, wake)
+            return reason or (None if self._vllm.healthy() else "vLLM is not ready: its engine is dead")
+        except InferenceUnavailable as error:
+            return f"vLLM is not ready: {error}"
+        except SpoolUnusable:
+            raise
+        except TandemError as error:
+            return f"vLLM refused a request: {error}"
+
+    # ---------------------------------------------------------------- sleeping
+
+    def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
+        """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm` afterwards.
+
+        Gives up when `interrupted` returns something true. Raises SpoolUnusable, and may then be called again.
+        """
+        begin = time.monotonic()
+        before = self._devices.used()
+        try:
+            if not self._write_hold(job, interrupted):
+                return _unavailable(f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s")
+            if not self._vllm.healthy() or self._vllm.is_sleeping():
+                return _unavailable("vLLM stopped being ready")
+            failure = self._sleep(interrupted)
+        except SpoolUnusable:
+            raise
+        except TandemError as error:
+            return _unavailable(str(error))
+        if failure is not None and self._vllm.healthy():
+            return _unavailable(f"vLLM does not sleep: {failure}")
+        used, kept = self._wait_until_freed(before, interrupted)
+        if kept:
+            state = "sleeps" if failure is None else f"died ({failure})"
+            message = f"vLLM {state}, but its memory is not free: {kept} bytes are in use, before it was {before}"
+            return JobError(type="gpus_not_freed", message=message, retriable=True)
+        if failure is not None:
+            log.warning("vLLM died while it fell asleep; its memory is free", error=failure)
+        assert self._hold is not None
+        floor = {uuid: size or 0 for uuid, size in used.items()}
+        self._hold = self._hold.model_copy(update={"floor": floor})
+        self.beat("training")
+        return Asleep(before, floor, time.monotonic() - begin)
+
+    def _write_hold(self, job: Job, interrupted: Callable[[], object]) -> bool:
+        """Write the hold as soon as the publisher does not use vLLM; False if it does for SLEEP_SECONDS."""
+        now = time.time()
+        hold = Hold(
+            runner=self._runner, job=job.spec.id, attempt=job.attempt, phase="sleeping", since=now, beat=now,
+            lease=self._lease,
+            deadline=now + job.spec.deadline_seconds + SLEEP_SECONDS + WAKE_SECONDS,
+        )  # fmt: skip
+        end = time.monotonic() + SLEEP_SECONDS
+        while time.monotonic() < end and not interrupted():
+            with suppress(LockHeldError), self._spool.hold.lock(blocking=False):
+                self._spool.hold.put(hold)
+                self._hold = hold
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _sleep(self, interrupted: Callable[[], object]) -> TandemError | None:
+        """Have vLLM fall asleep; the error if it did not, which may mean that it died."""
+        try:
+            self._request(SLEEP_SECONDS, self._vllm.sleep, interrupted)
+            if not self._vllm.is_sleeping():
+                return InferenceUnavailable("it answered that it sleeps, and then that it is awake")
+        except TandemError as error:
+            return error
+        return None
+
+    def _wait_until_freed(
+        self, before: Mapping[str, int | None], interrupted: Callable[[], object]
+    ) -> tuple[dict[str, int | None], dict[str, int | None]]:
+        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS.
+
+        Returns the bytes in use by device UUID, and the same of devices where vLLM kept its memory.
+        """
+        most = {uuid: max(int(KEPT_SHARE * (size or 0)) - FREE_BYTES, 0) for uuid, size in before.items()}
+        end = time.monotonic() + FREED_SECONDS
+        last: dict[str, int | None] = {}
+        while True:
+            used = self._devices.used()
+            kept = over(used, most)
+            if time.monotonic() > end or (interrupted() if kept else used == last):
+                return used, kept
+            last = used
+            self.beat()
+            time.sleep(_POLL_SECONDS)
+
+    # ---------------------------------------------------------------- the hold
+
+    def beat(self, phase: HoldPhase | None = None) -> None:
+        """Renew the hold if that is due or `phase` is new. Never raises."""
+        liveness.beat("runner")
+        hold = self._hold
+        if hold is None or (phase in (None, hold.phase) and abs(time.time() - hold.beat) < self._heartbeat):
+            return
+        self._hold = hold.model_copy(update={"phase": phase or hold.phase, "beat": time.time()})
+        with suppress(TandemError, OSError):
+            self._spool.hold.put(self._hold)
+
+    # ---------------------------------------------------------------- waking
+
+    def wake_vllm(self, floor: Mapping[str, int]) -> dict[str, object] | None:
+        """Wake vLLM once no more than `floor` (bytes by device UUID) is in use, and remove the hold.
+
+        Returns the fields of the event `woken`: bytes in use and seconds; None if there was no vLLM to wake. Raises
+        SpoolUnusable, and must then be called again.
+        """
+        hold = self._hold
+        if hold is None:
+            return None
+        if hold.floor and not self._wait_until_released(hold, floor):
+            # The hold stays: whoever finds it after this runner has ended waits for the memory before it wakes vLLM.
+            self._hold = None
+            return None
+        self.beat("waking")
+        begin = time.monotonic()
+        woken = self._wake()
+        seconds = time.monotonic() - begin
+        self._spool.hold.clear()
+        self._hold = None
+        return {"devices": self._devices.used(), "seconds": seconds} if woken else None
+
+    def _wait_until_released(self, hold: Hold, floor: Mapping[str, int]) -> bool:
+        """Wait until no more than `floor` is in use, or the hold's deadline; False if the runner has to stop first."""
+        logged = False
+        while left := self._devices.busy(floor):
+            if time.time() > hold.deadline:
+                log.error("memory is not free and the deadline is over: waking vLLM nevertheless", bytes_in_use=left)
+                return True
+            if is_awake(self._vllm):
+                # Somebody started or woke one in spite of the hold, because it was not renewed in time.
+                log.warning("vLLM is awake already, and the memory in use is its own", bytes_in_use=left)
+                return True
+            if self._stop.requested:
+                return False
+            if not logged:
+                log.error("vLLM sleeps until the memory is free", bytes_in_use=left, floor=dict(floor))
+                logged = True
+            self.beat("releasing")
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _wake(self) -> bool:
+        """Wake vLLM, with retries; False if it is gone or does not wake in time."""
+        deadline = time.monotonic() + WAKE_SECONDS
+
+        def late() -> bool:
+            nonlocal deadline
+            if self._stop.requested:
+                deadline = min(deadline, time.monotonic() + STOPPING_WAKE_SECONDS)
+            return time.monotonic() > deadline
+
+        logged = False
+        while True:
+            try:
+                self._request(WAKE_SECONDS, self._vllm.wake_up, late)
+                if not self._vllm.is_sleeping() and self._vllm.healthy():
+                    return True
+                failure: object = "it answers that it sleeps"
+            except TandemError as error:
+                failure = error
+            if not self._vllm.healthy():
+                log.warning("vLLM is gone; the GPUs are free for the next one", error=failure)
+                return False
+            if late():
+                log.error("vLLM can't be woken; the publisher goes on trying", error=failure)
+                return False
+            if not logged:
+                log.error("vLLM does not wake; trying again", error=failure)
+                logged = True
+            time.sleep(1.0)
+
+    def _request(self, seconds: float, request: Callable[[], None], interrupted: Callable[[], object]) -> None:
+        """Run `request` in a thread and renew the hold meanwhile.
+
+        Raises what `request` raises, and InferenceUnavailable after `seconds` or when interrupted.
+        """
+        errors: list[TandemError] = []
+
+        def run() -> None:
+            try:
+                request()
+            except TandemError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="vllm", daemon=True)
+        thread.start()
+        end = time.monotonic() + seconds
+        while thread.is_alive():
+            if time.monotonic() > end or interrupted():
+                raise InferenceUnavailable(f"vLLM did not answer within {seconds:.0f} s or until the runner gave up")
+            thread.join(_POLL_SECONDS)
+            self.beat()
+        if errors:
+            raise errors[0]
+
+
+def _unavailable(message: str) -> JobError:
+    return JobError(type="inference_unavailable", message=message, retriable=True)

@@ -1,0 +1,56 @@
+"""Waiting and retrying until the runner is asked to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tandem.errors import TandemError
+from tandem.system import liveness
+from tandem.system.logs import Log
+
+log = Log("runner")
+
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Stop:
+    """Whether the runner was asked to stop; pauses and retries that end when it is."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request(self, *_: object) -> None:
+        self.requested = True
+
+    def pause(self, seconds: float) -> None:
+        liveness.beat("runner")
+        end = time.monotonic() + seconds
+        while not self.requested and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def retry[T](self, what: str, action: Callable[[], T]) -> T | None:
+        """The result of `action`, which is tried again while the volume is unusable (full, gone, read-only).
+
+        Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable. `what` names the
+        action in the log, which gets one line when it first fails and one when it works again.
+        """
+        pause = 0.5
+        failed = False
+        while True:
+            try:
+                result = action()
+            except (TandemError, OSError) as error:
+                if isinstance(error, TandemError) and not error.retriable:
+                    raise
+                if not failed:
+                    log.error(f"can't {what}; trying again until the volume is back", error=error)
+                    failed = True
+                if self.requested:
+                    return None
+                self.pause(pause)
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            else:
+                if failed:
+                    log.info(f"could {what} again")
+                return result
