@@ -1,6 +1,5 @@
 """A real runner process on a spool of its own, with ranks that misbehave on demand (`fake_rank`)."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 class Stack:
-    """`launch`: torchrun or fork. Everything it started is gone after `close`."""
+    """`launch`: a launcher's name. `close` ends everything that it started."""
 
     def __init__(
         self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank", log: Path | None = None
@@ -25,16 +24,16 @@ class Stack:
         self.spool = Spool.create(root)
         self.log = log or root / "runner.log"
         self._entry = entry
-        self.launch = launch
+        self._log_start = 0
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
             "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }  # fmt: skip
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start a runner, like a container does."""
+        """Start a runner, as a container does."""
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", "tandem.trainer.runner", self._entry]
             runner = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
@@ -51,7 +50,7 @@ class Stack:
         return name
 
     def submit(self, run: str, *, deadline: float = 120, stall: float = 60, attempts: int = 2, **labels: object) -> str:
-        """One job; `labels` are the rank's orders."""
+        """Submit a job with these orders for its ranks; returns its id."""
 
         def make(job_id: str, base_step: int, directory: Path) -> SFTJob:
             (directory / "tokens").write_text("data")
@@ -67,31 +66,45 @@ class Stack:
         return job.spec.id
 
     def wait(self, job_id: str, timeout: float = 120) -> tuple[str, Job]:
-        """The job's terminal state; fails when there is none within `timeout` seconds."""
+        """The job's terminal state and its record; fails after `timeout` seconds."""
         self.until(lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, timeout, f"job {job_id} to end")
         state, job = self.spool.jobs.get(job_id)
         assert job.result is not None
         return state, job
 
     def ended(self, name: str, **order: object) -> tuple[str, str, Job]:
-        """A new run and one job of it, with these orders, run to its end: its id, state and record."""
+        """Run one job of a new run to its end; its id, state and record."""
         self.run(name)
         job_id = self.submit(name, **order)
         return (job_id, *self.wait(job_id))
 
-    def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+    def until(self, condition: Callable[[], object], timeout: float, awaited: str) -> None:
         end = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < end, f"waited {timeout} s for {what}\n{self.log.read_text()}"
+            assert time.monotonic() < end, f"waited {timeout} s for {awaited}\n{self.log.read_text()}"
             time.sleep(0.05)
 
+    def until_logged(self, text: str, timeout: float = 60) -> None:
+        self.until(lambda: text in self.logged(), timeout, repr(text))
+
+    def logged(self) -> str:
+        """What runners have logged since `forget`."""
+        return self.log.read_text()[self._log_start :]
+
+    def forget(self) -> None:
+        self._log_start = len(self.log.read_text()) if self.log.exists() else 0
+
     def until_beating(self, job_id: str, attempt: int = 1, ranks: int = 1, timeout: float = 60) -> None:
-        """Wait until all ranks of an attempt have sent a heartbeat."""
+        """Wait until all ranks of an attempt have written a heartbeat."""
         work = self.spool.paths.work_dir(job_id, attempt)
         self.until(lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), timeout, "heartbeats")
 
     def kinds(self, job_id: str) -> list[str]:
         return [event.type for event in self.spool.events.read(job_id)]
+
+    def event(self, job_id: str, kind: str) -> dict:
+        """Data of the job's first event of this type."""
+        return next(event.data for event in self.spool.events.read(job_id) if event.type == kind)
 
     def job_log(self, job_id: str) -> str:
         return self.spool.paths.log_file(job_id).read_text()
@@ -100,8 +113,11 @@ class Stack:
         """Living descendants of the runner."""
         return [process for process in processes.descendants(self.runner.pid) if not process.zombie]
 
+    def pids(self) -> set[int]:
+        return {process.pid for process in self.children()}
+
     def marked(self) -> list[processes.Process]:
-        """Everything this spool's runners ever started that still lives, whoever is its parent."""
+        """Every living process that a runner of this spool started, whoever is its parent."""
         status = self.spool.root.stat()
         return processes.marked("TANDEM_RUNNER_OF", f"{status.st_dev}:{status.st_ino}")
 
@@ -109,14 +125,20 @@ class Stack:
         self.runner.send_signal(signal.SIGTERM)
         return self.runner.wait(timeout)
 
+    def kill(self) -> None:
+        """`kill -9` of the runner."""
+        self.runner.kill()
+        self.runner.wait(10)
+
     def close(self) -> None:
-        for runner in self._processes:
-            if runner.poll() is None:
-                runner.kill()
-                runner.wait(10)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
         processes.kill_all(self.marked, timeout=10)
+        print(self.log.read_text() if self.log.exists() else "the runner wrote no log")
 
 
-def read_lease_pids(stack: Stack, job_id: str) -> list[int]:
-    path = stack.spool.root / "jobs/leases" / f"{job_id}.json"
-    return [rank["pid"] for rank in json.loads(path.read_text())["ranks"]]
+def alive(pid: int) -> bool:
+    process = processes.read(pid)
+    return process is not None and not process.zombie

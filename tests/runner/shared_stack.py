@@ -1,6 +1,6 @@
 """A runner that shares a fake GPU with a fake vLLM, and a real publisher: all real processes."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,36 +13,44 @@ from runner.runner_stack import HERE, Stack
 from tandem.system import ports, processes
 
 MIB = 2**20
+_ADMIN = {"x-tandem-admin-token": ADMIN_TOKEN}
 
 
 class SharedStack(Stack):
-    def __init__(self, directory: Path, **variables: str) -> None:
-        super().__init__(directory / "spool", "fork", entry="sharing_rank")
-        self.gpu, programs = fake_gpu.install(directory)
+    def __init__(self, directory: Path, launch: str = "fork", **variables: str) -> None:
+        super().__init__(directory / "spool", launch, entry="sharing_rank")
+        self.gpu, driver = fake_gpu.install(directory)
+        self._journal_start = 0
         with ports.reserve() as port:
             self.url = f"http://127.0.0.1:{port.port}"
             self.environment |= {"TANDEM_INFERENCE_PORT": str(port.port)}
         self.environment |= {
             "TANDEM_GPU_MODE": "shared", "TANDEM_DEVICE": "cuda", "FAKE_GPU": str(self.gpu),
-            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": f"{self.environment['PYTHONPATH']}:{HERE.parent}",
+            **driver.variables, "PYTHONPATH": f"{HERE}:{HERE.parent}:{driver.variables['PYTHONPATH']}",
             "TANDEM_API_KEY": API_KEY, "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "XDG_RUNTIME_DIR": str(directory),
             "TANDEM_LEASE_SECONDS": "2", **variables,
         }  # fmt: skip
         self.environment.pop("CUDA_VISIBLE_DEVICES", None)
 
-    def program(self, name: str, module: str, **variables: str) -> subprocess.Popen[bytes]:
+    def program(self, name: str, module: str) -> subprocess.Popen[bytes]:
         with (self.spool.root / f"{name}.log").open("ab") as log:
-            program = subprocess.Popen(
-                [sys.executable, "-m", module], env=self.environment | variables, stdout=log, stderr=log
-            )
+            program = subprocess.Popen([sys.executable, "-m", module], env=self.environment, stdout=log, stderr=log)
         self._processes.insert(0, program)  # the last one is the runner
         return program
 
-    def vllm(self, *, wait: bool = True, **variables: str) -> subprocess.Popen[bytes]:
-        vllm = self.program("vllm", "shared_vllm", **variables)
+    def vllm(self, *, wait: bool = True) -> None:
+        """Start a vLLM; `wait`: until it is healthy."""
+        self._vllm = self.program("vllm", "shared_vllm")
         if wait:
             self.until(self.healthy, 30, f"vLLM\n{self.text('vllm')}")
-        return vllm
+
+    def kill_vllm(self) -> None:
+        self._vllm.kill()
+        self._vllm.wait()
+
+    def vllm_does(self, **orders: float) -> None:
+        """What vLLM does from now on, see `shared_vllm`."""
+        (self.gpu / "orders").write_text(json.dumps(orders))
 
     def publisher(self) -> subprocess.Popen[bytes]:
         return self.program("publisher", "tandem.inference.publisher")
@@ -54,26 +62,31 @@ class SharedStack(Stack):
             return False
 
     def asleep(self) -> bool:
-        headers = {"x-tandem-admin-token": ADMIN_TOKEN}
-        return bool(httpx.get(f"{self.url}/is_sleeping", headers=headers, timeout=20).json()["is_sleeping"])
+        return bool(httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=20).json()["is_sleeping"])
+
+    def wake_vllm(self) -> None:
+        httpx.post(f"{self.url}/wake_up", headers=_ADMIN, timeout=20).raise_for_status()
 
     def text(self, name: str) -> str:
         return (self.spool.root / f"{name}.log").read_text()
 
     def journal(self) -> list[str]:
+        """What vLLM and ranks have done since `forget`, in order."""
         path = self.gpu / "journal"
-        return path.read_text().splitlines() if path.exists() else []
+        return path.read_text().splitlines()[self._journal_start :] if path.exists() else []
 
-    def until_told(self, what: str, count: int = 1, timeout: float = 40) -> None:
-        self.until(lambda: self.journal().count(what) >= count, timeout, f"{what!r} in {self.journal()}")
+    def forget(self) -> None:
+        super().forget()
+        self._journal_start += len(self.journal())
 
-    def event(self, job_id: str, kind: str) -> dict:
-        return next(event.data for event in self.spool.events.read(job_id) if event.type == kind)
+    def until_journal(self, line: str, count: int = 1, timeout: float = 40) -> None:
+        self.until(lambda: self.journal().count(line) >= count, timeout, f"{line!r} in {self.journal()}")
 
     def close(self) -> None:
         super().close()
         for name in ("vllm", "publisher"):
             if (self.spool.root / f"{name}.log").exists():
                 print(f"---- {name}\n{self.text(name)}")
+        self._journal_start = 0
         print("---- journal", *self.journal(), sep="\n")
         processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(self.spool.root)), timeout=10)

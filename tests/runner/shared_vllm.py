@@ -1,9 +1,10 @@
 """A fake vLLM as a program: makes room like the real one, uses a fake GPU's memory, is slow or refuses on demand.
 
-FAKE_SLEEP_SECONDS, FAKE_WAKE_SECONDS: how long those take; FAKE_REFUSED_WAKES: so many fail first; FAKE_KEEPS=1: it
-says that it sleeps and keeps its memory.
+The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: how long those take; `refuse_wakes`: how many wakes
+fail first; `keep`: it answers that it sleeps and keeps its memory.
 """
 
+import json
 import os
 import time
 from pathlib import Path
@@ -22,19 +23,24 @@ def main() -> None:
     wait_for_gpu(settings, free_seconds=20)
     fake_gpu.use(gpu, "vllm", fake_gpu.AWAKE)
     fake = FakeVllm()
-    refuse = [int(os.environ.get("FAKE_REFUSED_WAKES", "0"))]
+    refused = 0
+
+    def order(name: str) -> float:
+        path = gpu / "orders"
+        return json.loads(path.read_text()).get(name, 0) if path.exists() else 0
 
     def sleep() -> None:
         fake_gpu.tell(gpu, "vllm falls asleep")
-        time.sleep(float(os.environ.get("FAKE_SLEEP_SECONDS", "0")))
-        fake_gpu.use(gpu, "vllm", fake_gpu.AWAKE if os.environ.get("FAKE_KEEPS") else fake_gpu.ASLEEP)
+        time.sleep(order("sleep_seconds"))
+        fake_gpu.use(gpu, "vllm", fake_gpu.AWAKE if order("keep") else fake_gpu.ASLEEP)
         fake_gpu.tell(gpu, "vllm sleeps")
 
     def wake() -> None:
+        nonlocal refused
         fake_gpu.tell(gpu, "vllm wakes")
-        time.sleep(float(os.environ.get("FAKE_WAKE_SECONDS", "0")))
-        if refuse[0]:
-            refuse[0] -= 1
+        time.sleep(order("wake_seconds"))
+        if refused < order("refuse_wakes"):
+            refused += 1
             raise MemoryError("refused for the test's sake")
         fake_gpu.use(gpu, "vllm", fake_gpu.AWAKE)
         fake_gpu.tell(gpu, "vllm is awake")

@@ -1,105 +1,99 @@
-"""Two ranks, under the real torchrun and forked: whoever is killed, everything ends and the reason is named."""
+"""Two ranks, under the real torchrun and forked: whoever is killed, all of them end and the job names the reason."""
 
-import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from runner.runner_stack import Stack
+from runner.runner_stack import Stack, alive
 from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
 
-pytestmark = pytest.mark.slow
-
-
 LAUNCHES = ["torchrun", "fork"]
-WAITS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 8}}
+SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 8}}
 
 
 @pytest.fixture(scope="module")
-def waits(tmp_path_factory):
+def slow_ends(tmp_path_factory):
     """(launch, name) -> a stack and its job whose end takes long; it comes while other tests run."""
-    found = {}
+    stacks = {}
     try:
         for launch in LAUNCHES:
-            for name, orders in WAITS.items():
+            for name, orders in SLOW_ENDS.items():
                 stack = Stack(tmp_path_factory.mktemp(launch), launch, ranks=2)
-                found[launch, name] = stack, stack.submit(stack.run(name), attempts=1, **orders)
+                stacks[launch, name] = stack, stack.submit(stack.run(name), attempts=1, **orders)
                 stack.start()
-        yield found
+        yield stacks
     finally:
-        for stack, _ in found.values():
-            print(stack.log.read_text())
+        for stack, _ in stacks.values():
             stack.close()
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
-def stack(request, waits, tmp_path_factory):
+def stack(request, slow_ends, tmp_path_factory):
     stack = Stack(tmp_path_factory.mktemp(request.param), request.param, ranks=2)
     stack.start()
     yield stack
-    print(stack.log.read_text())
     stack.close()
 
 
-def kept(stack: Stack) -> list[int]:
+def standby(stack: Stack) -> list[int]:
     """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or nothing."""
     pids = [child.pid for child in stack.children()]
     return [pid for pid in pids if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()][:1]
 
 
 def idle(stack: Stack) -> bool:
-    return [child.pid for child in stack.children()] == kept(stack) and len(stack.marked()) == len(kept(stack))
+    return [child.pid for child in stack.children()] == standby(stack) and len(stack.marked()) == len(standby(stack))
 
 
-def held(stack: Stack, job_id: str) -> dict[str, int]:
-    """Rank -> what the end tells of its memory."""
-    (released,) = (event.data for event in stack.spool.events.read(job_id) if event.type == "released")
-    return {rank: told["phases"]["build"]["allocated"] for rank, told in released["memory"].items()}
+def allocated(stack: Stack, job_id: str) -> dict[str, int]:
+    """Rank -> bytes, as the event `released` has them."""
+    memory = stack.event(job_id, "released")["memory"]
+    return {rank: of_rank["phases"]["build"]["allocated"] for rank, of_rank in memory.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_together_and_nothing_is_left(stack):
-    stack.run("good")
-    job_id = stack.submit("good")
-    state, job = stack.wait(job_id, 120)
+    job_id, state, job = stack.ended("good", meet=True)
     assert (state, job.attempt) == ("succeeded", 1)
     log = stack.job_log(job_id)
     assert "[rank 0] rank 0 of 2 says hello" in log
     assert "[rank 1] rank 1 of 2 says hello" in log
-    assert held(stack, job_id) == {"0": 1000, "1": 1001}
+    assert allocated(stack, job_id) == {"0": 1000, "1": 1001}
     assert idle(stack)
 
 
-@pytest.mark.parametrize("do", ["die", "segfault"])
-def test_a_killed_rank_is_named_with_its_signal(stack, do):
-    stack.run(f"rank-{do}")
-    job_id = stack.submit(f"rank-{do}", do=do, rank=1, attempts=1)
-    state, job = stack.wait(job_id, 120)
+@pytest.mark.slow
+def test_a_killed_rank_is_named_with_its_signal(stack):
+    job_id, state, job = stack.ended("rank-dies", do="die", rank=1, attempts=1)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
-    assert f"rank 1 ended with signal {'SIGKILL' if do == 'die' else 'SIGSEGV'}" in job.result.error.message
-    assert held(stack, job_id)["1"] == 1001
+    assert "rank 1 ended with signal SIGKILL" in job.result.error.message
+    assert allocated(stack, job_id)["1"] == 1001
     assert idle(stack)
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_ranks_with_it(stack):
     stack.run("agent")
     job_id = stack.submit("agent", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    server = kept(stack)
+    server = standby(stack)
     tree = [process for process in stack.children() if process.pid not in server]
     assert len(tree) == 3  # parents first
-    os.kill(tree[0].pid, signal.SIGKILL)
-    state, job = stack.wait(job_id, 120)
+    processes.send(tree[0], signal.SIGKILL)
+    state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
-    assert all(processes.read(process.pid) is None for process in tree)
+    assert not any(alive(process.pid) for process in tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(waits, launch):
-    stack, job_id = waits[launch, "stays"]
-    state, job = stack.wait(job_id, 120)
+def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(slow_ends, launch):
+    stack, job_id = slow_ends[launch, "stays"]
+    state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
@@ -107,10 +101,28 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(waits, l
     assert idle(stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(waits, launch):
-    stack, job_id = waits[launch, "stubborn"]
-    state, job = stack.wait(job_id, 120)
+def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(slow_ends, launch):
+    stack, job_id = slow_ends[launch, "stubborn"]
+    state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
     assert "silent for 8 s" in job.result.error.message
     assert idle(stack)
+
+
+@pytest.mark.parametrize(
+    ("failures", "own"),
+    [
+        # rank: (exit status, seconds); elastic records ranks that it ended after the first failure.
+        ({1: (1, 50), 0: (-15, 50)}, {1: 1}),
+        ({0: (-15, 50)}, {0: -15}),
+        ({0: (-9, 80), 2: (1, 51), 1: (-11, 50)}, {1: -11, 2: 1}),
+        ({1: (1, 50), 0: (-9, 50), 2: (-15, 52)}, {1: 1, 0: -9}),
+    ],
+)
+def test_ranks_that_the_agent_ended_did_not_fail_by_themselves(failures, own):
+    from tandem.trainer.launch.agent import own_failures
+
+    records = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in failures.items()}
+    assert list(own_failures(records).items()) == list(own.items())

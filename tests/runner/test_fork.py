@@ -1,0 +1,159 @@
+"""A runner that forks its ranks meets every way a job can go wrong; each job ends in a state with a reason."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from runner.runner_stack import HERE, Stack, alive
+from tandem.system import processes
+from tandem.trainer.launch import Launch
+from tandem.trainer.launch.fork import ForkServer
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    stack = Stack(tmp_path_factory.mktemp("fork"), "fork")
+    stack.start()
+    yield stack
+    stack.close()
+
+
+def test_success(stack):
+    job_id, state, job = stack.ended("good")
+    assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
+    assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
+    released = stack.event(job_id, "released")
+    assert (released["processes"], released["bytes"]) == (0, 0)
+    assert not stack.spool.paths.data_dir(job_id).exists()  # gone before it counts as done
+    # The fork server is all that is left.
+    assert len(stack.children()) == 1
+    lines = stack.job_log(job_id).splitlines()
+    assert "[rank 0] rank 0 of 1 says hello" in lines
+    # The runner's own output has the job's lines too.
+    shown = [line for line in stack.logged().splitlines() if line.startswith(f"job {job_id} ")]
+    assert [line.removeprefix(f"job {job_id} ") for line in shown] == lines
+
+
+ONCE = {"attempts": 1}
+
+
+@pytest.mark.parametrize(
+    ("do", "orders", "state", "attempt", "error", "text"),
+    [
+        ("die", {"until": 1}, "succeeded", 2, "rank_crashed", "SIGKILL (out of memory?)"),
+        ("segfault", {"attempts": 2}, "failed", 2, "rank_crashed", "SIGSEGV"),
+        ("raise", ONCE, "failed", 1, "rank_crashed", "ValueError: the fake rank raises"),
+        ("fail", {"attempts": 3}, "failed", 1, "checkpoint_damaged", "rank 0: adapter_model.safetensors is truncated"),
+        ("leave", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
+        ("no_checkpoint", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
+        ("crash_after", {}, "succeeded", 1, None, ""),  # the checkpoint was committed before
+        ("hang", ONCE | {"stall": 1.5}, "failed", 1, "rank_hung", "rank 0 (phase 'begin 0'"),
+        ("wait", ONCE | {"deadline": 2, "stall": 60}, "failed", 1, "deadline", "phase 'wait"),
+    ],
+)
+def test_every_end_of_a_rank_is_a_state_with_a_reason(stack, do, orders, state, attempt, error, text):
+    job_id, ended, job = stack.ended(do.replace("_", "-"), do=do, **orders)
+    last = job.result.error or job.last_error
+    assert (ended, job.attempt, last and last.type) == (state, attempt, error)
+    if last is not None:
+        assert text in last.message or text in last.log_tail
+        assert "says hello" in last.log_tail
+    assert stack.kinds(job_id) == [*["claimed", "released", "requeued"] * (attempt - 1), "claimed", "released", state]
+
+
+def test_cancel(stack):
+    stack.run("cancelled")
+    job_id = stack.submit("cancelled", do="wait")
+    follower = stack.submit("cancelled")
+    stack.until_beating(job_id)
+    assert stack.spool.queue.cancel(job_id) == "running"
+    state, job = stack.wait(job_id)
+    assert (state, job.result.error.type) == ("cancelled", "cancelled")
+    # The job after it has no checkpoint to start from, and names the one that had to make it.
+    state, job = stack.wait(follower)
+    assert (state, job.result.error.type, job.attempt) == ("failed", "base_missing", 1)
+    assert job_id in job.result.error.message
+
+
+def test_a_process_that_a_rank_leaves_behind_is_killed(stack):
+    before = stack.pids()
+    _, state, _ = stack.ended("leaks", do="leak")
+    assert (state, stack.pids()) == ("succeeded", before)
+
+
+def test_a_checkpoint_that_somebody_else_made_is_a_conflict(stack):
+    stack.run("taken")
+    first = stack.submit("taken", do="wait")
+    second = stack.submit("taken")
+    stack.until_beating(first)
+    staged = stack.spool.root / "jobs/work/foreign"
+    for step in (1, 2):
+        staged.mkdir()
+        (staged / "weights").write_text("x")
+        stack.spool.checkpoints.commit(staged, "taken", step, "somebody")
+    stack.spool.queue.cancel(first)
+    _, job = stack.wait(second)
+    assert job.result.error.type == "conflict"
+
+
+@pytest.mark.parametrize("victim", ["server", "leader"])
+def test_ranks_die_with_the_fork_server_and_with_their_leader(stack, victim):
+    stack.run(f"no-{victim}")
+    job_id = stack.submit(f"no-{victim}", do="wait", until=1)
+    stack.until_beating(job_id)
+    server, leader, rank = stack.children()
+    assert (server.parent, leader.parent, rank.parent) == (stack.runner.pid, server.pid, leader.pid)
+    processes.send(server if victim == "server" else leader, signal.SIGKILL)
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
+    assert "SIGKILL" in job.last_error.message
+    assert not alive(leader.pid)
+    assert not alive(rank.pid)
+    assert alive(server.pid) == (victim == "leader")
+
+
+def test_the_fork_server_is_replaced_when_the_code_changed(stack):
+    before = stack.pids()
+    os.utime(HERE / "fake_rank.py")
+    assert stack.ended("changed")[1] == "succeeded"
+    assert len(stack.pids()) == 1
+    assert not stack.pids() & before
+    assert "replacing the fork server reason='the code changed'" in stack.logged()
+
+
+@pytest.mark.parametrize("reported", ["before the next launch", "after the next launch"])
+def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, reported):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    server = ForkServer("waiting_rank", environment)
+
+    def launch(seconds):
+        work = tmp_path / f"work-{seconds}"
+        work.mkdir()
+        return server.launch(Launch(tmp_path, str(seconds), 1, 1, work, "waiting_rank"))
+
+    def until(check):
+        end = time.monotonic() + 60
+        while not check():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    try:
+        killed = launch(600)
+        until(lambda: killed.poll() is None and len(killed.processes()) == 2)  # the leader and its rank
+        os.kill(server.pid, signal.SIGSTOP)
+        assert killed.kill_all(10) == []
+        assert killed.poll() is None  # the server can't report it yet
+        if reported == "before the next launch":
+            os.kill(server.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            following = launch(0.5)
+        else:
+            following = launch(0.5)
+            os.kill(server.pid, signal.SIGCONT)
+        until(lambda: following.poll() is not None)
+        assert following.poll() == 0
+    finally:
+        server.close()

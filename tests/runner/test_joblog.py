@@ -1,0 +1,61 @@
+"""A job's lines on the runner's stdout, whoever reads it and however slowly."""
+
+import json
+import os
+
+import pytest
+
+from tandem.trainer.runner.joblog import JobStdout
+
+
+@pytest.fixture
+def pipe():
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def read(end: int) -> list[str]:
+    os.set_blocking(end, False)
+    content = b""
+    while True:
+        try:
+            content += os.read(end, 1 << 20)
+        except BlockingIOError:
+            return content.decode().splitlines()
+
+
+def test_lines_come_with_their_job(pipe, monkeypatch):
+    JobStdout("j1", pipe[1]).write(["[rank 0] hello", "[runner] stops"])
+    assert read(pipe[0]) == ["job j1 [rank 0] hello", "job j1 [runner] stops"]
+    monkeypatch.setenv("TANDEM_LOG_FORMAT", "json")
+    JobStdout("j1", pipe[1]).write(["[rank 0] hello"])
+    line = json.loads(read(pipe[0])[0])
+    assert (line["message"], line["fields"]) == ("[rank 0] hello", {"job": "j1"})
+
+
+def test_a_reader_that_stops_costs_lines_and_blocks_nobody(pipe):
+    stdout = JobStdout("j1", pipe[1])
+    for i in range(10):
+        stdout.write([f"[rank 0] {i} {j}" for j in range(10_000)])
+    lines = []
+    for _ in range(100):
+        lines += read(pipe[0])
+        stdout.write([], timeout=1)
+    lines += read(pipe[0])
+    assert lines[0] == "job j1 [rank 0] 0 0"
+    left_out = int(lines[-1].removeprefix("job j1 [runner] ").split()[0])
+    assert len(lines) - 1 + left_out == 100_000
+    assert all(line.startswith("job j1 [r") for line in lines)
+    assert read(pipe[0]) == []
+
+
+def test_a_long_line_stays_one_piece_and_a_gone_reader_is_no_error():
+    out, into = os.pipe()
+    JobStdout("j1", into).write(["[rank 0] " + "é" * 50_000])
+    (line,) = read(out)
+    assert 2900 < len(line.encode()) < 4096
+    os.close(out)
+    JobStdout("j1", into).write(["[rank 0] nobody"])
+    os.close(into)

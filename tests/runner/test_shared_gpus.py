@@ -1,0 +1,291 @@
+"""Trainer and vLLM on one GPU: never both at once, and vLLM is awake again whatever happened to either."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from runner import fake_gpu
+from runner.shared_stack import MIB, SharedStack
+from tandem.system import processes
+from tandem.trainer.runner import loop
+
+CYCLE = ["vllm falls asleep", "vllm sleeps", "rank runs", "vllm wakes", "vllm is awake"]
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    stack = SharedStack(tmp_path_factory.mktemp("shared"))
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+def stack(shared):
+    """A runner and a vLLM, both running; `stack.name` is free for a run."""
+    shared.forget()
+    shared.vllm_does()
+    if not shared._processes:
+        shared.vllm(wait=False)
+        shared.start()
+    elif shared.runner.poll() is not None:
+        shared.start()
+    shared.until(shared.healthy, 30, "vLLM")
+    shared.forget()
+    shared.name = shared.run(f"run-{len(shared.spool.runs.names())}")
+    yield shared
+    assert not [line for line in shared.journal() if "out of memory" in line]
+
+
+@pytest.fixture
+def publisher(stack):
+    publisher = stack.publisher()
+    yield publisher
+    publisher.kill()
+    publisher.wait()
+
+
+def awake_and_unheld(stack):
+    """What is true after any job."""
+    assert not stack.asleep()
+    assert stack.spool.hold.get() is None
+    assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE
+
+
+def floor(mib=0):
+    """Bytes in use by UUID while vLLM sleeps and other processes use `mib`; 3 MiB are the driver's."""
+    return {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + mib) * MIB}
+
+
+def test_a_whole_cycle_in_its_order_and_in_bytes(stack, publisher):
+    for number in (1, 2):
+        job_id = stack.submit(stack.name)
+        state, _ = stack.wait(job_id)
+        # At once: a client that samples right after the end finds vLLM awake.
+        awake_and_unheld(stack)
+        assert state == "succeeded"
+        assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", "succeeded"]
+        assert stack.journal() == CYCLE * number
+    slept, released = stack.event(job_id, "slept"), stack.event(job_id, "released")
+    assert slept["before"] == {fake_gpu.UUID: (fake_gpu.AWAKE + 3) * MIB}
+    assert slept["devices"] == released["floor"] == released["devices"] == floor()
+    assert released["bytes"] == 0
+    assert stack.event(job_id, "woken")["devices"] == slept["before"]
+
+
+@pytest.mark.parametrize(("keeps", "stay"), [(2800, True), (9000, False)])
+def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, stay):
+    stack = SharedStack(tmp_path, "resident", FAKE_RANK_KEEPS=str(keeps))
+    try:
+        stack.start()
+        stack.vllm()
+        stack.run()
+        for number in (1, 2):
+            job_id = stack.submit("run")
+            state, _ = stack.wait(job_id)
+            assert (state, stack.asleep(), stack.spool.hold.get()) == ("succeeded", False, None)
+            assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE + (keeps if stay else 0)
+            assert stack.journal() == ["vllm is up", *CYCLE * number]
+            # The second time they are there already when vLLM falls asleep.
+            assert stack.event(job_id, "slept")["devices"] == floor(keeps if stay and number == 2 else 0)
+            released = stack.event(job_id, "released")
+            if stay:
+                assert released["devices"] == floor(keeps)
+                assert released["resident"] == {fake_gpu.UUID: (keeps if number == 1 else 0) * MIB}
+            else:
+                assert (released["bytes"], "resident" in released) == (0, False)
+        assert ("keep too much" in stack.logged()) == (not stay)
+    finally:
+        stack.close()
+
+
+def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack, publisher):
+    job_id = stack.submit(stack.name, do="wait", until=1)
+    stack.until_beating(job_id)
+    hold = stack.spool.hold.live()
+    assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
+    stack.until(lambda: stack.spool.hold.live().beat > hold.beat, 10, "a beat in the hold")
+    # A runner that hangs for longer than its lease: the hold is stale, but its ranks' memory is not free.
+    stack.runner.send_signal(signal.SIGSTOP)
+    stack.until(lambda: stack.spool.hold.live() is None, 20, "the hold to be stale")
+    stack.until(lambda: "is lost, and" in stack.text("publisher"), 20, "the publisher to notice")
+    time.sleep(1)
+    assert "vllm wakes" not in stack.journal()
+    stack.runner.send_signal(signal.SIGCONT)
+    stack.spool.queue.cancel(job_id)
+    assert stack.wait(job_id)[0] == "cancelled"
+    awake_and_unheld(stack)
+
+
+@pytest.mark.parametrize(
+    ("order", "kinds"),
+    [
+        ({"do": "fail"}, ["failed"]),
+        ({"do": "die", "until": 1}, ["requeued", "claimed", "slept", "released", "woken", "succeeded"]),
+        ({"do": "wait", "deadline": 2, "attempts": 1}, ["failed"]),
+    ],
+)
+def test_a_job_that_fails_leaves_vllm_awake(stack, order, kinds):
+    job_id = stack.submit(stack.name, **order)
+    stack.wait(job_id)
+    awake_and_unheld(stack)
+    assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", *kinds]
+
+
+def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(stack):
+    stack.vllm_does(sleep_seconds=1)
+    job_id = stack.submit(stack.name)
+    stack.until_journal("vllm falls asleep")
+    stack.spool.queue.cancel(job_id)
+    assert stack.wait(job_id)[0] == "cancelled"
+    awake_and_unheld(stack)
+    assert "rank runs" not in stack.journal()
+
+
+def test_jobs_wait_for_vllm_and_the_log_says_so_once(stack):
+    stack.kill_vllm()
+    job_id = stack.submit(stack.name)
+    stack.until_logged("jobs wait: vLLM is not ready", 30)
+    time.sleep(3)  # longer than a pause between two looks
+    assert stack.logged().count("jobs wait") == 1
+    assert stack.spool.jobs.get(job_id)[0] == "queued"
+    stack.vllm()
+    assert stack.wait(job_id)[0] == "succeeded"
+    awake_and_unheld(stack)
+
+
+PHASES = [
+    pytest.param("vllm falls asleep", {}, marks=SLOW),
+    pytest.param("rank runs", {"do": "wait", "until": 1}),
+    pytest.param("vllm wakes", {}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("moment", "order"), PHASES)
+def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, publisher, moment, order):
+    stack.vllm_does(sleep_seconds=2, wake_seconds=1)
+    job_id = stack.submit(stack.name, **order)
+    stack.until_journal(moment)
+    stack.kill()
+    stack.until_journal("vllm is awake")
+    stack.until(lambda: stack.spool.hold.get() is None, 10, "the hold to be gone")
+    stack.start()
+    assert stack.wait(job_id)[0] == "succeeded"
+    awake_and_unheld(stack)
+
+
+def test_a_runner_that_finds_its_own_stale_hold_wakes_vllm(stack):
+    """There is no publisher to do it, and no job is queued."""
+    job_id = stack.submit(stack.name, do="wait", attempts=1)
+    stack.until_journal("rank runs")
+    stack.kill()
+    assert stack.spool.hold.get() is not None
+    stack.start()
+    assert stack.wait(job_id)[0] == "failed"
+    stack.until_journal("vllm is awake")
+    stack.until(lambda: stack.spool.hold.get() is None, 10, "the hold to be gone")
+    awake_and_unheld(stack)
+
+
+def test_a_stale_hold_beside_an_awake_vllm_is_not_waited_for(stack):
+    """The runner was killed after vLLM had woken, before it removed the hold: the memory in use is vLLM's own."""
+    job_id = stack.submit(stack.name, do="wait", attempts=1)
+    stack.until_journal("rank runs")
+    stack.until(lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, 10, "the floor in the hold")
+    stack.kill()
+    stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, 10, "the ranks to be gone")
+    stack.wake_vllm()
+    assert stack.spool.hold.get() is not None
+    stack.start()
+    assert stack.wait(job_id, 20)[0] == "failed"
+    assert stack.wait(stack.submit(stack.name), 20)[0] == "succeeded"
+    awake_and_unheld(stack)
+
+
+def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
+    job_id = stack.submit(stack.name, do="wait", until=1, attempts=1)
+    stack.until_beating(job_id)
+    assert stack.stop(timeout=loop.STOP_SECONDS) == 0
+    assert stack.spool.jobs.get(job_id)[0] == "queued"
+    awake_and_unheld(stack)
+    stack.spool.queue.cancel(job_id)
+
+
+@pytest.mark.parametrize(("moment", "order"), PHASES)
+def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, order):
+    stack.vllm_does(sleep_seconds=1, wake_seconds=1)
+    job_id = stack.submit(stack.name, **order)
+    stack.until_journal(moment)
+    waits = stack.text("vllm").count("waiting until the trainer gives")
+    stack.kill_vllm()
+    stack.vllm(wait=False)  # at once, as supervisord does
+    if order:
+        stack.until(lambda: stack.text("vllm").count("waiting until the trainer gives") > waits, 20, "vLLM to wait")
+        time.sleep(1)
+        assert "vllm is up" not in stack.journal()
+        stack.spool.queue.cancel(job_id)
+    assert stack.wait(job_id)[0] == ("cancelled" if order else "succeeded")
+    stack.until(stack.healthy, 30, "vLLM")
+    awake_and_unheld(stack)
+    if moment == "vllm falls asleep":
+        # Its memory was free all the sooner, and the job went on.
+        assert stack.kinds(job_id) == ["claimed", "slept", "released", "succeeded"]
+
+
+def test_a_refused_wake_is_tried_again_before_the_end(stack):
+    stack.vllm_does(refuse_wakes=2)
+    job_id = stack.submit(stack.name)
+    assert stack.wait(job_id)[0] == "succeeded"
+    awake_and_unheld(stack)
+    assert stack.journal().count("vllm wakes") == 3
+    assert stack.logged().count("vLLM does not wake; trying again") == 1
+
+
+@SLOW
+def test_a_vllm_that_says_it_sleeps_and_keeps_its_memory_fails_the_job(stack):
+    stack.vllm_does(keep=1)
+    job_id = stack.submit(stack.name, attempts=1)
+    state, job = stack.wait(job_id)
+    assert (state, job.result.error.type) == ("failed", "gpus_not_freed")
+    assert f"{(fake_gpu.AWAKE + 3) * MIB}" in job.result.error.message
+    assert stack.kinds(job_id) == ["claimed", "woken", "failed"]
+    assert "rank runs" not in stack.journal()
+    awake_and_unheld(stack)
+
+
+def test_a_process_that_outlives_a_killed_runner_is_waited_for(stack, publisher):
+    """The kernel did not end it with its parent, and it uses memory: vLLM is not woken beside it."""
+    job_id = stack.submit(stack.name, do="leak_and_wait", until=1, attempts=1)
+    stack.until(lambda: len(stack.children()) == 4, 30, "server, leader, rank and its child")
+    stack.until_beating(job_id)
+    lost = stack.text("publisher").count("is lost, and")
+    (rank,) = (path for path in stack.gpu.glob("rank.*") if int(path.suffix[1:]) in stack.pids())
+    stack.kill()
+    stack.until(lambda: len(stack.marked()) == 1, 10, "the orphan to be alone")
+    (orphan,) = stack.marked()
+    rank.rename(stack.gpu / f"orphan.{orphan.pid}")
+    stack.until(lambda: stack.text("publisher").count("is lost, and") > lost, 20, "the publisher to wait")
+    assert "vllm wakes" not in stack.journal()
+    processes.send(orphan, signal.SIGKILL)
+    stack.until_journal("vllm is awake")
+
+
+@SLOW
+def test_vllm_and_the_runner_start_and_die_at_any_time(stack, publisher):
+    """Whichever dies when, both never have the memory (`stack` looks for an OOM), and every job succeeds."""
+    stack.vllm_does(sleep_seconds=0.2, wake_seconds=0.2)
+    chance = random.Random(0)
+    for round_ in range(8):
+        job_id = stack.submit(stack.name, attempts=9)
+        time.sleep(chance.uniform(0, 3))
+        if round_ % 2:
+            stack.kill()
+            stack.start()
+        else:
+            stack.kill_vllm()
+            stack.vllm(wait=False)
+        assert stack.wait(job_id)[0] == "succeeded"
+    stack.until(lambda: stack.healthy() and not stack.asleep(), 30, "vLLM awake")
+    awake_and_unheld(stack)
