@@ -1,5 +1,6 @@
 """What the spool's tests share."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -109,20 +111,53 @@ def temporary_names(root: Path) -> list[str]:
 
 # ---------------------------------------------------------------- dying on purpose
 
-_SYSCALLS = ("write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "open")
+_CHANGES = ("write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "open")
 
 
-def in_child(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Runs `work` in a forked child; 0 if it ended well, -9 if it was killed before its `kill_at`-th system call.
+class DiedError(BaseException):
+    """The end of a process that `dying_at` stands for."""
 
-    A write that is killed has written half of its bytes before.
-    """
+
+def die() -> NoReturn:
+    raise DiedError
+
+
+@contextmanager
+def dying_at(count: int, die: Callable[[], NoReturn] = die) -> Iterator[None]:
+    """Calls `die` instead of the `count`-th call within that changes the file system, and of all calls after it: a dead
+    process can't clean up. The write that dies writes half of its bytes before; the open that dies empties its file."""
+    calls = 0
+
+    def mortal(real: Callable) -> Callable:
+        def call(*args, **kwargs):
+            nonlocal calls
+            if real is io_open and not set(str(args[1:2])) & set("wax+"):  # reading
+                return real(*args, **kwargs)
+            calls += 1
+            if calls == count and real is os_write:
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            if calls == count and real is io_open:
+                real(*args, **kwargs).close()
+            if calls >= count:
+                die()
+            return real(*args, **kwargs)
+
+        return call
+
+    io_open, os_write = io.open, os.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "open", mortal(io.open))
+        for name in _CHANGES:
+            patch.setattr(os, name, mortal(getattr(os, name)))
+        yield
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked child; its exit status: 0 if it ended well, -9 if it killed itself."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            if kill_at is not None:
-                _kill_at(kill_at)
             work()
             code = 0
         except BaseException as error:
@@ -133,25 +168,9 @@ def in_child(work: Callable[[], object], kill_at: int | None = None) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _kill_at(kill_at: int) -> None:
-    calls = 0
-
-    def counting(name: str) -> Callable:
-        real = getattr(os, name)
-
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at:
-                if name == "write":
-                    real(args[0], bytes(args[1])[: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in _SYSCALLS:
-        setattr(os, name, counting(name))
+def killed() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 # ---------------------------------------------------------------- volumes

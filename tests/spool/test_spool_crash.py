@@ -1,7 +1,7 @@
-"""kill -9 at every system call of every operation, torn writes included.
+"""A death at every system call of every operation, torn writes included.
 
-After each death a newly opened spool shows the state before the operation or the one after it; calling it again (what a
-client or a new runner does) completes it, to the same state as without the death.
+After each death a newly opened spool shows the state before the operation or after it. Calling it again (what a client
+or a new runner does) completes it, to the same state as without the death.
 """
 
 import shutil
@@ -12,9 +12,10 @@ import pytest
 
 from spool.spool_tools import (
     LOST,
+    DiedError,
     commit,
+    dying_at,
     failed,
-    in_child,
     run_spec,
     spool_with_run,
     submit,
@@ -25,54 +26,61 @@ from spool.spool_tools import (
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
-from tandem.spool.schema import Served
+from tandem.spool.schema import TERMINAL, Job, Served
 
 
 def summary(spool: Spool) -> dict:
     """The state as everybody sees it: no times, no random names. Reads whole files, and verifies every checkpoint."""
-    found: dict = {"runs": {}, "jobs": {}}
+    state: dict = {"runs": {}, "jobs": {}}
     for spec in spool.runs.list():
         steps = {step: spool.checkpoints.verify(spec.name, step).job for step in spool.checkpoints.steps(spec.name)}
         assert list(steps) == list(range(len(steps)))  # a chain without gaps
-        found["runs"][spec.name] = steps, spool.served.get(spec.name) is not None
-    for state, job in spool.jobs.list():
+        state["runs"][spec.name] = steps, spool.served.get(spec.name) is not None
+    for where, job in spool.jobs.list():
         job_id = job.spec.id
-        assert spool.jobs.get(job_id) == (state, job)
-        if state in ("queued", "running"):
+        assert spool.jobs.get(job_id) == (where, job)
+        assert spool.events.ended(job_id) is (where in TERMINAL)
+        if where not in TERMINAL:
             assert (spool.paths.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
-        if state == "running":
+        if where == "running":
             assert spool.leases.get(job_id).attempt in (job.attempt, job.attempt + 1)
-        found["jobs"][job_id] = state, job.attempt, job.last_error is not None
+        state["jobs"][job_id] = where, job.attempt, job.last_error is not None
     for path in (spool.root / "jobs/events").iterdir():
         events = spool.events.read(path.stem)
         assert [event.seq for event in events] == list(range(len(events)))
-        assert sum(event.type in ("succeeded", "failed", "cancelled") for event in events) <= 1
-    return found
+        assert sum(event.type in TERMINAL for event in events) <= 1
+    return state
 
 
 def remains(spool: Spool) -> list[str]:
-    """What belongs to no living job (temporary names apart, which are swept once they are an hour old)."""
-    jobs = spool.root / "jobs"
-    names = [path for kind in ("data", "work", "leases", "cancel") for path in (jobs / kind).iterdir()]
-    ids = {path: path.name.removesuffix(".json") for path in names if not path.name.startswith(".")}
-    living = {job.spec.id for _, job in spool.jobs.list(states=("queued", "running"))}
-    running = {job.spec.id for _, job in spool.jobs.list(states=("running",))}
+    """Files that belong to no living job (apart from temporary names, which are removed once they are an hour old)."""
+    living = {job.spec.id: state for state, job in spool.jobs.list(states=("queued", "running"))}
+    owners = {"data": ("queued", "running")}
     return [
-        str(path)
-        for path, job_id in ids.items()
-        if job_id not in (living if path.parent.name == "data" else running)
-    ]  # fmt: skip
+        f"{kind}/{path.name}"
+        for kind in ("data", "work", "leases", "cancel")
+        for path in (spool.root / "jobs" / kind).iterdir()
+        if not path.name.startswith(".")
+        and living.get(path.name.removesuffix(".json")) not in owners.get(kind, ("running",))
+    ]
 
 
 @dataclass
 class Case:
-    prepare: Callable[[Spool], None]
+    prepare: Callable[[Spool], object]
     operate: Callable[[Spool], object]
-    complete: Callable[[Spool], object] | None = None  # what is done after the crash; default: the operation again
+    # Each of these completes the operation after a death; none: the operation again.
+    complete: tuple[Callable[[Spool], object], ...] = ()
+    # An operation of several commits may show this state too, after a death between them.
+    between: Callable[[dict], bool] = lambda state: False
 
 
-def running(spool: Spool):
+def running(spool: Spool) -> Job:
     return spool.jobs.list(states=("running",))[0][1]
+
+
+def prepare_queued(spool: Spool) -> None:
+    submit(spool, "j")
 
 
 def prepare_running(spool: Spool) -> None:
@@ -95,14 +103,40 @@ def prepare_chain(spool: Spool) -> None:
         train_one(spool)
 
 
+def cancel(spool: Spool) -> None:
+    spool.queue.cancel("j")
+
+
 def requeue(spool: Spool) -> None:
-    _, job = spool.jobs.get("j")
-    spool.queue.requeue(job, LOST)
+    spool.queue.requeue(spool.jobs.get("j")[1], LOST)
+
+
+def half_requeued(state: dict) -> bool:
+    return state["jobs"]["j"] == ("running", 1, True)
 
 
 def finish(spool: Spool) -> None:
     _, job = spool.jobs.get("j")
     spool.queue.finish(job, succeeded(job))
+
+
+def recover_new(spool: Spool) -> None:
+    recover(spool, "new")
+
+
+def recover_then_cancel(spool: Spool) -> None:
+    recover(spool, "new")
+    cancel(spool)
+
+
+def recover_then_claim(spool: Spool) -> None:
+    """What a new runner does after one that died in `claim`: the attempt it may have begun counts."""
+    recover(spool, "new")
+    job = spool.queue.claim("new")
+    assert job.attempt in (1, 2)
+    # Removes the difference between the two, for the comparison with the undisturbed claim.
+    path = spool.root / "jobs/running/j.json"
+    path.write_text(job.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
 
 
 def create_run(spool: Spool) -> None:
@@ -119,26 +153,14 @@ def fork(spool: Spool) -> None:
         assert spool.runs.get("new").forked_from.step == 3
 
 
-def recover_then_claim(spool: Spool) -> None:
-    """What a new runner does after one that died in `claim`: the attempt it may have begun counts."""
-    recover(spool, "new")
-    job = spool.queue.claim("new")
-    assert job.attempt in (1, 2)
-    # Bring both ways to one state, for the comparison with the undisturbed claim.
-    path = spool.root / "jobs/running/j.json"
-    path.write_text(job.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
-
-
 def commit_again(spool: Spool) -> None:
     """The next attempt: a checkpoint that this job made already is not made again."""
     job = running(spool)
     try:
-        done = spool.checkpoints.manifest("r", 1).job
+        assert spool.checkpoints.manifest("r", 1).job == "j"
     except NotFound:
         shutil.rmtree(spool.paths.work_dir("j", job.attempt) / "checkpoint", ignore_errors=True)
         commit(spool, job)
-    else:
-        assert done == "j"
 
 
 def put_served(spool: Spool) -> None:
@@ -146,75 +168,63 @@ def put_served(spool: Spool) -> None:
     spool.served.put("r", served)
 
 
-def nothing(spool: Spool) -> None:
-    pass
-
-
 CASES = {
-    "create run": Case(nothing, create_run),
-    "submit": Case(nothing, lambda spool: submit(spool, "j")),
-    "claim": Case(lambda spool: submit(spool, "j"), lambda spool: spool.queue.claim("dead"), recover_then_claim),
-    "beat": Case(prepare_running, lambda spool: spool.leases.renew("j", "dead", "training")),
-    "cancel queued": Case(lambda spool: submit(spool, "j"), lambda spool: spool.queue.cancel("j")),
-    "cancel queued, then the runner": Case(
-        lambda spool: submit(spool, "j"),
-        lambda spool: spool.queue.cancel("j"),
-        lambda spool: (recover(spool, "new"), spool.queue.cancel("j")),
-    ),
-    "cancel running": Case(prepare_running, lambda spool: spool.queue.cancel("j")),
-    "requeue": Case(prepare_running, requeue),
+    "create run": Case(lambda spool: None, create_run),
+    "submit": Case(lambda spool: None, prepare_queued),
+    "claim": Case(prepare_queued, lambda spool: spool.queue.claim("dead"), (recover_then_claim,)),
+    "renew lease": Case(prepare_running, lambda spool: spool.leases.renew("j", "dead", "training")),
+    "cancel queued": Case(prepare_queued, cancel, (cancel, recover_then_cancel)),
+    "cancel running": Case(prepare_running, cancel),
+    "requeue": Case(prepare_running, requeue, (requeue, recover_new), half_requeued),
     "requeue to cancelled": Case(prepare_cancelling, requeue),
-    "requeue, then recover": Case(prepare_running, requeue, lambda spool: recover(spool, "new")),
-    "finish": Case(prepare_committed, finish),
-    "finish, then recover": Case(prepare_committed, finish, lambda spool: recover(spool, "new")),
+    "finish": Case(prepare_committed, finish, (finish, recover_new)),
     "fail": Case(prepare_running, lambda spool: spool.queue.finish(spool.jobs.get("j")[1], failed())),
-    "recover": Case(prepare_running, lambda spool: recover(spool, "new")),
-    "recover committed": Case(prepare_committed, lambda spool: recover(spool, "new")),
-    "commit": Case(prepare_running, lambda spool: commit(spool, running(spool)), commit_again),
-    "rollback": Case(prepare_chain, lambda spool: spool.checkpoints.rollback("r", 1)),
+    "recover": Case(prepare_running, recover_new, between=half_requeued),
+    "recover committed": Case(prepare_committed, recover_new),
+    "commit": Case(prepare_running, lambda spool: commit(spool, running(spool)), (commit_again,)),
+    "rollback": Case(
+        prepare_chain,
+        lambda spool: spool.checkpoints.rollback("r", 1),
+        between=lambda state: list(state["runs"]["r"][0]) == [0, 1, 2],
+    ),
     "fork": Case(prepare_chain, fork),
-    "served": Case(nothing, put_served),
-}  # fmt: skip
-
-# Operations of several commits: a death between them shows a whole, named state in between.
-BETWEEN = {
-    "rollback": lambda state: list(state["runs"]["r"][0]) == [0, 1, 2],
-    "requeue": lambda state: state["jobs"]["j"] == ("running", 1, True),
-    "requeue, then recover": lambda state: state["jobs"]["j"] == ("running", 1, True),
-    "recover": lambda state: state["jobs"]["j"] == ("running", 1, True),
+    "served": Case(lambda spool: None, put_served),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_dying_anywhere(memory_path, name):
     case = CASES[name]
-    template = memory_path / "template"
+    template, undisturbed, dead, again = (memory_path / part for part in ("template", "undisturbed", "dead", "again"))
     case.prepare(spool_with_run(template))
     before = summary(Spool(template))
-    undisturbed = memory_path / "undisturbed"
     shutil.copytree(template, undisturbed)
     case.operate(Spool(undisturbed))
     after = summary(Spool(undisturbed))
     assert remains(Spool(undisturbed)) == []
 
     seen = []
-    for kill_at in range(1, 1000):
-        root = memory_path / "killed"
-        shutil.copytree(template, root)
-        spool = Spool(root)
-        code = in_child(lambda spool=spool: case.operate(spool), kill_at)
-        spool = Spool(root)
-        state = summary(spool)
-        if code == 0:
-            assert state == after
+    for count in range(1, 1000):
+        shutil.copytree(template, dead)
+        spool = Spool(dead)
+        try:
+            with dying_at(count):
+                case.operate(spool)
+        except DiedError:
+            state = summary(Spool(dead))
+        else:
+            assert summary(Spool(dead)) == after
             break
-        assert code == -9
-        assert state in (before, after) or BETWEEN[name](state), (kill_at, state)
+        assert state in (before, after) or case.between(state), (count, state)
         seen.append(state)
-        (case.complete or case.operate)(spool)
-        assert summary(spool) == after, kill_at
-        assert remains(spool) == [], kill_at
-        shutil.rmtree(root)
+        for complete in case.complete or (case.operate,):
+            shutil.copytree(dead, again)
+            spool = Spool(again)
+            complete(spool)
+            assert summary(spool) == after, count
+            assert remains(spool) == [], count
+            shutil.rmtree(again)
+        shutil.rmtree(dead)
     else:
         pytest.fail("it never ended")
     assert len(seen) > 3

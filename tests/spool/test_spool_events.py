@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spool.spool_tools import in_child, records, spool_with_run, submit, succeeded
+from spool.spool_tools import dying_at, in_child, killed, records, spool_with_run, submit, succeeded
 from tandem.spool import Spool
 
 
@@ -100,8 +100,13 @@ def test_several_processes_and_threads_append_while_others_read(spool):
 
 def test_writers_that_are_killed_leave_no_gap(spool):
     """Every writer dies somewhere in its append; the numbers stay whole."""
-    for kill_at in range(1, 30):
-        code = in_child(lambda: spool.events.append("j", "step", filler="x" * 50), kill_at)
+
+    def append(count):
+        with dying_at(count, killed):
+            spool.events.append("j", "step", filler="x" * 50)
+
+    for count in range(1, 30):
+        code = in_child(lambda count=count: append(count))
         events = spool.events.read("j")
         assert [event.seq for event in events] == list(range(len(events)))
         if code == 0:

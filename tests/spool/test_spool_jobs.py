@@ -119,12 +119,6 @@ def test_the_chain_of_base_steps(spool):
     assert spool.jobs.next_base("r") == 1
 
 
-def test_submit_needs_the_run(spool):
-    with pytest.raises(NotFound) as caught:
-        spool.queue.submit(maker("nope"), run="nope", job_id=None, fingerprint="f", base_step=None)
-    assert caught.value.field == "run"
-
-
 @pytest.mark.parametrize("change", ["id", "run", "base_step", "fingerprint", "raise"])
 def test_a_submission_that_fails_leaves_no_trace(spool, change):
     before = tree(spool.root)
@@ -166,7 +160,7 @@ def test_clocks_that_disagree_do_not_break_the_chain(spool):
     assert spool.queue.claim("me").spec.id == "first"
 
 
-def test_beats(spool):
+def test_a_lease_is_renewed_by_its_runner_while_the_job_runs(spool):
     submit(spool, "j")
     with pytest.raises(Conflict, match="not running"):
         spool.leases.renew("j", "me", "x")
@@ -186,38 +180,41 @@ def test_beats(spool):
     assert spool.leases.get("j") is None
 
 
-def test_cancel_queued(spool):
+def test_a_queued_job_is_cancelled_at_once(spool):
     submit(spool, "j")
-    assert spool.queue.cancel("j") == "cancelled"
-    state, job = spool.jobs.get("j")
-    assert (state, job.result.state, job.result.error.type) == ("cancelled", "cancelled", "cancelled")
-    assert types(spool, "j") == ["cancelled"]
-    assert places(spool, "j") == ["cancelled", "events"]
-    assert spool.queue.cancel("j") == "cancelled"
-    assert types(spool, "j") == ["cancelled"]
+    for _ in range(2):
+        assert spool.queue.cancel("j") == "cancelled"
+        state, job = spool.jobs.get("j")
+        assert (state, job.result.state, job.result.error.type) == ("cancelled", "cancelled", "cancelled")
+        assert types(spool, "j") == ["cancelled"]
+        assert places(spool, "j") == ["cancelled", "events"]
     assert spool.queue.claim("me") is None
     assert spool.jobs.next_base("r") == 0
 
 
-def test_cancel_running(spool):
+def test_a_running_job_is_cancelled_when_its_attempt_ends(spool):
     submit(spool, "j")
     job = spool.queue.claim("me")
     assert not spool.jobs.cancel_requested("j")
     assert spool.queue.cancel("j") == spool.queue.cancel("j") == "running"
     assert spool.jobs.cancel_requested("j")
-    # A runner that finds the ranks crashed does not try again.
-    assert spool.queue.requeue(job, LOST) == "cancelled"
+    assert spool.queue.requeue(job, LOST) == "cancelled"  # the ranks crashed, but are not started again
     assert not spool.jobs.cancel_requested("j")
     assert places(spool, "j") == ["cancelled", "events"]
     assert types(spool, "j") == ["claimed", "cancelled"]
 
 
-def test_cancel_of_what_has_ended_or_never_was(spool):
-    job = train_one(spool)
-    assert spool.queue.cancel(job.spec.id) == "succeeded"
-    assert not spool.jobs.cancel_requested(job.spec.id)
+def test_an_ended_job_is_not_cancelled(spool):
+    job_id = train_one(spool).spec.id
+    assert spool.queue.cancel(job_id) == "succeeded"
+    assert not spool.jobs.cancel_requested(job_id)
+
+
+@pytest.mark.parametrize("call", [lambda q, job: q.cancel(job.spec.id), lambda q, job: q.finish(job, failed())])
+def test_a_job_that_does_not_exist_is_not_found(spool, call):
+    job = submit(spool, "j")
     with pytest.raises(NotFound) as caught:
-        spool.queue.cancel("nope")
+        call(spool.queue, job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})}))
     assert caught.value.field == "id"
 
 
@@ -225,46 +222,39 @@ def test_requeue_until_the_attempts_are_used_up(spool):
     submit(spool, "j", max_attempts=2)
     job = spool.queue.claim("me")
     (spool.paths.work_dir("j", 1) / "staged").write_text("x")
-    assert spool.queue.requeue(job, LOST) == "queued"
-    state, waiting = spool.jobs.get("j")
-    assert (state, waiting.attempt, waiting.last_error) == ("queued", 1, LOST)
-    assert places(spool, "j") == ["data", "events", "queued"]
-    assert spool.queue.requeue(job, LOST) == "queued"  # said twice is once
+    for _ in range(2):
+        assert spool.queue.requeue(job, LOST) == "queued"
+        state, waiting = spool.jobs.get("j")
+        assert (state, waiting.attempt, waiting.last_error) == ("queued", 1, LOST)
+        assert places(spool, "j") == ["data", "events", "queued"]
     again = spool.queue.claim("me")
     assert again.attempt == 2
-    with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
-        spool.queue.requeue(job, LOST)
-    with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
-        spool.queue.finish(job, failed())
-    assert spool.queue.requeue(again, LOST) == "failed"
-    assert spool.jobs.get("j")[1].result.error == LOST
-    assert spool.queue.requeue(again, LOST) == "failed"
+    for end in (lambda: spool.queue.requeue(job, LOST), lambda: spool.queue.finish(job, failed())):
+        with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
+            end()
+    for _ in range(2):
+        assert spool.queue.requeue(again, LOST) == "failed"
+        assert spool.jobs.get("j")[1].result.error == LOST
     assert types(spool, "j") == ["claimed", "requeued", "claimed", "failed"]
     assert places(spool, "j") == ["events", "failed"]
 
 
-def test_an_error_that_will_not_go_away_is_not_retried(spool):
+def test_a_lasting_error_is_not_retried(spool):
     submit(spool, "j")
     error = JobError(type="checkpoint_damaged", message="adapter missing", log_tail="tail")
     assert spool.queue.requeue(spool.queue.claim("me"), error) == "failed"
     assert spool.jobs.get("j")[1].result.error == error
 
 
-def test_finish_is_idempotent_and_the_first_result_stands(spool):
-    submit(spool, "j")
+def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
+    job = submit(spool, "j")
+    with pytest.raises(Conflict, match="queued"):
+        spool.queue.finish(job, failed())
     job = spool.queue.claim("me")
-    with pytest.raises(NotFound):
-        spool.queue.finish(job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})}), failed())
     assert spool.queue.finish(job, failed("first")) == "failed"
     before = tree(spool.root)
     assert spool.queue.finish(job, succeeded(job)) == "failed"
     assert tree(spool.root) == before
-
-
-def test_finish_needs_a_running_job(spool):
-    job = submit(spool, "j")
-    with pytest.raises(Conflict, match="queued"):
-        spool.queue.finish(job, failed())
 
 
 def test_the_strongest_directory_counts(spool):
@@ -348,14 +338,6 @@ def test_sweep_of_old_remains_only(spool):
     assert not any(path.exists() for path in [*remains, *files])
     assert (jobs / "data/queued/tokens.npy").exists()  # its job is there, however old
     assert temporary_names(spool.root) == []
-
-
-def test_a_crashed_submission_can_be_sent_again(spool):
-    leftover = spool.paths.data_dir("j")
-    leftover.mkdir()
-    (leftover / "half").write_text("x")
-    submit(spool, "j")
-    assert [path.name for path in spool.paths.data_dir("j").iterdir()] == ["tokens.npy"]
 
 
 def test_a_damaged_job_file_is_named(spool):

@@ -96,7 +96,6 @@ def test_commit_says_all_that_the_manifest_holds(tmp_path):
         versions={"torch": "2"},
         metrics={"loss": 0.5},
         probe=PROBE,
-        origin=None,
     )
     assert not staged.exists()
     assert spool.checkpoints.path("r", 1) == tmp_path / "runs/r/checkpoints/00000001"
@@ -119,14 +118,6 @@ def test_commit_of_anything_but_the_next_step_is_a_conflict(tmp_path, step):
     assert tree(tmp_path) == before
 
 
-def test_commit_from_outside_the_volume_is_refused(tmp_path):
-    spool = spool_with_run(tmp_path / "root")
-    outside = tmp_path / "staged"
-    outside.mkdir()
-    with pytest.raises(InvalidInput, match="not under"):
-        spool.checkpoints.commit(outside, "r", 1, "j")
-
-
 def test_a_step_that_is_not_there(tmp_path):
     spool = spool_with_run(tmp_path)
     for step in (1, -1, 10**9):
@@ -137,10 +128,11 @@ def test_a_step_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer/adam.safetensors"])
-def test_verify_names_the_damaged_file_and_how(tmp_path, name):
+def test_verify_names_each_damaged_file_and_how(tmp_path, name):
     spool = spool_with_run(tmp_path)
     train_one(spool)
-    file = spool.checkpoints.path("r", 1) / name
+    directory = spool.checkpoints.path("r", 1)
+    file = directory / name
     good = file.read_bytes()
     for content, how in (
         (None, "missing"),
@@ -154,15 +146,9 @@ def test_verify_names_the_damaged_file_and_how(tmp_path, name):
             spool.checkpoints.verify("r", 1)
         file.write_bytes(good)
         spool.checkpoints.verify("r", 1)
-
-
-def test_verify_names_every_damaged_file(tmp_path):
-    spool = spool_with_run(tmp_path)
-    train_one(spool)
-    directory = spool.checkpoints.path("r", 1)
-    (directory / "adapter_model.safetensors").unlink()
-    (directory / "optimizer/adam.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointDamaged, match=r"adapter_model.*missing.*adam.*truncated"):
+    for damaged in ("adapter_model.safetensors", "optimizer/adam.safetensors"):
+        (directory / damaged).write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match=r"adapter_model.*truncated.*adam.*truncated"):
         spool.checkpoints.verify("r", 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -101,13 +100,6 @@ class Spool:
         finally:
             with suppress(OSError):
                 path.unlink()
-
-    def relative(self, path: Path | str) -> str:
-        """`path` relative to the root, as records hold it; InvalidInput if it is not inside."""
-        inside = os.path.relpath(os.path.abspath(path), self.root)  # noqa: PTH100
-        if inside.startswith(".."):
-            raise InvalidInput(f"{path} is not under the spool's root {self.root}", field="path")
-        return Path(inside).as_posix()
 
     def absolute(self, relative: str) -> Path:
         """A record's relative path in this container; InvalidInput if it leads out of the root."""

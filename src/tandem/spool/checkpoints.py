@@ -103,14 +103,13 @@ class Checkpoints:
     def manifest(self, run: str, step: int) -> Manifest:
         """The manifest; CheckpointDamaged if it is missing, unreadable or of another checkpoint."""
         path = self.path(run, step) / MANIFEST
-        content = fs.read_bytes(path)
-        if content is None:
-            raise CheckpointDamaged(f"checkpoint {path.parent}: {MANIFEST} is missing")
         try:
-            manifest = Manifest.model_validate_json(content)
+            manifest = fs.read_record(path, Manifest)
         except ValidationError as error:
             damage = f"{MANIFEST} is truncated or altered ({error})"
             raise CheckpointDamaged(f"checkpoint {path.parent}: {damage}") from error
+        if manifest is None:
+            raise CheckpointDamaged(f"checkpoint {path.parent}: {MANIFEST} is missing")
         if (manifest.run, manifest.step) != (run, step):
             damage = f"{MANIFEST} is altered: it names run {manifest.run!r} and step {manifest.step}"
             raise CheckpointDamaged(f"checkpoint {path.parent}: {damage}")
@@ -129,18 +128,16 @@ class Checkpoints:
         step: int,
         job: str | None,
         *,
-        topology: Mapping[str, int] | None = None,
-        versions: Mapping[str, str] | None = None,
+        topology: dict[str, int] | None = None,
+        versions: dict[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
         probe: Probe | None = None,
-        origin: Origin | None = None,
     ) -> Manifest:
         """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename.
 
         Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
         anything but plain files. If this fails, the staged directory stays where it was.
         """
-        self._spool.relative(staged_dir)
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -152,11 +149,10 @@ class Checkpoints:
             job=job,
             created=time.time(),
             files={},
-            topology=dict(topology or {}),
-            versions=dict(versions or {}),
+            topology=topology or {},
+            versions=versions or {},
             metrics=dict(metrics or {}),
             probe=probe,
-            origin=origin,
         )
         with fs.volume_errors(target):
             manifest = write_manifest(staged_dir, manifest)

@@ -1,7 +1,7 @@
-"""Files on the volume: commit by rename, durable, and with errors that say what to do.
+"""Files on the volume: durable, committed by rename, with errors that say what to do.
 
-Every write goes to a temporary name beside its target (`.tmp-…`, which no listing shows), is fsynced, renamed, and the
-directory is fsynced: a name that exists is complete. A failed write removes its temporary name.
+Every write goes to a temporary name beside its target (`.tmp-…`, which listings leave out), is fsynced and renamed, and
+then the directory is fsynced. So a name that exists is complete. A failed write removes its temporary name.
 """
 
 from __future__ import annotations
@@ -42,23 +42,17 @@ def new_ulid() -> str:
     return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
 
-def unusable(error: OSError, path: Path) -> SpoolUnusable | None:
-    """The error a person can act upon, or None where `error` is not about the state of the volume."""
-    if error.errno not in _REMEDIES:
-        return None
-    what, remedy = _REMEDIES[error.errno]
-    return SpoolUnusable(f"can't use {path}: {what} ({errno.errorcode[error.errno]}); {remedy}")
-
-
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError that says the volume is unusable into SpoolUnusable naming `path`; others pass."""
+    """Turns an OSError about the state of the volume into SpoolUnusable naming `path`; other errors pass."""
     try:
         yield
     except OSError as error:
-        if (translated := unusable(error, path)) is not None:
-            raise translated from error
-        raise
+        if error.errno not in _REMEDIES:
+            raise
+        problem, remedy = _REMEDIES[error.errno]
+        name = errno.errorcode[error.errno]
+        raise SpoolUnusable(f"can't use {path}: {problem} ({name}); {remedy}") from error
 
 
 def fsync_dir(directory: Path) -> None:
@@ -74,10 +68,8 @@ def fsync_dir(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes every file and directory under `directory`, and itself, durable, and readable to whom the directory is.
-
-    safetensors' own writer makes files that only their user can read; the others of a group share the volume.
-    """
+    """Makes `directory` and everything below it durable, and its files readable by all who can read the directory:
+    safetensors writes files that only their user can read, but the users of a group share the volume."""
     with volume_errors(directory):
         for here, _, files in os.walk(directory, topdown=False):
             shared = Path(here).stat().st_mode & 0o666
@@ -102,7 +94,7 @@ def write_all(fd: int, data: bytes) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
 
-    Raises SpoolUnusable (full, read-only, no permission, …) and leaves no temporary file.
+    Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then.
     """
     temporary = path.parent / f"{TEMPORARY}{path.name}.{new_ulid()}"
     with volume_errors(path):
@@ -126,59 +118,6 @@ def write_json_atomic(path: Path, model: BaseModel) -> None:
     write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode())
 
 
-def move_file(source: Path, target: Path) -> None:
-    """Renames a file into another directory of the volume, replacing `target`; durable when it returns."""
-    with volume_errors(target):
-        source.replace(target)
-        fsync_dir(target.parent)
-        fsync_dir(source.parent)
-
-
-def rename_dir(source: Path, target: Path) -> None:
-    """Renames a directory of the volume; durable when it returns. Raises FileExistsError if `target` exists.
-
-    The content must be durable already (`fsync_tree`).
-    """
-    if exists(target):
-        raise FileExistsError(errno.EEXIST, "exists already", str(target))
-    with volume_errors(target):
-        try:
-            source.rename(target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # somebody made it since we looked
-                raise FileExistsError(errno.EEXIST, "exists already", str(target)) from error
-            raise
-        fsync_dir(target.parent)
-        if source.parent != target.parent:
-            fsync_dir(source.parent)
-
-
-def remove_file(path: Path) -> None:
-    """Removes a file if it is there; durable when it returns."""
-    with volume_errors(path):
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return
-        fsync_dir(path.parent)
-
-
-def remove_tree(directory: Path) -> bool:
-    """Removes a directory if it is there; False if something of it stays (NFS keeps files that are still mapped).
-
-    It is renamed to a temporary name first, so that nobody finds half of it under its own.
-    """
-    doomed = directory.parent / f"{TEMPORARY}{directory.name}.{new_ulid()}"
-    try:
-        directory.rename(doomed)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    shutil.rmtree(doomed, ignore_errors=True)
-    return not exists(doomed)
-
-
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
     """A new empty directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
@@ -189,6 +128,60 @@ def staging(parent: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Moves a file within the volume, durably, replacing `target`."""
+    with volume_errors(target):
+        source.replace(target)
+        fsync_dir(target.parent)
+        fsync_dir(source.parent)
+
+
+def rename_dir(source: Path, target: Path) -> None:
+    """Moves a directory within the volume, durably. FileExistsError if `target` exists.
+
+    The content must be durable already (`fsync_tree`).
+    """
+    taken = FileExistsError(errno.EEXIST, "exists already", str(target))
+    if exists(target):
+        raise taken
+    with volume_errors(target):
+        try:
+            source.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process made it since
+                raise taken from error
+            raise
+        fsync_dir(target.parent)
+        if source.parent != target.parent:
+            fsync_dir(source.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, durably, if it exists."""
+    with volume_errors(path):
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        fsync_dir(path.parent)
+
+
+def remove_tree(directory: Path) -> bool:
+    """Removes a directory if it exists; False if something of it stays (NFS keeps files that are still mapped).
+
+    Renames it to a temporary name first, so that nobody finds half of it.
+    """
+    doomed = directory.parent / f"{TEMPORARY}{directory.name}.{new_ulid()}"
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return not exists(doomed)
 
 
 def names(directory: Path) -> list[str]:
@@ -208,9 +201,9 @@ def exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
-    """The content of a file that others replace by rename, or None if there is none.
+    """The content of a file that others replace by rename; None if it does not exist.
 
-    `sure`: the directory was listed before saying so; otherwise an NFS client may not see a file made a moment ago.
+    `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet.
     """
     for _ in range(5):
         try:
@@ -225,6 +218,12 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     return None
 
 
+def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
+    """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
+    content = read_bytes(path)
+    return None if content is None else model.model_validate_json(content)
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's content, lower-case hex."""
     with path.open("rb") as file:
@@ -233,13 +232,13 @@ def sha256_file(path: Path) -> str:
 
 def older_than(path: Path, seconds: float) -> bool:
     """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
-    probe = path.parent / f"{TEMPORARY}clock.{new_ulid()}"
+    clock = path.parent / f"{TEMPORARY}clock.{new_ulid()}"
     with volume_errors(path):
         try:
-            probe.touch(exist_ok=False)
-            return probe.stat().st_mtime - path.stat().st_mtime > seconds
+            clock.touch(exist_ok=False)
+            return clock.stat().st_mtime - path.stat().st_mtime > seconds
         except FileNotFoundError:
             return False
         finally:
             with suppress(OSError):
-                probe.unlink()
+                clock.unlink()

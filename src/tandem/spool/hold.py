@@ -31,9 +31,8 @@ class HoldRecord:
 
     def get(self) -> Hold | None:
         """The hold; None without one, or if the file is damaged."""
-        content = fs.read_bytes(self._paths.hold)
         try:
-            return None if content is None else Hold.model_validate_json(content)
+            return fs.read_record(self._paths.hold, Hold)
         except ValidationError:
             return None
 

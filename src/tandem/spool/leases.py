@@ -22,8 +22,7 @@ class Leases:
 
     def get(self, job_id: str) -> Lease | None:
         """The job's lease; None if nobody runs the job."""
-        content = fs.read_bytes(self._spool.paths.lease_file(job_id))
-        return None if content is None else Lease.model_validate_json(content)
+        return fs.read_record(self._spool.paths.lease_file(job_id), Lease)
 
     def renew(self, job_id: str, runner: str, phase: str, ranks: Sequence[RankProcess] | None = None) -> Lease:
         """The runner's heartbeat; `ranks` None keeps the recorded ones.

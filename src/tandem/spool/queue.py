@@ -68,7 +68,7 @@ class Queue:
                 made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
                 if made != (new_id, run, expected, fingerprint):
                     raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
-                placed = spec.data.model_copy(update={"path": self._spool.relative(data)})
+                placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
                 job = Job(spec=spec.model_copy(update={"data": placed}))
                 fs.fsync_tree(staged)
                 with self._spool.job_lock(new_id):

@@ -65,10 +65,9 @@ class Runs:
     def get(self, name: str) -> RunSpec:
         """The run's specification; NotFound (field `run`) if there is none."""
         path = self.directory(name) / "run.json"
-        content = fs.read_bytes(path)
-        if content is None:
+        if (spec := fs.read_record(path, RunSpec)) is None:
             raise NotFound(f"{path} is missing: the run {name!r} is damaged; restore the file", field="run")
-        return RunSpec.model_validate_json(content)
+        return spec
 
     def names(self) -> list[str]:
         """The names of all runs, in order."""

@@ -23,8 +23,7 @@ class ServedRecords:
 
     def get(self, run: str) -> Served | None:
         """The run's record, or None before the first publication."""
-        content = fs.read_bytes(self._path(run))
-        return None if content is None else Served.model_validate_json(content)
+        return fs.read_record(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
         """Replaces the record, durably."""

@@ -1,0 +1,165 @@
+"""Files on the volume: ids, atomic writes, the order of syncs, locks, and what an NFS client may forget."""
+
+import errno
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spool.spool_tools import commit, in_child, spool_with_run, submit, tree
+from tandem.errors import SpoolUnusable
+from tandem.spool import fs
+from tandem.spool.locks import LockHeldError, file_lock
+
+
+def test_ulids_are_unique_and_sort_by_time():
+    earlier = [fs.new_ulid() for _ in range(1000)]
+    time.sleep(0.003)
+    later = fs.new_ulid()
+    assert len(set(earlier)) == 1000
+    assert max(earlier) < later
+    assert all(re.fullmatch(r"[0-7][0-9A-HJKMNP-TV-Z]{25}", ulid) for ulid in earlier)
+    # The first ten characters are the milliseconds (the ULID specification).
+    value = 0
+    for character in later[:10]:
+        value = value * 32 + "0123456789ABCDEFGHJKMNPQRSTVWXYZ".index(character)
+    assert abs(value / 1000 - time.time()) < 5
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_write_atomic_replaces_whole_and_cleans_up(tmp_path, monkeypatch, failing):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    path = tmp_path / "file"
+    fs.write_atomic(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, refuse)
+        with pytest.raises(SpoolUnusable, match="quota"):
+            fs.write_atomic(path, b"new" * 1000)
+    assert tree(tmp_path) == {"file": b"old"}
+    fs.write_atomic(path, b"new")
+    assert tree(tmp_path) == {"file": b"new"}
+
+
+def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monkeypatch):
+    """The order that makes a rename a commit: content, rename, directory."""
+    log = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+
+    def fsync(fd):
+        log.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
+        real["fsync"](fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("replace", "rename"):
+
+        def move(source, target, name=name):
+            log.append(("rename", Path(target).name))
+            real[name](source, target)
+
+        monkeypatch.setattr(os, name, move)
+    (tmp_path / "in").mkdir()
+    fs.write_atomic(tmp_path / "in/file", b"x")
+    assert [kind for kind, _ in log] == ["fsync", "rename", "fsync"]
+    assert log[0][1].startswith(".tmp-file")
+    assert log[1:] == [("rename", "file"), ("fsync", "in")]
+
+    log.clear()
+    spool = spool_with_run(tmp_path / "spool")
+    moved = log.index(("rename", "r"))
+    files = {"run.json", "lock", "adapter_model.safetensors", "manifest.json", "00000000", "checkpoints"}
+    assert {("fsync", name) for name in files} <= set(log[:moved])
+    assert log[moved + 1 :] == [("fsync", "runs")]
+
+    submit(spool, "j")
+    job = spool.queue.claim("runner")
+    log.clear()
+    commit(spool, job)
+    moved = log.index(("rename", "00000001"))
+    files = {"adapter_model.safetensors", "adam.safetensors", "manifest.json", "optimizer", "checkpoint"}
+    assert {("fsync", name) for name in files} <= set(log[:moved])
+    assert log[moved + 1 :] == [("fsync", "checkpoints"), ("fsync", "1")]
+
+
+def test_rename_dir_refuses_an_existing_target(tmp_path):
+    for name in ("a", "b", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "b/file").write_text("precious")
+    for target in ("b", "empty"):
+        with pytest.raises(FileExistsError):
+            fs.rename_dir(tmp_path / "a", tmp_path / target)
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "b/file").read_text() == "precious"
+
+
+def test_locks_exclude_threads_and_processes_and_die_with_their_holder(tmp_path):
+    lock = tmp_path / "lock"
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+
+    def count():
+        for _ in range(50):
+            with file_lock(lock), file_lock(lock):
+                counter.write_text(str(int(counter.read_text()) + 1))
+
+    def two_threads():
+        threads = [threading.Thread(target=count) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    children = []
+    for _ in range(3):
+        if (pid := os.fork()) == 0:
+            two_threads()
+            os._exit(0)
+        children.append(pid)
+    assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+    assert counter.read_text() == "300"
+
+    def held_elsewhere():
+        with pytest.raises(LockHeldError), file_lock(lock, blocking=False):
+            pass
+
+    with file_lock(lock):
+        assert in_child(held_elsewhere) == 0
+        # Another descriptor closed by this process doesn't give the lock away, as long as it goes through file_lock.
+        with file_lock(lock):
+            pass
+        assert in_child(held_elsewhere) == 0
+
+    def die_with_it():
+        with file_lock(lock):
+            os.kill(os.getpid(), 9)
+
+    assert in_child(die_with_it) == -9
+    with file_lock(lock, blocking=False):
+        pass
+
+
+def test_absence_is_judged_by_listing_the_directory(tmp_path, monkeypatch):
+    """An NFS client may remember that a name was absent; a listing is asked again."""
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(Path, "exists", lambda self, **_: False)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert fs.exists(tmp_path / "file")
+    assert not fs.exists(tmp_path / "none")
+    assert not fs.exists(tmp_path / "none/file")
+    spool = spool_with_run(tmp_path / "spool")
+    submit(spool, "j")
+    real, forgotten = Path.read_bytes, []
+
+    def forgetful(self):
+        if self.name == "j.json" and self not in forgotten and "queued" in self.parts:
+            forgotten.append(self)
+            raise FileNotFoundError(2, "stale", str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", forgetful)
+    assert spool.jobs.get("j")[0] == "queued"
+    assert forgotten
