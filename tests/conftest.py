@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: FIRST.index(group) if (group := _group(item)) in FIRST else len(FIRST))
 
 
-FIRST = ["docker", "tests/stack/test_faults.py", "vllm", "tests/stack/test_demo.py"]
+FIRST = ["docker", "tests/stack/test_stack.py", "vllm"]
 
 
 def _group(item: pytest.Item) -> str:

@@ -51,16 +51,19 @@ def until(what: str, check: Callable[[], Any], timeout: float, poll: float = 0.1
     return answer
 
 
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as held:
+        return [str(held.enter_context(ports.reserve()).port) for _ in range(count)]
+
+
 class LocalStack:
     """`tandem up` on a tiny model, on ports of its own."""
 
     def __init__(self, root: Path, **variables: str) -> None:
         self.root = root
-        tiny_model.write_tiny_qwen3(root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1)
-        with ExitStack() as held:
-            self.controller_port = held.enter_context(ports.reserve()).port
-            self.inference_port = held.enter_context(ports.reserve()).port
-            self.metrics_port = held.enter_context(ports.reserve()).port
+        if not (root / "models" / "tiny").exists():
+            tiny_model.write_tiny_qwen3(root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1)
+        controller, inference, metrics = free_ports(3)
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root),
             "TANDEM_BASE_MODEL": "models/tiny",
@@ -68,17 +71,19 @@ class LocalStack:
             "TANDEM_LAUNCH": "fork",
             "TANDEM_API_KEY": API_KEY,
             "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
-            "TANDEM_CONTROLLER_PORT": str(self.controller_port),
-            "TANDEM_INFERENCE_PORT": str(self.inference_port),
-            "TANDEM_METRICS_PORT": str(self.metrics_port),
+            "TANDEM_CONTROLLER_PORT": controller,
+            "TANDEM_INFERENCE_PORT": inference,
+            "TANDEM_METRICS_PORT": metrics,
             "TANDEM_MAX_MODEL_LEN": "256",
             "TANDEM_MAX_LORA_RANK": "16",
             "TANDEM_HEARTBEAT_SECONDS": "1",
             "TANDEM_LEASE_SECONDS": "10",
             **variables,
         }
-        self.client = Tandem(f"http://127.0.0.1:{self.controller_port}", API_KEY)
-        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+        self.controller_url = f"http://127.0.0.1:{self.environment['TANDEM_CONTROLLER_PORT']}"
+        self.inference_url = f"http://127.0.0.1:{self.environment['TANDEM_INFERENCE_PORT']}"
+        self.api_key = self.environment["TANDEM_API_KEY"]
+        self.client = Tandem(self.controller_url, self.api_key)
 
     def __enter__(self) -> LocalStack:
         self.log = (self.root / "up.log").open("ab")
@@ -109,7 +114,7 @@ class LocalStack:
             return False
 
     def wait_ready(self, timeout: float = 240) -> None:
-        for url in (f"http://127.0.0.1:{self.controller_port}/readyz", f"{self.inference_url}/health"):
+        for url in (f"{self.controller_url}/readyz", f"{self.inference_url}/health"):
             until(f"{url} answers", lambda url=url: self.answers(url) or self.dead(), timeout, poll=0.5)
         assert not self.dead(), f"tandem up ended with {self.process.returncode}: {self.tail()}"
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -20,14 +21,14 @@ API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 
 
 class VllmServer:
-    """`python -m tandem.inference.server.serve` for one model, on a port of its own. It loads from the beginning on."""
+    """`python -m tandem.inference.server.serve` for one model, on a port of its own."""
 
     def __init__(self, directory: Path, model: Path, **variables: str) -> None:
         self.model = model
         self.log = directory / "vllm.log"
         self._port = ports.reserve(name="vllm")
         self.url = f"http://127.0.0.1:{self._port.port}"
-        environment = os.environ | {
+        self._environment = os.environ | {
             "TANDEM_ROOT": str(directory),
             "TANDEM_BASE_MODEL": str(model),
             "TANDEM_DEVICE": "cpu",
@@ -37,16 +38,33 @@ class VllmServer:
             "TANDEM_MAX_LORAS": "2",
             **variables,
         }
+
+    def __enter__(self) -> Self:
         command = [sys.executable, "-m", "tandem.inference.server.serve"]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """SIGKILL to the server and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+        self._port.close()
 
     def client(self, **settings: object) -> VllmClient:
         keys = {"inference_url": self.url, "api_key": API_KEY, "admin_token": ADMIN_TOKEN}
         return VllmClient(Settings(**{**keys, **settings}))  # type: ignore[arg-type]
 
-    def wait(self, timeout: float = 300.0) -> None:
-        """Until it answers; AssertionError with the end of its log when it dies or takes too long."""
+    def _wait(self, timeout: float = 500.0) -> None:
+        """Until it answers. AssertionError with the end of its log when it dies or takes too long."""
         deadline = time.monotonic() + timeout
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -58,10 +76,3 @@ class VllmServer:
             return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
         except httpx.TransportError:
             return False
-
-    def close(self) -> None:
-        """SIGKILL to the server and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
-        self._port.close()

@@ -1,6 +1,6 @@
 """Faults that only containers have, and what becomes of them. docs/jobs.md and docs/operations.md say the same.
 
-`tests/stack/test_faults.py` kills single programs. The stack is the one that `test_running_stack` left. Each test goes
+`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack` left. Each test goes
 on from the state that the one before it left: while vLLM starts again, the trainer's faults are tried.
 """
 

@@ -47,17 +47,12 @@ def test_adapters_on_experts_are_served(tmp_path: Path) -> None:
     expected = {name: np.array(values) for name, values in json.loads((tmp_path / "expected.json").read_text()).items()}
     moved = np.mean(np.abs(expected["everywhere"] - expected["base"]))
     assert moved > 0.5
-    server = VllmServer(
-        tmp_path, tmp_path / "model", TANDEM_DEVICE="cuda", TANDEM_EXPERT_LORA="1", TANDEM_MAX_LORA_RANK="8",
-        TANDEM_GPU_MEMORY_UTILIZATION="0.3", TANDEM_ENFORCE_EAGER="1",
-    )  # fmt: skip
-    try:
-        server.wait(500)
+    variables = {"TANDEM_DEVICE": "cuda", "TANDEM_EXPERT_LORA": "1", "TANDEM_MAX_LORA_RANK": "8",
+                 "TANDEM_GPU_MEMORY_UTILIZATION": "0.3", "TANDEM_ENFORCE_EAGER": "1"}  # fmt: skip
+    with VllmServer(tmp_path, tmp_path / "model", **variables) as server:
         client = server.client()
         client.load_lora("everywhere", str(tmp_path / "everywhere"))
         for name, logprobs in expected.items():
             error = np.mean(np.abs(np.array(client.prompt_logprobs(name, TOKENS)) - logprobs))
             print(f"{name}: mean |vLLM bf16 - fp32| = {error:.3f} nats; the adapter moved {moved:.2f}")
             assert error < 0.1 * max(moved, 1.0), name
-    finally:
-        server.close()

@@ -131,6 +131,8 @@ def _environment(settings: Settings, device: Device, model: str, environ: Mappin
         # the same ones. On two cores that leaves one thread, shared with the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
+        # vLLM compiles two small functions of its sampler, which costs the first request 6 to 18 s.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # The CPU platform keeps the "uni" executor only with this. The engine remains a process of its own.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

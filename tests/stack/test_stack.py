@@ -1,0 +1,329 @@
+"""`make demo` learns, and then its stack loses one program after another: every job ends as docs/jobs.md says.
+
+All tests share one stack and go on from the state that the one before them left. vLLM takes most of a minute to start,
+so it dies twice only, and meanwhile the trainer's programs and the controller die: training needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import demo
+import httpx
+import numpy as np
+import pytest
+
+from local_stack import DEVICES, LocalStack, free_ports, until
+from tandem.errors import SpoolUnusable
+from tandem.spool.schema import TERMINAL, Event
+from tandem.system import processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+RUN = "faulty"
+CPU = DEVICES["TANDEM_DEVICE"] == "cpu"
+# Longest that a job of this size takes with one crash in it, and until its step is served, in seconds.
+JOB_BOUND, SERVED_BOUND = 180, 180
+SETTINGS = {
+    **DEVICES,
+    "TANDEM_MAX_MODEL_LEN": "4096",  # a request that runs long enough to be stopped
+    "TANDEM_VLLM_STALL_SECONDS": "20",
+    "TANDEM_KEEP_SERVED": "30",  # so that every step that survived a fault is verified
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "out"
+
+
+@pytest.fixture(scope="module")
+def stack(out: Path) -> Iterator[LocalStack]:
+    """The stack on which the demo has learned. It runs on when the demo is done."""
+    stacks: list[LocalStack] = []
+
+    @contextmanager
+    def lasting(root: Path, environment: dict[str, str]) -> Iterator[object]:
+        variables = {name: value for name, value in environment.items() if name.startswith("TANDEM_")}
+        stack = LocalStack(root, **variables | SETTINGS)
+        stack.process = running.enter_context(start(root, stack.environment))
+        stacks.append(stack)
+        yield stack.process
+
+    controller, inference = free_ports(2)
+    command = ["demo.py", "--out", str(out), "--controller-port", controller, "--inference-port", inference]
+    start = demo.stack
+    with ExitStack() as running:
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(sys, "argv", command),
+            mock.patch.object(demo, "stack", lasting),
+        ):
+            demo.main()
+        (stack,) = stacks
+        stack.client.create_run(RUN, lora={"rank": 4, "alpha": 8})
+        stack.client.wait_served(RUN, 0, timeout=SERVED_BOUND)
+        yield stack
+
+
+def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
+    report = json.loads((out / "report.json").read_text())
+    assert report["samples"] == 200
+    assert abs(report["sft_reward"] - 0.75) <= 0.05
+    assert report["rl_reward"] >= 0.95
+    rewards = [row["reward"] for row in report["steps"]]
+    assert rewards[-1] > rewards[0] + 0.1
+    assert (out / "reward.png").stat().st_size > 10_000
+    # The sampler's log-probs are the trainer's, although two programs compute them.
+    assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
+
+
+def test_vllm_serves_the_demos_steps_exactly(stack: LocalStack) -> None:
+    """float32 on both sides: the error is far below the tolerance, though the adapters changed the log-probs a lot."""
+    moved = []
+    for step in stack.spool.checkpoints.steps(demo.RUN)[1:]:
+        manifest = stack.spool.checkpoints.manifest(demo.RUN, step)
+        (event,) = (e for e in stack.spool.events.read(str(manifest.job)) if e.type == "served")
+        assert event.data["model"] == f"{demo.RUN}@{step}"
+        assert event.data["mean_abs_logprob_error"] < (1e-4 if CPU else 0.05)
+        now, base = (np.concatenate(rows) for rows in (manifest.probe.logprobs, manifest.probe.base))
+        moved.append(np.abs(now - base).mean())
+    assert min(moved) > 0.5, "adapters that change little prove little"
+
+
+def submit(stack: LocalStack, epochs: int = 25) -> str:
+    examples = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q in ("Is it?", "Was it?")
+        for a in ("yes", "no")
+    ]
+    job = stack.client.train_sft(
+        RUN,
+        examples=examples,
+        packing={"sequence_length": 128},
+        optimizer={"learning_rate": 1e-3, "epochs": epochs},
+        max_attempts=3,
+    )
+    return job.spec.id
+
+
+def seen(stack: LocalStack, job: str, kind: str, count: int = 1) -> list[Event]:
+    """The job's events once `count` of that kind are among them, or once the job has ended."""
+
+    def check() -> list[Event] | None:
+        events = stack.spool.events.read(job)
+        enough = sum(e.type == kind for e in events) >= count
+        return events if enough or any(e.type in TERMINAL for e in events) else None
+
+    return until(f"{count} {kind} events of job {job}", check, JOB_BOUND, poll=0.01)
+
+
+def succeeds(stack: LocalStack, job: str) -> int:
+    """Wait for the job's success and check what holds after any end. Returns the number of attempts."""
+
+    def check():
+        state, record = stack.spool.jobs.get(job)
+        return (state, record) if state in TERMINAL else None
+
+    state, record = until(f"the end of job {job}", check, JOB_BOUND)
+    events = stack.spool.events.read(job)
+    assert [e.seq for e in events] == list(range(len(events)))
+    assert sum(e.type in TERMINAL for e in events) == 1
+    assert record.result is not None
+    assert state == record.result.state == "succeeded", record.result.error
+    steps = stack.spool.checkpoints.steps(RUN)
+    assert steps == list(range(len(steps)))
+    for step in steps:
+        stack.spool.checkpoints.verify(RUN, step)
+    assert record.result.step == record.spec.base_step + 1 == steps[-1]
+    assert stack.spool.checkpoints.manifest(RUN, steps[-1]).job == job
+    assert not stack.spool.paths.data_dir(job).exists()
+    pids = {p for e in events if e.type == "started" for p in e.data["pids"]}
+    until("no rank is left", lambda: not any(is_rank(pid) for pid in pids), 30)
+    return record.attempt
+
+
+def is_rank(pid: int) -> bool:
+    """Whether `pid` is a living process of Tandem, not some later process with its number."""
+    process = processes.read(pid)
+    try:
+        return process is not None and not process.zombie and "tandem" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def serves_all_steps(stack: LocalStack) -> None:
+    """vLLM serves every step of the run, each one verified, and answers with the oldest and the newest."""
+    steps = stack.spool.checkpoints.steps(RUN)
+    stack.client.wait_served(RUN, steps[-1], timeout=SERVED_BOUND)
+    models = {f"{RUN}@{step}" for step in steps}
+    until("every step is loaded", lambda: models <= listed(stack), 60)
+    for step in steps[1:]:
+        job = str(stack.spool.checkpoints.manifest(RUN, step).job)
+        until(f"step {step} is verified", lambda j=job: any(e.type == "served" for e in stack.spool.events.read(j)), 60)
+    record = stack.spool.served.get(RUN)
+    assert (record.step, record.refused_step) == (steps[-1], None)
+    assert record.mean_abs_logprob_error <= (0.02 if CPU else 0.05)
+    for step in (steps[0], steps[-1]):
+        assert ask(stack, f"{RUN}@{step}") == 200
+
+
+def listed(stack: LocalStack) -> set[str]:
+    headers = {"Authorization": f"Bearer {stack.api_key}"}
+    try:
+        models = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).json()["data"]
+    except httpx.TransportError:
+        return set()
+    return {model["id"] for model in models}
+
+
+def ask(stack: LocalStack, model: str = "base", tokens: int = 4) -> int | None:
+    body = {"model": model, "prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {stack.api_key}"}
+    try:
+        return httpx.post(f"{stack.inference_url}/v1/completions", json=body, headers=headers, timeout=300).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def engine_of(server: int) -> int:
+    """The pid of vLLM's engine."""
+    pids = [process.pid for process in processes.descendants(server)]
+    return next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def log(stack: LocalStack) -> str:
+    return (stack.root / "up.log").read_text(errors="replace")
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
+def test_kill_the_publisher(stack: LocalStack, delay: float) -> None:
+    job = submit(stack, epochs=2)
+    seen(stack, job, "checkpoint")
+    time.sleep(delay)
+    stack.kill("publisher")
+    succeeds(stack, job)
+    serves_all_steps(stack)
+
+
+# ---- vLLM's engine stops; meanwhile the trainer's programs die
+
+
+@pytest.fixture(scope="module")
+def stopped(stack: LocalStack) -> tuple[int, int]:
+    """vLLM's engine is stopped in the middle of a request. The pids of server and engine."""
+    (server,) = stack.pids("vllm")
+    engine = engine_of(server)
+    threading.Thread(target=ask, args=(stack, "base", 4000), daemon=True).start()
+    metrics = f"{stack.inference_url}/metrics"
+    running = 'running{engine="0",model_name="base"} 1.0'
+    until("the request runs", lambda: running in httpx.get(metrics, timeout=5).text, 30)
+    os.kill(engine, signal.SIGSTOP)
+    assert stack.answers(f"{stack.inference_url}/health")
+    return server, engine
+
+
+@pytest.mark.parametrize(
+    ("event", "count"), [("started", 1), ("loaded", 1), ("step", 1), ("step", 10), ("checkpoint", 1)]
+)
+def test_kill_a_rank(stack: LocalStack, stopped: object, event: str, count: int) -> None:
+    job = submit(stack)
+    events = seen(stack, job, event, count)
+    for pid in next(e for e in reversed(events) if e.type == "started").data["pids"]:
+        if is_rank(pid):
+            os.kill(pid, signal.SIGKILL)
+    succeeds(stack, job)
+
+
+@pytest.mark.parametrize(("event", "count"), [("claimed", 1), ("step", 2), ("checkpoint", 1)])
+def test_kill_the_runner(stack: LocalStack, stopped: object, event: str, count: int) -> None:
+    job = submit(stack)
+    seen(stack, job, event, count)
+    stack.kill("runner")
+    assert succeeds(stack, job) <= 2
+
+
+def test_kill_the_fork_server(stack: LocalStack, stopped: object) -> None:
+    job = submit(stack)
+    seen(stack, job, "step", 2)
+    stack.kill("forkserver")
+    succeeds(stack, job)
+
+
+def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
+    stack: LocalStack, stopped: tuple[int, int]
+) -> None:
+    server, engine = stopped
+    noticed = "has stalled: 1 requests wait, and no token came"
+    until("the stall is noticed", lambda: noticed in log(stack), 60)
+    until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
+    assert processes.read(engine) is None
+    stack.wait_ready()
+    serves_all_steps(stack)
+
+
+# ---- vLLM dies; meanwhile the controller dies
+
+
+@pytest.fixture(scope="module")
+def killed(stack: LocalStack) -> str:
+    """vLLM is killed while the publisher loads a checkpoint. The checkpoint's job."""
+    job = submit(stack)
+    seen(stack, job, "checkpoint")
+    engine = engine_of(stack.kill("vllm"))
+    until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
+    return job
+
+
+def test_kill_vllm(stack: LocalStack, killed: str) -> None:
+    succeeds(stack, killed)
+
+
+def test_kill_the_controller_under_a_follower(stack: LocalStack, killed: str) -> None:
+    """The client's event stream continues where it was, and gets every event once."""
+    job = submit(stack)
+    got: list[Event] = []
+    follower = threading.Thread(target=lambda: got.extend(stack.client.events(job)), daemon=True)
+    follower.start()
+    seen(stack, job, "step", 3)
+    stack.kill("controller")
+    succeeds(stack, job)
+    follower.join(timeout=60)
+    assert not follower.is_alive()
+    assert [e.seq for e in got if e.type != "served"] == [
+        e.seq for e in stack.spool.events.read(job) if e.type != "served"
+    ]
+
+
+def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) -> None:
+    """A client that repeats its submission after the controller died has submitted one job."""
+    before = len(stack.spool.jobs.list(run=RUN))
+    killer = threading.Timer(0.02, lambda: stack.kill("controller"))
+    killer.start()
+    job = submit(stack, epochs=1)
+    killer.join()
+    succeeds(stack, job)
+    assert len(stack.spool.jobs.list(run=RUN)) == before + 1
+
+
+def test_a_second_runner_on_the_same_spool_is_refused(stack: LocalStack) -> None:
+    with pytest.raises(SpoolUnusable, match="runner"), stack.spool.runner_lock("second"):
+        pass
+
+
+def test_after_all_this_every_step_is_served_and_no_secret_is_on_the_spool(stack: LocalStack, killed: str) -> None:
+    stack.wait_ready()
+    serves_all_steps(stack)
+    response = httpx.post(f"{stack.inference_url}/v1/load_lora_adapter", json={}, timeout=10)
+    assert response.status_code == 401
+    text = b"".join(p.read_bytes() for p in (stack.root / "jobs").rglob("*") if p.is_file())
+    for secret in ("TANDEM_ADMIN_TOKEN", "TANDEM_API_KEY"):
+        assert stack.environment[secret].encode() not in text
