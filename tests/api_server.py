@@ -1,4 +1,4 @@
-"""A controller on loopback, and somebody who does the runner's part on its spool."""
+"""A controller on loopback, what clients send to it, and the runner's part on its spool."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from tiny_model import write_tiny_qwen3
 
 from tandem.config import Settings
 from tandem.controller.app import create_app
 from tandem.spool import Spool
-from tandem.spool.schema import Job, JobError, JobResult, Probe
+from tandem.spool.schema import Job, JobError, JobResult, Probe, Served
 from tandem.system import ports
 
 KEY = "key-one"
@@ -46,36 +47,48 @@ class Server:
     """The application under uvicorn in a thread of this process."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        self.held = ports.reserve()
-        values: dict[str, Any] = {
-            "base_model": BASE_MODEL,
-            "api_key": f"{KEY}, key-two\nkey-three",
-            "max_lora_rank": 16,
-        }
-        self.settings = Settings(root=root, controller_port=self.held.port, **(values | settings))
+        values = {"base_model": BASE_MODEL, "api_key": f"{KEY}, key-two\nkey-three", "max_lora_rank": 16} | settings
+        self.settings = Settings(root=root, **values)
         self.app = create_app(self.settings)
         self.spool: Spool = self.app.state.deployment.spool
-        self.url = f"http://127.0.0.1:{self.held.port}"
-        config = uvicorn.Config(self.app, port=self.held.port, log_level="error", timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=2))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> Server:
         self._thread.start()
         until("the server starts", lambda: self._server.started)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()
-        self.held.close()
 
     def http(self, key: str | None = KEY) -> httpx.Client:
-        """A plain HTTP client, so that what is on the wire is tested."""
-        return httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30, trust_env=False
-        )
+        """A plain HTTP client, for what Tandem's own client hides."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("volume") / "spool")
+
+
+@pytest.fixture(scope="session")
+def server(root: Path) -> Iterator[Server]:
+    """One controller for all tests of a folder, which use runs of their own."""
+    with Server(root) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(server: Server) -> Iterator[None]:
+    """Cancels the jobs that a test left in the queue, so that the next test claims its own."""
+    yield
+    for _, job in server.spool.jobs.list(states=("queued", "running")):
+        server.spool.queue.cancel(job.spec.id)
 
 
 class Process:
@@ -85,23 +98,20 @@ class Process:
         self.held = ports.reserve()
         self.port = self.held.port
         self.url = f"http://127.0.0.1:{self.port}"
-        self.root, self.variables = root, variables
-        self.start()
-
-    def start(self) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {
-            "TANDEM_ROOT": str(self.root),
+        self._log = root.with_name(f"controller-{self.port}.log")
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {
+            "TANDEM_ROOT": str(root),
             "TANDEM_BASE_MODEL": BASE_MODEL,
             "TANDEM_API_KEY": KEY,
             "TANDEM_CONTROLLER_PORT": str(self.port),
-            **self.variables,
+            **variables,
         }
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tandem.controller"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tandem.controller"]
+        with self._log.open("ab") as log:
+            self.popen = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_ready(self) -> None:
         def ready() -> bool:
@@ -113,10 +123,16 @@ class Process:
 
         until("the controller is ready", ready, 60)
 
+    def kill_and_restart(self) -> None:
+        """As SIGKILL at a bad moment, and the orchestrator after it."""
+        self.popen.kill()
+        self.popen.wait()
+        self.start()
+        self.wait_ready()
+
     def output(self) -> str:
-        """What it printed; it must have ended."""
-        assert self.popen.stdout is not None
-        return self.popen.stdout.read().decode()
+        """Everything printed so far."""
+        return self._log.read_text()
 
     def __enter__(self) -> Process:
         self.wait_ready()
@@ -125,8 +141,6 @@ class Process:
     def __exit__(self, *_: object) -> None:
         self.popen.kill()
         self.popen.wait()
-        if self.popen.stdout:
-            self.popen.stdout.close()
         self.held.close()
 
 
@@ -161,7 +175,7 @@ def sft_request(**changes: Any) -> dict[str, Any]:
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Everything on the spool, by path, without the write probe that the controller makes now and then."""
+    """Every file on the spool, by path, without the metrics collector's write probe."""
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
@@ -169,7 +183,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
     }
 
 
-# ---------------------------------------------------------------- the runner's part
+# ---------------------------------------------------------------- the runner's and the publisher's part
 
 
 def claim(spool: Spool) -> Job:
@@ -181,28 +195,24 @@ def claim(spool: Spool) -> Job:
 def work(spool: Spool, job: Job, steps: int = 2) -> None:
     """The events of a healthy attempt, and its checkpoint."""
     spec = job.spec
-    spool.events.append(spec.id, "started", attempt=job.attempt, device="cpu")
-    spool.events.append(spec.id, "loaded", attempt=job.attempt, seconds={"build": 0.1})
-    for step in range(steps):
-        spool.events.append(
-            spec.id, "step", attempt=job.attempt, step=step + 1, steps=steps, metrics={"loss": 1.0 / (step + 1)}
-        )
+    step = spec.base_step + 1
+
+    def event(kind: Any, **data: Any) -> None:
+        spool.events.append(spec.id, kind, attempt=job.attempt, **data)
+
+    event("started", device="cpu")
+    event("loaded", seconds={"build": 0.1})
+    for done in range(1, steps + 1):
+        event("step", step=done, steps=steps, metrics={"loss": 1.0 / done})
     spool.paths.log_file(spec.id).write_text(f"rank 0 trains {spec.id}\n")
     staged = spool.paths.work_dir(spec.id, job.attempt) / "checkpoint"
-    staged.mkdir(parents=True)
+    (staged / "optimizer").mkdir(parents=True)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copyfile(spool.checkpoints.path(spec.run, spec.base_step) / name, staged / name)
-    (staged / "optimizer").mkdir()
     (staged / "optimizer" / "adam.safetensors").write_bytes(os.urandom(3000))
-    spool.checkpoints.commit(
-        staged,
-        spec.run,
-        spec.base_step + 1,
-        spec.id,
-        metrics={"loss": 0.5},
-        probe=Probe(tokens=[], logprobs=[], previous=[], base=[]),
-    )
-    spool.events.append(spec.id, "checkpoint", attempt=job.attempt, step=spec.base_step + 1)
+    probe = Probe(tokens=[], logprobs=[], previous=[], base=[])
+    spool.checkpoints.commit(staged, spec.run, step, spec.id, metrics={"loss": 0.5}, probe=probe)
+    event("checkpoint", step=step)
 
 
 def succeed(spool: Spool, job: Job) -> None:
@@ -215,8 +225,14 @@ def fail(spool: Spool, job: Job, log_tail: str = "Traceback: boom\n") -> None:
 
 
 def run_one(spool: Spool) -> Job:
-    """Claim the next job and bring it to a good end."""
+    """Claim the next job and finish it with success."""
     job = claim(spool)
     work(spool, job)
     succeed(spool, job)
     return job
+
+
+def serve(spool: Spool, run: str, step: int, **refused: Any) -> None:
+    """Record that vLLM serves a step."""
+    verified = {"verified": time.time(), "mean_abs_logprob_error": 0.001, "tokens_checked": 10}
+    spool.served.put(run, Served(step=step, model=f"{run}@{step}", checkpoint="0" * 64, **verified, **refused))

@@ -1,10 +1,9 @@
-"""Runs and jobs through the client, with somebody doing the runner's part."""
+"""Runs and jobs through the client, while the test does the runner's part."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 from safetensors.numpy import load_file
@@ -18,35 +17,27 @@ from api_server import (
     make_root,
     rl_request,
     run_one,
+    serve,
     sft_request,
     succeed,
     tree,
+    until,
     work,
 )
 from tandem.client import Tandem
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed
-from tandem.spool.schema import JobError, LoraShape, Served
-
-pytestmark = pytest.mark.usefixtures("no_jobs_left")
-
-
-def served(step: int, run: str, **more) -> Served:
-    return Served(
-        step=step, model=f"{run}@{step}", checkpoint="0" * 64, verified=time.time(), mean_abs_logprob_error=0.001,
-        tokens_checked=10, **more,
-    )  # fmt: skip
+from tandem.spool.schema import JobError, LoraShape
 
 
 def test_a_run_is_created_once(client, root):
-    status = client.create_run("once", lora={"rank": 4, "alpha": 8}, seed=3)
+    lora = {"rank": 4, "alpha": 8}
+    status = client.create_run("once", lora=lora, seed=3)
     assert (status.newest_step, status.served, status.pending) == (0, None, [])
     assert status.spec.base_model == "models/tiny"
     before = tree(root)
-    assert client.create_run("once", lora={"rank": 4, "alpha": 8}, seed=3) == status
-    assert (
-        client.create_run("once", base_model=str(root / "models/tiny"), lora={"rank": 4, "alpha": 8}, seed=3) == status
-    )
+    assert client.create_run("once", lora=lora, seed=3) == status
+    assert client.create_run("once", base_model=str(root / "models/tiny"), lora=lora, seed=3) == status
     with pytest.raises(Conflict) as refused:
         client.create_run("once", lora={"rank": 4, "alpha": 9}, seed=3)
     assert refused.value.field == "name"
@@ -59,8 +50,7 @@ def test_a_run_is_created_once(client, root):
 def test_an_rl_job_from_queue_to_served(client, server, run):
     job = client.train_rl(run, groups(3), packing={"sequence_length": 64}, labels={"who": "me"}, loss={"policy": "ppo"})
     assert (job.state, job.kind, job.run, job.attempt, job.spec.base_step) == ("queued", "rl", run, 0, 0)
-    assert job.spec.data.num_groups == 3
-    assert job.spec.loss.policy == "ppo"
+    assert (job.spec.data.num_groups, job.spec.loss.policy) == (3, "ppo")
     with PackedBatch.open(server.spool.absolute(job.spec.data.path)) as batch:
         assert len(batch) == job.spec.data.num_rows
     assert client.get_run(run).pending == [job.id]
@@ -73,17 +63,16 @@ def test_an_rl_job_from_queue_to_served(client, server, run):
     done = client.wait_job(job.id, timeout=10)
     assert (done.state, done.step, done.error) == ("succeeded", 1, None)
     assert client.get_run(run).newest_step == 1
-    assert [e.type for e in client.job_events(job.id)] == [
-        *("claimed", "started", "loaded", "step", "step", "checkpoint", "succeeded")
-    ]
+    types = [event.type for event in client.job_events(job.id)]
+    assert types == ["claimed", "started", "loaded", "step", "step", "checkpoint", "succeeded"]
     assert client.logs(job.id) == f"rank 0 trains {job.id}\n"
 
     with pytest.raises(NotServed, match="not served within"):
         client.wait_served(run, 1, timeout=0)
-    server.spool.served.put(run, served(0, run, refused_step=1, refused_reason="log-probs differ by 3 nats"))
+    serve(server.spool, run, 0, refused_step=1, refused_reason="log-probs differ by 3 nats")
     with pytest.raises(NotServed, match="3 nats"):
         client.wait_served(run, 1)
-    server.spool.served.put(run, served(1, run))
+    serve(server.spool, run, 1)
     assert client.wait_served(run, 1).model == f"{run}@1"
 
 
@@ -91,11 +80,10 @@ def test_train_and_wait_until_served(client, server, run):
     seen = []
 
     def runner_and_publisher() -> None:
-        while not (jobs := server.spool.jobs.list(run=run)):
-            time.sleep(0.02)
-        run_one(server.spool)
-        server.spool.served.put(run, served(1, run))
-        server.spool.events.append(jobs[0][1].spec.id, "served", step=1)
+        until("it is queued", lambda: server.spool.jobs.list(run=run))
+        job = run_one(server.spool)
+        serve(server.spool, run, 1)
+        server.spool.events.append(job.spec.id, "served", step=1)
 
     thread = threading.Thread(target=runner_and_publisher)
     thread.start()
@@ -103,7 +91,7 @@ def test_train_and_wait_until_served(client, server, run):
     job = client.train_sft(run, examples, packing={"sequence_length": 64}, wait="served", on_event=seen.append)
     thread.join()
     assert job.state == "succeeded"
-    assert "succeeded" in [e.type for e in seen]  # `served` may come in the same breath
+    assert "succeeded" in [e.type for e in seen]  # `served` may arrive with it
     assert client.job_events(job.id)[-1].type == "served"
 
 
@@ -126,7 +114,7 @@ def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     assert client.get_run(run).newest_step == 0
 
 
-def test_a_retried_job_shows_the_attempt_before(client, server, run):
+def test_a_retried_job_shows_the_previous_attempt(client, server, run):
     job = client.train(run, rl_request())
     server.spool.queue.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))
     status = client.get_job(job.id)
@@ -152,20 +140,17 @@ def test_cancel(client, server, run):
     assert client.get_run(run).newest_step == 0
 
 
-def test_the_same_id_is_the_same_job(client, http, server, run, root):
+def test_the_same_id_is_the_same_job(http, server, run, root):
     request = rl_request(id="mine", labels={"a": "1", "b": "2"})
     first = http.post(f"/v1/runs/{run}/train", json=request)
     assert first.status_code == 202
     before = tree(root)
-    # The same content, spelt otherwise: defaults written out, keys in another order.
+    # The same content in other words: defaults are written out, keys have another order.
     respelt = dict(reversed(list((request | {"max_attempts": 3, "loss": {}, "labels": {"b": "2", "a": "1"}}).items())))
     again = http.post(f"/v1/runs/{run}/train", json=respelt)
     assert (again.status_code, again.json()) == (200, first.json())
-    other = rl_request(id="mine", groups=groups(2))
-    for refused in (
-        http.post(f"/v1/runs/{run}/train", json=other),
-        http.post(f"/v1/runs/{run}/train", json=sft_request(id="mine")),
-    ):
+    for other in (rl_request(id="mine", groups=groups(2)), sft_request(id="mine")):
+        refused = http.post(f"/v1/runs/{run}/train", json=other)
         error = refused.json()["error"]
         assert (refused.status_code, error["type"], error["field"]) == (409, "conflict", "id")
     assert tree(root) == before
@@ -209,9 +194,9 @@ def test_fork_and_rollback(client, server, run):
     assert refused.value.field == "name"
     (info,) = client.checkpoints(f"{run}-fork")
     assert info.origin.run == run
-    ours = client.checkpoint(f"{run}-fork", 0).files
-    assert ours == client.checkpoint(run, 1).files
-    assert "optimizer/adam.safetensors" in ours
+    files = client.checkpoint(f"{run}-fork", 0).files
+    assert files == client.checkpoint(run, 1).files
+    assert "optimizer/adam.safetensors" in files
 
     pending = client.train(run, rl_request())
     with pytest.raises(Conflict):
@@ -223,14 +208,16 @@ def test_fork_and_rollback(client, server, run):
     assert client.train(run, rl_request()).spec.base_step == 0
 
 
-def test_nothing_to_learn_reaches_the_caller_as_itself(client, run):
+def test_groups_without_variance_are_nothing_to_learn(client, run, root):
+    before = tree(root)
     same = groups()
     same[0]["trajectories"][1]["reward"] = 1.0
     with pytest.raises(NothingToLearn):
         client.train_rl(run, same)
+    assert tree(root) == before
 
 
-def test_a_step_that_ranks_cant_share_is_refused(tmp_path):
+def test_rows_that_do_not_divide_over_the_ranks_are_refused(tmp_path):
     root = make_root(tmp_path / "spool")
     with Server(root, trainer_ranks=4, tensor_parallel=2) as server, Tandem(server.url, KEY) as client:
         client.create_run("a", lora={"rank": 2})
@@ -240,25 +227,25 @@ def test_a_step_that_ranks_cant_share_is_refused(tmp_path):
         client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
 
 
-def make_experts_root(root):
-    """As `make_root`, and the model's configuration says it is a mixture of experts."""
-    path = make_root(root) / "models/tiny/config.json"
+@pytest.fixture
+def experts_root(tmp_path):
+    """A spool whose model is, by its configuration, a mixture of experts."""
+    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_moe"} | experts))
-    return root
+    return tmp_path / "spool"
 
 
-def test_a_mixture_of_experts_has_adapters_on_attention_unless_asked(tmp_path):
-    root = make_experts_root(tmp_path / "spool")
+def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    with Server(root) as server, Tandem(server.url, KEY) as client:
+    with Server(experts_root) as server, Tandem(server.url, KEY) as client:
         assert client.create_run("default").spec.lora.targets == attention
         assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(rank=2, targets=attention)
         assert client.create_run("some", lora={"targets": ["v_proj"]}).spec.lora.targets == ("v_proj",)
         with pytest.raises(InvalidInput, match="TANDEM_EXPERT_LORA=1") as refused:
             client.create_run("experts", lora={"targets": ["q_proj", "up_proj"]})
         assert refused.value.field == "lora.targets"
-    with Server(root, expert_lora=True) as server, Tandem(server.url, KEY) as client:
+    with Server(experts_root, expert_lora=True) as server, Tandem(server.url, KEY) as client:
         assert client.create_run("again").spec.lora.targets == attention
         client.create_run("experts", lora={"rank": 2, "targets": ["q_proj", "up_proj"]})
         keys = load_file(server.spool.checkpoints.path("experts", 0) / "adapter_model.safetensors")
@@ -266,10 +253,9 @@ def test_a_mixture_of_experts_has_adapters_on_attention_unless_asked(tmp_path):
         assert len(keys) == 2 * (1 + 4)
 
 
-def test_a_mixture_of_experts_is_not_cut_over_tensor_parallel_ranks(tmp_path):
-    root = make_experts_root(tmp_path / "spool")
+def test_a_mixture_of_experts_is_not_split_over_tensor_parallel_ranks(experts_root):
     with (
-        Server(root, trainer_ranks=2, tensor_parallel=2) as server,
+        Server(experts_root, trainer_ranks=2, tensor_parallel=2) as server,
         Tandem(server.url, KEY) as client,
         pytest.raises(InvalidInput, match="TANDEM_TENSOR_PARALLEL=1"),
     ):

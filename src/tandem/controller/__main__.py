@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -25,6 +26,7 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     # Without this, transformers imports an installed torch along with any tokenizer: seconds and gigabytes for nothing.
     sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it prints that it misses torch, not as JSON
     try:
         settings = load_settings()
         check_bind(settings)

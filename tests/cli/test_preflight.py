@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tiny_model
+
+from tandem.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -17,22 +17,32 @@ def model(tmp_path_factory):
     return tiny_model.write_tiny_qwen3(tmp_path_factory.mktemp("model"), hidden_size=64, layers=2)
 
 
-def preflight(root: Path, model: Path, **variables: str) -> tuple[int, dict[str, str]]:
-    """Exit status, and what failed: name -> what was found."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | {
-        "TANDEM_ROOT": str(root),
-        "TANDEM_BASE_MODEL": str(model),
-        "TANDEM_API_KEY": "k" * 32,
-        "TANDEM_ADMIN_TOKEN": "t" * 32,
-        "TANDEM_TRAINER_DEVICES": "0",
-        "TANDEM_INFERENCE_DEVICES": "1",
-        "HF_HUB_OFFLINE": "1",
-        **variables,
-    }
-    done = subprocess.run([sys.executable, "-m", "tandem", "preflight", "--json"], check=False,
-                          env=environment, capture_output=True, text=True, timeout=120)  # fmt: skip
-    checks = json.loads(done.stdout)
-    return done.returncode, {check["name"]: check["found"] for check in checks if check["status"] == "fail"}
+@pytest.fixture
+def preflight(tmp_path, model, monkeypatch, capsys):
+    """Runs the command; returns its exit status, and what failed: name -> what was found."""
+    for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)
+
+    def run(**variables: str) -> tuple[int, dict[str, str]]:
+        defaults = {
+            "TANDEM_ROOT": str(tmp_path),
+            "TANDEM_BASE_MODEL": str(model),
+            "TANDEM_API_KEY": "k" * 32,
+            "TANDEM_ADMIN_TOKEN": "t" * 32,
+            "TANDEM_TRAINER_DEVICES": "0",
+            "TANDEM_INFERENCE_DEVICES": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        for name, value in (defaults | variables).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["tandem", "preflight", "--json"])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        checks = json.loads(capsys.readouterr().out)
+        failed = {check["name"]: check["found"] for check in checks if check["status"] == "fail"}
+        return int(exit_.value.code or 0), failed
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -46,8 +56,8 @@ def preflight(root: Path, model: Path, **variables: str) -> tuple[int, dict[str,
         {"TANDEM_MAX_MODEL_LEN": ""},  # compose's way to say "not set"
     ],
 )
-def test_what_can_start(tmp_path, model, variables):
-    assert preflight(tmp_path, model, **variables) == (0, {})
+def test_what_can_start(preflight, tmp_path, variables):
+    assert preflight(**variables) == (0, {})
     assert (tmp_path / "spool.json").is_file()
 
 
@@ -70,7 +80,7 @@ def test_what_can_start(tmp_path, model, variables):
         ({"TANDEM_BASE_MODEL": "models/none"}, "base model", "models/none"),
     ],
 )
-def test_what_is_refused_with_its_name(tmp_path, model, variables, name, found):
-    status, failed = preflight(tmp_path, model, **variables)
+def test_what_is_refused_with_its_name(preflight, variables, name, found):
+    status, failed = preflight(**variables)
     assert status == 1
     assert found in failed[name]

@@ -1,0 +1,107 @@
+"""Keys, hosts and body sizes; and what a controller refuses to start with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from api_server import Process, Server, make_root, rl_request, tree
+from tandem.config import Settings
+from tandem.controller.authentication import check_bind
+from tandem.errors import Unauthorized
+
+
+@pytest.mark.parametrize("key", ["key-one", "key-two", "key-three"])
+def test_each_of_several_keys_is_accepted(server, key):
+    with server.http(key) as http:
+        assert http.get("/v1/runs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer", "Bearer wrong", "Bearer key-one,key-two", "Basic key-one", "key-one"]
+)
+def test_anything_else_is_unauthorized(server, root, header):
+    before = tree(root)
+    with server.http(None) as http:
+        headers = {"Authorization": header} if header else {}
+        for method, path in [
+            ("GET", "/v1/runs"),
+            ("POST", "/v1/runs"),
+            ("GET", "/v1/jobs/x/events"),
+            ("GET", "/v1/none"),
+        ]:
+            answer = http.request(method, path, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized"), path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "key-one" not in answer.text
+        for path in ("/healthz", "/readyz", "/openapi.json"):
+            assert http.get(path).status_code == 200
+    assert tree(root) == before
+
+
+def test_bodies_over_the_limit_are_refused_with_and_without_content_length(tmp_path):
+    root = make_root(tmp_path / "spool")
+    with Server(root, max_request_bytes=2**20) as server, server.http() as http:
+        http.post("/v1/runs", json={"name": "a", "lora": {"rank": 2}})
+        before = tree(root)
+        big = json.dumps(rl_request(labels={"x": "y" * 2**20})).encode()
+
+        def pieces():
+            for start in range(0, len(big), 2**16):
+                yield big[start : start + 2**16]
+
+        for path, content in [("/v1/runs/a/train", big), ("/v1/runs/a/train", pieces()), ("/v1/runs", pieces())]:
+            answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["field"]) == (413, "request_too_large", "body")
+        assert tree(root) == before
+        assert http.post("/v1/runs/a/train", json=rl_request()).status_code == 202
+
+
+def test_only_training_takes_large_bodies(http):
+    answer = http.post("/v1/runs", json={"name": "a" * 2**20})
+    assert answer.status_code == 413
+
+
+def test_without_keys_only_localhost_names_are_answered(tmp_path):
+    with Server(make_root(tmp_path / "spool"), api_key=None) as server, server.http(None) as http:
+        for host in ("127.0.0.1:8080", "localhost:8080", "[::1]:8080"):
+            assert http.get("/v1/runs", headers={"Host": host}).status_code == 200, host
+        for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
+            answer = http.get("/v1/runs", headers={"Host": host})
+            assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Host"), host
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "fine"),
+    [
+        ("127.0.0.1", None, True),
+        ("::1", None, True),
+        ("localhost", None, True),
+        ("0.0.0.0", None, False),
+        ("::", None, False),
+        ("10.0.0.1", " , ", False),
+        ("0.0.0.0", "k", True),
+    ],
+)
+def test_binds_beyond_loopback_need_a_key(host, key, fine):
+    settings = Settings(controller_host=host, api_key=key, base_model="m")
+    if fine:
+        check_bind(settings)
+    else:
+        with pytest.raises(Unauthorized, match="TANDEM_API_KEY"):
+            check_bind(settings)
+
+
+def test_a_controller_that_must_not_start_says_why(tmp_path):
+    (tmp_path / "file").touch()
+    processes = {
+        "not a directory": Process(tmp_path / "file"),
+        "TANDEM_CONTROLLER_HOST": Process(tmp_path / "spool", TANDEM_API_KEY="", TANDEM_CONTROLLER_HOST="0.0.0.0"),
+        "CONTROLLER_PORT": Process(tmp_path / "spool", TANDEM_CONTROLLER_PORT="0"),
+    }
+    for reason, process in processes.items():
+        assert process.popen.wait(timeout=60) == 2
+        assert reason in process.output()
+        process.__exit__()

@@ -1,0 +1,191 @@
+"""Bad input is refused with the right status and the field's name, and leaves nothing on the spool."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+
+from api_server import Server, groups, make_root, rl_request, run_one, sft_request, tree, turn
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def nothing_changes(root, idle_run):
+    before = tree(root)
+    yield
+    assert tree(root) == before
+
+
+def changed(path: str, value: object) -> dict:
+    """`rl_request()` with one value replaced."""
+    request = rl_request()
+    *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    inner = request
+    for parent in parents:
+        inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else inner[parent]
+    inner[last] = value
+    return request
+
+
+T = "groups.0.trajectories.1"
+# Path, its bad value, and the field that is named, where it is another.
+BAD_VALUES = {
+    "NaN reward": (f"{T}.reward", float("nan")),
+    "infinite reward": (f"{T}.reward", float("inf")),
+    "null reward": (f"{T}.reward", None),
+    "true as reward": (f"{T}.reward", True),
+    "no groups": ("groups", []),
+    "empty group": ("groups", [*groups(), {"trajectories": []}], "groups.1.trajectories"),
+    "no reward": ("groups", [{"trajectories": [{"turns": [turn([1], [2])]}]}], "groups.0.trajectories.0.reward"),
+    "no turns": (f"{T}.turns", []),
+    "token outside the vocabulary": (f"{T}.turns.0.token_ids", [20, 320]),
+    "negative token": (f"{T}.turns.0.prompt_token_ids", [-1, 3]),
+    "token that is text": (f"{T}.turns.0.token_ids", ["20", 3], f"{T}.turns.0.token_ids.0"),
+    "fewer log-probs than tokens": (f"{T}.turns.0.logprobs", [-1.0]),
+    "positive log-prob": (f"{T}.turns.0.logprobs", [-1.0, 0.5]),
+    "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
+    "unknown key": (f"{T}.rewards", 1.0),
+    "unknown policy": ("loss.policy", "reinforce"),
+    "negative reference step": ("loss.kl_reference", -1, "loss"),
+    "reference step yet to come": ("loss.kl_reference", 1),
+    "reference step that is a list": ("loss.kl_reference", [1]),
+    "learning rate 0": ("optimizer.learning_rate", 0),
+    "row longer than the model": ("packing.sequence_length", 8192),
+    "trajectory longer than a row": ("packing.sequence_length", 3, "groups.0.trajectories.0"),
+    "id that is no name": ("id", "../x"),
+    "no attempts": ("max_attempts", 0),
+    "negative base step": ("base_step", -1),
+    "unknown kind": ("kind", "dpo", None),
+}
+BAD_EXAMPLES = {
+    "no examples": ([], "examples"),
+    "no assistant": ([{"messages": [{"role": "user", "content": "?"}]}], "examples.0.messages"),
+    "flags that don't fit": ([{"token_ids": [1, 2, 3], "trainable": [False, True]}], "examples.0.trainable"),
+    "foreign token": ([{"token_ids": [1, 9999], "trainable": [False, True]}], "examples.0.token_ids"),
+}
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize("name", [*BAD_VALUES, *BAD_EXAMPLES])
+def test_bad_training_requests(name, http, idle_run):
+    if name in BAD_EXAMPLES:
+        examples, field = BAD_EXAMPLES[name]
+        request = sft_request(examples=examples)
+    else:
+        path, value, *other_field = BAD_VALUES[name]
+        request, field = changed(path, value), other_field[0] if other_field else path
+    answer = http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(request), headers=JSON)
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["field"]) == ("invalid_input", field)
+    assert error["message"]
+
+
+@pytest.mark.usefixtures("nothing_changes")
+def test_bodies_that_are_not_json_or_not_declared_as_json(http, idle_run):
+    broken = http.post(f"/v1/runs/{idle_run}/train", content=b'{"kind": ', headers=JSON)
+    assert (broken.status_code, broken.json()["error"]["field"]) == (422, "body")
+    # A browser sends text/plain to another origin without permission.
+    text = {"Content-Type": "text/plain"}
+    assert http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(rl_request()), headers=text).status_code == 415
+
+
+@pytest.mark.usefixtures("nothing_changes")
+def test_unknown_runs_steps_and_jobs(http, idle_run):
+    for method, path, body, field in [
+        ("POST", "/v1/runs/nobody/train", rl_request(), "run"),
+        ("GET", "/v1/runs/nobody", None, "run"),
+        ("POST", "/v1/runs/nobody/fork", {"step": 0, "name": "b"}, "run"),
+        ("POST", "/v1/runs/nobody/rollback", {"step": 0}, "run"),
+        ("GET", "/v1/runs/nobody/checkpoints", None, "run"),
+        ("GET", f"/v1/runs/{idle_run}/checkpoints/7", None, "step"),
+        ("GET", f"/v1/runs/{idle_run}/checkpoints/7/download", None, "step"),
+        ("POST", f"/v1/runs/{idle_run}/fork", {"step": 7, "name": "b"}, "step"),
+        ("POST", f"/v1/runs/{idle_run}/rollback", {"step": 7}, "step"),
+        ("GET", "/v1/jobs/nothing", None, "id"),
+        ("GET", "/v1/jobs/nothing/events", None, "id"),
+        ("GET", "/v1/jobs/nothing/log", None, "id"),
+        ("POST", "/v1/jobs/nothing/cancel", None, "id"),
+        ("GET", "/v1/jobs?run=nobody", None, "run"),
+    ]:
+        answer = http.request(method, path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["field"]) == (404, "not_found", field), path
+    assert http.get("/v1/nothing").json()["error"]["type"] == "not_found"
+    for path in ("/v1/runs/%2e%2e/checkpoints", "/v1/runs/.hidden", "/v1/jobs/%2e%2e%2f%2e%2e%2fspool"):
+        assert http.get(path).status_code in (404, 422), path
+
+
+def test_a_base_step_that_is_not_the_newest(http, run, server, root):
+    def train(base_step: int) -> tuple[int, dict]:
+        answer = http.post(f"/v1/runs/{run}/train", json=rl_request(base_step=base_step))
+        return answer.status_code, answer.json().get("error", {})
+
+    assert train(0)[0] == 202
+    before = tree(root)
+    status, error = train(0)
+    assert (status, error["field"]) == (409, "base_step")
+    assert "step 1" in error["message"]
+    assert tree(root) == before
+    run_one(server.spool)
+    assert train(0)[0] == 409
+    assert train(1)[0] == 202
+
+
+BAD_RUNS = {
+    "rank 0": ({"lora": {"rank": 0}}, 422, "lora.rank"),
+    "rank above vLLM's": ({"lora": {"rank": 17}}, 422, "lora.rank"),
+    "unknown target": ({"lora": {"targets": ["q_proj", "lm_head"]}}, 422, "lora.targets.1"),
+    "a target twice": ({"lora": {"targets": ["q_proj", "q_proj"]}}, 422, "lora"),
+    "infinite alpha": ({"lora": {"alpha": float("inf")}}, 422, "lora.alpha"),
+    "another base model": ({"base_model": "somebody/else"}, 422, "base_model"),
+    "merged weights": ({"weights": "merged"}, 422, "weights"),
+    "a name that is a path": ({"name": "../up"}, 422, "name"),
+    "capital letters": ({"name": "Idle"}, 422, "name"),
+    "a name in use": ({"name": "idle", "seed": 5}, 409, "name"),
+    "unknown key": ({"rank": 3}, 422, "rank"),
+}
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_bad_runs(name, http):
+    change, status, field = BAD_RUNS[name]
+    body = json.dumps({"name": "beta", "lora": {"rank": 2}} | change)
+    answer = http.post("/v1/runs", content=body, headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (status, field), answer.text
+
+
+def test_unknown_architecture(tmp_path):
+    root = make_root(tmp_path / "spool")
+    config = root / "models/tiny/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt2"}))
+    with Server(root) as server, server.http() as http:
+        before = tree(root)
+        answer = http.post("/v1/runs", json={"name": "beta"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["field"]) == (422, "unknown_architecture", "base_model")
+        assert "qwen3" in error["message"]
+        assert tree(root) == before
+
+
+@pytest.mark.usefixtures("nothing_changes")
+def test_a_full_volume(http, idle_run, monkeypatch):
+    """The API's answers; the spool's own tests fill real disks."""
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for path, body in [(f"/v1/runs/{idle_run}/train", rl_request()), ("/v1/runs", {"name": "beta"})]:
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (503, "spool_unusable"), answer.text
+            assert "full" in answer.json()["error"]["message"]
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/healthz").status_code == 200
+    assert http.get("/readyz").status_code == 200
