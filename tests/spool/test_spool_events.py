@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spool.spool_tools import dying_at, in_child, killed, records, spool_with_run, submit, succeeded
+from spool.spool_tools import dying_at, in_child, killed, records
 from tandem.spool import Spool
 
 
@@ -114,15 +114,6 @@ def test_writers_that_are_killed_leave_no_gap(spool):
     else:
         pytest.fail("append never ended")
     assert spool.events.append("j", "succeeded").seq == len(events)
-
-
-def test_served_comes_after_the_end(tmp_path):
-    spool = spool_with_run(tmp_path / "s")
-    submit(spool, "j")
-    job = spool.queue.claim("runner")
-    spool.queue.finish(job, succeeded(job))
-    spool.events.append("j", "served", step=1)
-    assert [event.type for event in spool.events.read("j")] == ["claimed", "succeeded", "served"]
 
 
 def test_since_goes_on_where_it_was_and_waits_for_the_rest_of_a_line(spool):

@@ -1,4 +1,4 @@
-"""Where each file lies on the volume, and which names may become paths. No other module builds a path."""
+"""Where jobs and locks lie on the volume, and which names may become paths. (Inside a run: `runs`, `checkpoints`.)"""
 
 from __future__ import annotations
 
