@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from docs.source.metrics import DOCUMENT, with_new_tables
+from images.grafana.vllm_metrics import VLLM_METRICS
 
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.collector import COLLECTORS, Collector
-from tandem.metrics.document import updated
-from tandem.metrics.vllm import VLLM_METRICS
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
@@ -42,7 +39,7 @@ def test_every_collector_is_in_the_catalogue():
 
 def test_the_document_is_made_from_the_catalogue():
     text = DOCUMENT.read_text()
-    assert text == updated(text), "run: python -m tandem.metrics.document docs/metrics.md"
+    assert text == with_new_tables(text), "run: python -m docs.source.metrics"
 
 
 def test_a_stacks_series_are_few():

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from tandem.metrics.vllm import VLLM_METRICS
+from images.grafana.vllm_metrics import VLLM_METRICS
 
 OF_THE_SERVER = "http_requests_total"  # prometheus_fastapi_instrumentator's
 

@@ -7,13 +7,13 @@ import time
 import pytest
 from images.grafana.demo.pages import JOBS, DemoPage
 from images.grafana.demo.world import World
+from images.grafana.vllm_metrics import VLLM_METRICS
 from prometheus_client.exposition import generate_latest
 
 from metrics.metric_tools import Scraped
 from monitoring.prometheus_tools import promtool
 from monitoring.test_names import exported
 from tandem.metrics.catalogue import CATALOGUE
-from tandem.metrics.vllm import VLLM_METRICS
 
 
 @pytest.fixture(scope="module")

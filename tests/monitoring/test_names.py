@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+from images.grafana.vllm_metrics import VLLM_METRICS
+
 from monitoring.dashboards import metrics, queries, resolved, rules
 from monitoring.prometheus_tools import promtool
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import Metric
-from tandem.metrics.vllm import VLLM_METRICS
 
 PROMETHEUS_OWN = {"up", "ALERTS"}
 KUBE_STATE_METRICS = {

@@ -11,14 +11,13 @@ from tandem.metrics.collector import Collector
 from tandem.metrics.metric import ALL, OPEN, Metric
 from tandem.metrics.samples import Samples
 
-_LABELS = ("version", "revision", "python", "torch", "cuda", "vllm", "megatron")
-
 
 class BuildCollector(Collector):
     name = "build"
     metrics = (
         Metric("tandem_build_info", "1; versions of this container. Empty: not installed.",
-               "package metadata, TANDEM_REVISION", exporters=ALL, labels=dict.fromkeys(_LABELS, OPEN)),
+               "package metadata, TANDEM_REVISION", exporters=ALL,
+               labels=dict.fromkeys(("version", "revision", "python", "torch", "cuda", "vllm", "megatron"), OPEN)),
     )  # fmt: skip
     interval = 3600.0
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from prometheus_client import ProcessCollector
 
-from tandem.metrics import checkpoints, gpus, jobs, policy, publish, ranks, supervisor, volumes
 from tandem.metrics.build import BuildCollector
+from tandem.metrics.checkpoints import CheckpointsCollector
 from tandem.metrics.collector import COLLECTOR_METRICS
 from tandem.metrics.controller import HTTP_METRICS, QueueCollector
+from tandem.metrics.gpus import NvmlCollector
+from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.metric import ALL, Kind, Metric
+from tandem.metrics.policy import PolicyCollector
+from tandem.metrics.publish import PublishCollector
+from tandem.metrics.ranks import RanksCollector
+from tandem.metrics.supervisor import SupervisorCollector
+from tandem.metrics.volumes import VolumesCollector
 
 # prometheus_client makes these, of the exporter's or the controller's own process.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
@@ -22,14 +29,14 @@ CATALOGUE: tuple[Metric, ...] = (
     *BuildCollector.metrics,
     *COLLECTOR_METRICS,
     *PROCESS_METRICS,
-    *gpus.METRICS,
-    *ranks.METRICS,
-    *jobs.METRICS,
-    *checkpoints.METRICS,
-    *policy.METRICS,
-    *publish.METRICS,
-    *supervisor.METRICS,
-    *volumes.METRICS,
+    *NvmlCollector.metrics,
+    *RanksCollector.metrics,
+    *JobsCollector.metrics,
+    *CheckpointsCollector.metrics,
+    *PolicyCollector.metrics,
+    *PublishCollector.metrics,
+    *SupervisorCollector.metrics,
+    *VolumesCollector.metrics,
     *QueueCollector.metrics,
     *HTTP_METRICS,
 )

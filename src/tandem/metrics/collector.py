@@ -39,13 +39,6 @@ COLLECTOR_METRICS = (
 log = Log("exporter")
 
 
-class PartlyFailed(Exception):
-    """Some values could not be collected; the gauges that were set are right."""
-
-    def __init__(self, *errors: str) -> None:
-        super().__init__("; ".join(errors))
-
-
 class Collector(abc.ABC):
     """Collects `metrics` every `interval` seconds."""
 
@@ -55,25 +48,23 @@ class Collector(abc.ABC):
 
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
+        self.errors: list[str] = []  # what a collection could not collect
 
     @abc.abstractmethod
     def collect(self, gauges: Samples) -> None:
         """Sets `gauges`, which are empty at first, and counts in `self.counts`.
 
-        Any exception is a failure: the gauges of the collection before stay, perishable ones for STALE_SECONDS. After
-        PartlyFailed the new gauges are used.
+        Exceptions and `self.errors` make it a failure. After an exception the gauges of the collection before stay,
+        perishable ones for STALE_SECONDS.
         """
 
-
-def try_each[T](items: Iterable[T], action: Callable[[T], None]) -> list[str]:
-    """Calls `action` for every item, also after an error; returns the errors' messages."""
-    errors = []
-    for item in items:
-        try:
-            action(item)
-        except (TandemError, ValidationError, OSError) as error:
-            errors.append(f"{item}: {error}")
-    return errors
+    def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
+        """Calls `action` for every item, also after an error."""
+        for item in items:
+            try:
+                action(item)
+            except (TandemError, ValidationError, OSError) as error:
+                self.errors.append(f"{item}: {error}")
 
 
 class CollectorThread:
@@ -85,8 +76,7 @@ class CollectorThread:
         self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic, as is _began
         self._began: float | None = None  # while a collection runs
-        self._succeeded = False
-        self._error = ""  # of the last collection
+        self._error: str | None = None  # of the last collection; "" if that succeeded
         self._seconds: float | None = None
         self._last_success = 0.0  # Unix seconds
 
@@ -105,19 +95,16 @@ class CollectorThread:
     def collect_once(self) -> None:
         """Never raises."""
         self._began = begin = time.monotonic()
-        gauges, error = Samples(metric for metric in self.collector.metrics if metric.kind == "gauge"), ""
+        gauges = Samples(metric for metric in self.collector.metrics if metric.kind == "gauge")
+        self.collector.errors = []
         try:
             self.collector.collect(gauges)
-        except PartlyFailed as failure:
-            error = str(failure)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            gauges = self._gauges
-        else:
-            self._last_success = time.time()
-        if gauges is not self._gauges:
             self._gauges, self._gauges_at = gauges, time.monotonic()
-        self._succeeded = not error
+        except Exception as failure:
+            self.collector.errors.append(f"{type(failure).__name__}: {failure}")
+        error = "; ".join(self.collector.errors)
+        if not error:
+            self._last_success = time.time()
         self._seconds, self._began = time.monotonic() - begin, None
         if error and not self._error:  # one line when it begins to fail, and one when that is over
             log.warning("can't collect", collector=self.collector.name, error=error)
@@ -135,7 +122,7 @@ class CollectorThread:
         began = self._began  # read once: the collection may end meanwhile
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         name = self.collector.name
-        gauges.set("tandem_collector_success", float(self._succeeded and not hangs), collector=name)
+        gauges.set("tandem_collector_success", float(self._error == "" and not hangs), collector=name)
         gauges.set("tandem_collector_last_success_timestamp_seconds", self._last_success, collector=name)
         if self._seconds is not None:
             gauges.set("tandem_collector_duration_seconds", self._seconds, collector=name)

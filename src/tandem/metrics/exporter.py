@@ -57,11 +57,8 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
         VolumesCollector(open_spool, local_directories()),
     ]
     if "trainer" in sides:
-        collectors += [
-            RanksCollector(open_spool, settings.trainer_ranks),
-            JobsCollector(open_spool),
-            CheckpointsCollector(open_spool),
-        ]
+        collectors += [RanksCollector(open_spool, settings.trainer_ranks), JobsCollector(open_spool)]
+        collectors.append(CheckpointsCollector(open_spool))
     if "inference" in sides:
         collectors.append(PublishCollector(open_spool))
     return collectors

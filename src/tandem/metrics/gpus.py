@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from tandem.metrics.collector import Collector, PartlyFailed
+from tandem.metrics.collector import Collector
 from tandem.metrics.metric import BOTH, OPEN, Metric
 from tandem.metrics.samples import Samples
 from tandem.system.nvml import Driver, DriverFailed, Gpu
@@ -65,25 +65,22 @@ class NvmlCollector(Collector):
         if self._driver is None:
             self._driver = Driver()
         measured = 0
-        failures: list[str] = []
         try:
             if self._driver.nvml is None and (self._device == "cuda" or self._seen):
                 raise DriverFailed("there is no NVIDIA driver")
-            gpus, failures = self._driver.gpus()
+            gpus, self.errors = self._driver.gpus()
             for gpu in gpus:
                 if not self._selected or any(gpu.has_name(name) for name in self._selected):
                     measured += 1
                     try:
                         self._measure(self._driver, gpu, gauges)
                     except DriverFailed as error:
-                        failures.append(f"GPU {gpu.uuid}: {error}")
+                        self.errors.append(f"GPU {gpu.uuid}: {error}")
             if self._selected and not measured and self._driver.nvml is not None:
-                failures.append(f"none of the GPUs {', '.join(self._selected)} is here")
-            if failures:
-                raise PartlyFailed(*failures)
+                self.errors.append(f"none of the GPUs {', '.join(self._selected)} is here")
             self._seen = self._seen or measured > 0
         finally:
-            if failures or not measured:
+            if self.errors or not measured:
                 # The next collection opens it again: a driver that was reloaded answers only then.
                 self._driver.close()
                 self._driver = None

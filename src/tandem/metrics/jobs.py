@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed, try_each
+from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
@@ -26,7 +26,6 @@ ERRORS = (
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
-_RELEASE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20)
 
 # Key in the event `step` -> tandem_train_<name> of the last optimizer step, and what it is.
 _LAST_STEP = {
@@ -78,7 +77,7 @@ METRICS = (
     Metric("tandem_job_gpu_resident_bytes", "Device memory that resident ranks keep between jobs; absent without them "
            "(TANDEM_LAUNCH=resident).", "event released", labels={"uuid": OPEN}),
     _histogram("tandem_job_release_seconds", "From the last rank's end to free devices.", "event released",
-               buckets=_RELEASE_BUCKETS),
+               buckets=(0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20)),
     Metric("tandem_checkpoint_duration_seconds", "How long the last checkpoint took to make, hash and commit.",
            "event checkpoint"),
 )  # fmt: skip
@@ -109,7 +108,7 @@ class JobsCollector(Collector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
-        errors = try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
+        self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
         for job_id, job in list(self._followed.items()):
             if self._read_events(spool, job_id, job):
                 del self._followed[job_id]
@@ -120,8 +119,6 @@ class JobsCollector(Collector):
         for name, values in self._per_device.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
-        if errors:
-            raise PartlyFailed(*errors)
 
     def _new_jobs(self, spool: Spool) -> list[str]:
         """Ids of jobs not seen before: pending ones, and those that began and ended between two collections."""

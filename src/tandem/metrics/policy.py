@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed, try_each
+from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
@@ -10,20 +10,18 @@ from tandem.spool import Spool
 RUNS = 20
 """Only so many runs, those that changed last, are exported: each run is a label value, which stays in Prometheus."""
 
-METRICS = (
-    Metric("tandem_policy_version", "Newest step of each run: made (side trainer), verified and served (side "
-           "inference). The 20 runs that changed last.", "checkpoints, served.json", exporters=BOTH,
-           labels={"side": BOTH, "run": OPEN}),
-    Metric("tandem_policy_refused", "1 while a step of the run is refused, else 0; the same runs.", "served.json",
-           exporters=("inference",), labels={"run": OPEN}),
-)  # fmt: skip
-
 
 class PolicyCollector(Collector):
     """`sides`: "trainer" exports which step was made, "inference" which one is served."""
 
     name = "policy"
-    metrics = METRICS
+    metrics = (
+        Metric("tandem_policy_version", "Newest step of each run: made (side trainer), verified and served (side "
+               "inference). The 20 runs that changed last.", "checkpoints, served.json", exporters=BOTH,
+               labels={"side": BOTH, "run": OPEN}),
+        Metric("tandem_policy_refused", "1 while a step of the run is refused, else 0; the same runs.", "served.json",
+               exporters=("inference",), labels={"run": OPEN}),
+    )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
         super().__init__()
@@ -34,11 +32,9 @@ class PolicyCollector(Collector):
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
         changed: dict[str, float] = {}  # run -> Unix seconds
-        errors = try_each(spool.runs.names(), lambda run: self._read_change(spool, changed, run))
+        self.try_each(spool.runs.names(), lambda run: self._read_change(spool, changed, run))
         latest = sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
-        errors += try_each(latest, lambda run: self._set_run(spool, gauges, run))
-        if errors:
-            raise PartlyFailed(*errors)
+        self.try_each(latest, lambda run: self._set_run(spool, gauges, run))
 
     def _read_change(self, spool: Spool, changed: dict[str, float], run: str) -> None:
         if run not in self._can_be_served:

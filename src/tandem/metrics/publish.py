@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from tandem.errors import NotFound
-from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed, try_each
+from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 from tandem.spool.schema import Event, Served
 
 STAGES = ("copy", "load", "verify", "since_checkpoint")
-METRICS = (
-    Metric("tandem_publish_total", "Steps that were verified and served, or refused.", "served.json", "counter",
-           ("inference",), {"outcome": ("served", "refused")}),
-    Metric("tandem_publish_duration_seconds", "Stages of serving a step; since_checkpoint is from the commit to "
-           "served.", "event served", "histogram", ("inference",), {"stage": STAGES},
-           (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)),
-    Metric("tandem_publish_logprob_error_nats", "Mean absolute log-prob difference of trainer and vLLM in the last "
-           "verification that served a step.", "served.json", exporters=("inference",)),
-)  # fmt: skip
-
 _TRIES = 30
 """Collections that wait for a job's event `served`: a publisher that dies may have written the record without it."""
 
 
 class PublishCollector(Collector):
     name = "publish"
-    metrics = METRICS
+    metrics = (
+        Metric("tandem_publish_total", "Steps that were verified and served, or refused.", "served.json", "counter",
+               ("inference",), {"outcome": ("served", "refused")}),
+        Metric("tandem_publish_duration_seconds", "Stages of serving a step; since_checkpoint is from the commit to "
+               "served.", "event served", "histogram", ("inference",), {"stage": STAGES},
+               (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)),
+        Metric("tandem_publish_logprob_error_nats", "Mean absolute log-prob difference of trainer and vLLM in the last "
+               "verification that served a step.", "served.json", exporters=("inference",)),
+    )  # fmt: skip
     interval = 2.0
 
     def __init__(self, open_spool: OpenSpool) -> None:
@@ -39,13 +37,11 @@ class PublishCollector(Collector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
-        errors = try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
+        self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         self._caught_up = True
-        errors += try_each(list(self._without_event), lambda job: self._count_stages(spool, job))
+        self.try_each(list(self._without_event), lambda job: self._count_stages(spool, job))
         if self._error is not None:
             gauges.set("tandem_publish_logprob_error_nats", self._error[1])
-        if errors:
-            raise PartlyFailed(*errors)
 
     def _read_run(self, spool: Spool, run: str) -> None:
         written = spool.served.changed(run)

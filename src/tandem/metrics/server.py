@@ -13,8 +13,6 @@ from typing import Any, override
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector as PrometheusCollector
 
-SLOWEST_CLIENT_SECONDS = 10.0
-
 
 class MetricsServer(ThreadingHTTPServer):
     """`about`: what `/` shows. Raises OSError if the address is taken."""
@@ -46,7 +44,7 @@ class MetricsServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
-    timeout = SLOWEST_CLIENT_SECONDS
+    timeout = 10.0  # seconds that a client may take to send its request
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

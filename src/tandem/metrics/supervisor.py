@@ -17,20 +17,19 @@ from tandem.system import processes
 STATES = ("stopped", "starting", "running", "backoff", "stopping", "exited", "fatal", "unknown")
 _PROGRAM = {"program": OPEN}
 _measured = partial(Metric, exporters=BOTH, labels=_PROGRAM, perishable=True)
-METRICS = (
-    _measured("tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"),
-    _measured("tandem_supervisor_process_state", "1 for the state that the program is in, 0 for the other states.",
-              "supervisord", labels=_PROGRAM | {"state": STATES}),
-    Metric("tandem_supervisor_process_restarts_total", "How often the program was started again.", "supervisord",
-           "counter", BOTH, _PROGRAM),
-    _measured("tandem_supervisor_process_start_time_seconds", "When the program's process started.",
-              "/proc/<pid>/stat"),
-)  # fmt: skip
 
 
 class SupervisorCollector(Collector):
     name = "supervisor"
-    metrics = METRICS
+    metrics = (
+        _measured("tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"),
+        _measured("tandem_supervisor_process_state", "1 for the state that the program is in, 0 for the other states.",
+                  "supervisord", labels=_PROGRAM | {"state": STATES}),
+        Metric("tandem_supervisor_process_restarts_total", "How often the program was started again.", "supervisord",
+               "counter", BOTH, _PROGRAM),
+        _measured("tandem_supervisor_process_start_time_seconds", "When the program's process started.",
+                  "/proc/<pid>/stat"),
+    )  # fmt: skip
     interval = 2.0
 
     def __init__(self, settings: Settings, ask: Callable[[Settings], dict[str, Status]] = statuses) -> None:
@@ -59,7 +58,5 @@ class SupervisorCollector(Collector):
 
 def _boot_time() -> float:
     """When the machine booted, in Unix seconds: processes' start times count from then."""
-    for line in Path("/proc/stat").read_text().splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    raise RuntimeError("/proc/stat has no line btime")
+    lines = Path("/proc/stat").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("btime "))

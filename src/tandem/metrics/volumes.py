@@ -9,37 +9,33 @@ from functools import partial
 from pathlib import Path
 
 from tandem.errors import TandemError
-from tandem.metrics.collector import Collector, OpenSpool, PartlyFailed
+from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import ALL, Metric
 from tandem.metrics.samples import Samples
-from tandem.spool import Spool
 
 _VOLUMES = ("shared", "shm", "cache", "tmp")
 _measured = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
-METRICS = (
-    _measured("tandem_volume_total_bytes", "Size of the file system.", "statvfs"),
-    _measured("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
-    _measured("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
-              "minute, on the shared volume.", "write probe"),
-)  # fmt: skip
-
-PROBE_SECONDS = 60.0
-"""Between two writes to the shared volume."""
+PROBE_SECONDS = 60.0  # between two writes to the shared volume
 
 
 class VolumesCollector(Collector):
     """`directories`: volume -> directory, of the volumes besides the shared one; a missing directory is no failure."""
 
     name = "volumes"
-    metrics = METRICS
+    metrics = (
+        _measured("tandem_volume_total_bytes", "Size of the file system.", "statvfs"),
+        _measured("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
+        _measured("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
+                  "minute, on the shared volume.", "write probe"),
+    )  # fmt: skip
     interval = 10.0
 
     def __init__(self, open_spool: OpenSpool, directories: dict[str, Path]) -> None:
         super().__init__()
         self._open_spool = open_spool
         self._directories = directories
-        self._probed_at = -PROBE_SECONDS  # monotonic
-        self._probe: float | TandemError | OSError = 0.0  # seconds, or why it failed
+        self._probed_at = -PROBE_SECONDS  # monotonic, of the last probe that succeeded
+        self._probe_seconds = 0.0
 
     def collect(self, gauges: Samples) -> None:
         for volume, path in self._directories.items():
@@ -49,28 +45,19 @@ class VolumesCollector(Collector):
             spool = self._open_spool()
             _set_sizes(gauges, "shared", spool.root)
             if time.monotonic() - self._probed_at >= PROBE_SECONDS:
+                begin = time.monotonic()
+                spool.check_writable()
                 self._probed_at = time.monotonic()
-                self._probe = _write_probe(spool)
-            if not isinstance(self._probe, float):
-                raise self._probe
+                self._probe_seconds = self._probed_at - begin
+            gauges.set("tandem_volume_write_probe_seconds", self._probe_seconds, volume="shared")
         except (TandemError, OSError) as error:
-            raise PartlyFailed(str(error)) from error
-        gauges.set("tandem_volume_write_probe_seconds", self._probe, volume="shared")
+            self.errors.append(str(error))
 
 
 def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:
     status = os.statvfs(path)
     gauges.set("tandem_volume_total_bytes", status.f_blocks * status.f_frsize, volume=volume)
     gauges.set("tandem_volume_free_bytes", status.f_bavail * status.f_frsize, volume=volume)
-
-
-def _write_probe(spool: Spool) -> float | TandemError | OSError:
-    begin = time.monotonic()
-    try:
-        spool.check_writable()
-    except (TandemError, OSError) as error:
-        return error
-    return time.monotonic() - begin
 
 
 def local_directories() -> dict[str, Path]:

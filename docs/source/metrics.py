@@ -1,26 +1,28 @@
-"""The catalogue as docs/metrics.md has it: `python -m tandem.metrics.document docs/metrics.md` brings it up to date."""
+"""`python -m docs.source.metrics`: makes the tables of docs/metrics.md from the catalogue of metrics."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from images.grafana.vllm_metrics import VLLM_METRICS
+
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import Metric
-from tandem.metrics.vllm import VLLM_METRICS
 
+DOCUMENT = Path(__file__).parents[1] / "metrics.md"
 BEGIN, END = "<!-- made from the catalogue: begin -->\n", "<!-- made from the catalogue: end -->\n"
 
 
-def tables() -> str:
-    """Markdown: our own metrics, then vLLM's."""
-    return (
-        f"{_table(CATALOGUE)}\n"
+def with_new_tables(text: str) -> str:
+    """`text` of docs/metrics.md, with what is between the two marks made anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    vllm = (
         "## vLLM's own\n\n"
         "What vLLM 0.32 exports under the job `tandem-vllm`, as far as dashboards and rules use it.\n\n"
-        f"{_table(VLLM_METRICS)}"
     )
+    return f"{before}{BEGIN}{_table(CATALOGUE)}\n{vllm}{_table(VLLM_METRICS)}{END}{after}"
 
 
 def _table(metrics: Iterable[Metric]) -> str:
@@ -33,18 +35,10 @@ def _row(metric: Metric) -> str:
     for name, values in metric.labels.items():
         known = "" if not values or name in ("phase", "error", "collector") else f" ({', '.join(values)})"
         labels.append(f"`{name}`{known}")
-    who = ", ".join(metric.exporters) or "vLLM"
+    exporters = ", ".join(metric.exporters) or "vLLM"
     source = metric.source.replace("<", "&lt;")
-    return f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {metric.help} | {source} | {who} |\n"
-
-
-def updated(text: str) -> str:
-    """`text` with what stands between the two marks made anew."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{tables()}{END}{after}"
+    return f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {metric.help} | {source} | {exporters} |\n"
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(updated(path.read_text()))
+    DOCUMENT.write_text(with_new_tables(DOCUMENT.read_text()))
