@@ -3,13 +3,15 @@
 import os
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 
 from tandem.supervise.watchdog import Progress, Sample, parse
 from tandem.system import processes
+from tandem.system.processes import Process
 
-LIFE = (7, 1)
+VLLM = Process(pid=7, parent=1, state="S", started=1, command="vllm")
 BUSY = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 vllm:num_requests_running{engine="0",model_name="base"} 2.0
@@ -40,11 +42,11 @@ class Watched:
         self.progress = Progress(300, 10)
         self.now = 1000.0
 
-    def see(self, seconds: float, *samples: Sample | None, life=LIFE, paused=False, may_sleep=True) -> str | None:
+    def see(self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True) -> str | None:
         """The first verdict within so many seconds of these samples, over and over."""
         for i in range(int(seconds / 10)):
             self.now += 10
-            why = self.progress.observe(self.now, life, samples[i % len(samples)], lambda: paused, lambda: may_sleep)
+            why = self.progress.observe(self.now, process, samples[i % len(samples)], lambda: paused, lambda: may_sleep)
             if why:
                 return why
         return None
@@ -84,7 +86,7 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    assert watched.see(5000, None, life=(8, 2)) is None  # started again: loading
+    assert watched.see(5000, None, process=replace(VLLM, pid=8, started=2)) is None  # started again: loading
 
 
 def test_time_in_which_nobody_watched_does_not_count():

@@ -36,7 +36,7 @@ def test_the_program_it_is_for_listens_while_it_is_held():
 
 def test_a_port_in_use_or_held_is_refused_by_name():
     with reserve() as held:
-        with pytest.raises(Conflict, match="another Tandem process") as caught:
+        with pytest.raises(Conflict, match="another Tandem process uses port") as caught:
             reserve(held.port, name="controller_port")
         assert caught.value.field == "controller_port"
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Conflict, match="in use"):

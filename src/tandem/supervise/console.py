@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.supervise.supervisord import log_path
 from tandem.system.logs import json_line
-from tandem.system.tail import Tail, last_lines
+from tandem.system.tail import Tail
 
 _COLOURS = {"controller": "36", "vllm": "35", "publisher": "33", "runner": "32", "exporter": "34", "up": "1"}
 
@@ -20,7 +20,6 @@ class Console:
     line is a JSON object with a key `program`."""
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
-        self._logs = logs
         self._as_json = as_json
         self._tails = {name: Tail(log_path(logs, name), from_end=True) for name in programs}
 
@@ -34,9 +33,6 @@ class Console:
         """Print lines of `tandem up` itself."""
         for line in text.splitlines():
             self._print("up", line)
-
-    def end_of_log(self, program: str) -> str:
-        return last_lines(log_path(self._logs, program), lines=30)
 
     def _print(self, program: str, text: str) -> None:
         if self._as_json:

@@ -65,7 +65,7 @@ def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[
 
 def _needed(role: str) -> list[str]:
     """The essential programs that `role` runs under supervisord, apart from the controller, which answers /readyz."""
-    programs = PROGRAMS["trainer" if role == "trainer" else "inference" if role == "inference" else "all"]
+    programs = PROGRAMS.get(role, PROGRAMS["all"])
     return [program.name for program in programs if program.essential and program.name != "controller"]
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.system.role import Role
-
 
 @dataclass(frozen=True)
 class Program:
@@ -26,12 +24,12 @@ _PUBLISHER = Program("publisher", "tandem.inference.publisher", 300, 8)
 # It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs. Its own bound is
 # tandem.trainer.runner.loop.STOP_SECONDS.
 _RUNNER = Program("runner", "tandem.trainer.runner", 400, 61)
-PROGRAMS: dict[Role, tuple[Program, ...]] = {
+PROGRAMS: dict[str, tuple[Program, ...]] = {
     "all": (_EXPORTER, _CONTROLLER, _VLLM, _PUBLISHER, _RUNNER),
     "trainer": (_EXPORTER, _RUNNER),
     "inference": (_EXPORTER, _VLLM, _PUBLISHER),
 }
-"""In the order in which they start."""
+"""By role, in the order in which they start."""
 _LEFTOVER_SECONDS = 13
 
 

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tandem.supervise.supervisord import Status
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import gpu_links, liveness, processes
 from tandem.system.role import ROLE_VARIABLE, Role, runtime_dir
+from tandem.system.tail import last_lines
 
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72
 MOST_CRASHES = 8
@@ -68,7 +68,6 @@ class Stack:
         self._signals = 0
         # vLLM's admin routes are never open; the user who started the stack doesn't need to know this token.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
-        self._watchdog = Watchdog(settings, self._token) if "vllm" in self._programs else None
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -79,9 +78,9 @@ class Stack:
         self._say(f"starting {', '.join(self._programs)}; logs are in {self._logs}")
         if self._role != "all" and (path := gpu_links.describe(self._settings, self._role)):
             self._say(path)
+        if "vllm" in self._programs:
+            Watchdog(self._settings, self._token, self._say).start()
         try:
-            if self._watchdog is not None:
-                self._watchdog.start()
             return self._watch()
         finally:
             self._stop()
@@ -120,11 +119,9 @@ class Stack:
             if self._daemon.poll() is not None:
                 self._say(f"supervisord ended with {processes.describe_exit(self._daemon.returncode)}")
                 return EXIT_SUPERVISORD
-            statuses = supervisord.statuses(self._settings)
-            for name, status in statuses.items():
+            for name, status in supervisord.statuses(self._settings).items():
                 if code := self._check(self._programs[name], status):
                     return code
-            self._end_stalled_vllm(statuses)
             if not ready and time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 1
                 if ready := self._is_ready():
@@ -163,16 +160,8 @@ class Stack:
         return program.essential and life.crashes > MOST_CRASHES
 
     def _say_end_of_log(self, program: Program, trouble: str) -> None:
-        self._say(f"{program.name} {trouble}; the end of its log:\n{self._console.end_of_log(program.name)}")
-
-    def _end_stalled_vllm(self, statuses: dict[str, Status]) -> None:
-        status = statuses.get("vllm")
-        process = processes.read(status.pid) if status is not None and status.pid else None
-        if self._watchdog is not None and (why := self._watchdog.stalled(process)) and process is not None:
-            self._say(f"vllm (pid {process.pid}) has stalled: {why}; killing it")
-            with suppress(ProcessLookupError):
-                # supervisord made it the leader of a process group, to which its engine belongs.
-                os.killpg(process.pid, signal.SIGKILL)
+        end = last_lines(supervisord.log_path(self._logs, program.name), lines=30)
+        self._say(f"{program.name} {trouble}; the end of its log:\n{end}")
 
     def _is_ready(self) -> bool:
         try:

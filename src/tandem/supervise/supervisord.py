@@ -59,7 +59,6 @@ def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Pa
         "rpcinterface:supervisor": {
             "supervisor.rpcinterface_factory": "supervisor.rpcinterface:make_main_rpcinterface"
         },
-        "supervisorctl": {"serverurl": f"unix://{socket_path(directory)}"},
     }
     for program in programs:
         sections[f"program:{program.name}"] = {

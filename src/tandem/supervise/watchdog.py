@@ -1,12 +1,15 @@
-"""Finds a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its tokens are watched."""
+"""Kills a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its tokens are watched."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
@@ -14,6 +17,8 @@ import httpx
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
+from tandem.supervise.supervisord import statuses
+from tandem.system import processes
 from tandem.system.ports import local_url
 from tandem.system.processes import Process
 from tandem.vllm_client.names import ADMIN_HEADER
@@ -22,8 +27,7 @@ _SERIES = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _REQUESTS = ("num_requests_running", "num_requests_waiting")
 _TOKENS = ("iteration_tokens_total_count", "generation_tokens_total", "prompt_tokens_total")
 _TIMEOUT_SECONDS = 5.0
-Life = tuple[int, int]
-"""One life of a process: its pid and start time, as in `processes.Process`."""
+Question = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,21 @@ class Progress:
     def __init__(self, stall_seconds: float, poll_seconds: float) -> None:
         self._stall = stall_seconds
         self._longest_gap = 10 * poll_seconds + _TIMEOUT_SECONDS
-        self._life: Life | None = None
+        self._process = 0, 0  # pid and start time
         self._answered = False
         self._tokens = -1.0
         self._since = self._last = 0.0
 
     def observe(
-        self, now: float, life: Life, sample: Sample | None, paused: Callable[[], bool], may_sleep: Callable[[], bool]
+        self, now: float, vllm: Process, sample: Sample | None, paused: Question, may_sleep: Question
     ) -> str | None:
-        """Why vLLM should be ended, or None.
+        """Why the process `vllm` should be killed, or None.
 
-        `life` is its process. `sample` is None where it doesn't answer; before its first answer it is loading.
-        `may_sleep` is called only for a vLLM that sleeps, `paused` only where nothing else explains the stall.
+        `sample` is None where it doesn't answer; before its first answer it is loading. `may_sleep` is called only if
+        vLLM sleeps, `paused` only if nothing else explains the stall.
         """
-        if life != self._life:
-            self._life, self._answered, self._tokens, self._since = life, False, -1.0, now
+        if (vllm.pid, vllm.started) != self._process:
+            self._process, self._answered, self._tokens, self._since = (vllm.pid, vllm.started), False, -1.0, now
         elif now - self._last > self._longest_gap:
             self._since = now  # the watchdog was stopped meanwhile, and vLLM perhaps too
         self._last = now
@@ -88,37 +92,46 @@ class Progress:
         return f"{sample.requests:g} requests wait, and no token came for {waited:.0f} s" if stalled else None
 
 
-class Watchdog:
-    """Polls vLLM from a thread, because an answer may take seconds."""
+class Watchdog(threading.Thread):
+    """Polls vLLM from a thread, because an answer may take seconds, and kills a stalled one. `say` prints a line."""
 
-    def __init__(self, settings: Settings, admin_token: str) -> None:
-        self._settings = settings
-        self._headers = {ADMIN_HEADER: admin_token}
-        self._life: Life | None = None
-        self._stall: tuple[Life, str] | None = None
+    def __init__(self, settings: Settings, admin_token: str, say: Callable[[str], None]) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._settings, self._say = settings, say
+        url = local_url(settings.inference_host, settings.inference_port)
+        headers = {ADMIN_HEADER: admin_token}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False)
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
-
-    def stalled(self, process: Process | None) -> str | None:
-        """Why `process`, which is vLLM now, must be ended; each stall is returned once."""
-        self._life = (process.pid, process.started) if process is not None else None
-        stall, self._stall = self._stall, None
-        return stall[1] if stall is not None and stall[0] == self._life else None
-
-    def _run(self) -> None:
+    def run(self) -> None:
         poll_seconds = min(10.0, self._settings.vllm_stall_seconds / 10)
         progress = Progress(self._settings.vllm_stall_seconds, poll_seconds)
-        url = local_url(self._settings.inference_host, self._settings.inference_port)
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
-            while True:
-                time.sleep(poll_seconds)
-                if (life := self._life) is None:
-                    continue
-                sample = _sample(client)
-                why = progress.observe(time.monotonic(), life, sample, lambda: self._paused(client), self._may_sleep)
-                if why is not None:
-                    self._stall = life, why
+        while True:
+            time.sleep(poll_seconds)
+            status = statuses(self._settings).get("vllm")
+            vllm = processes.read(status.pid) if status is not None and status.pid else None
+            if vllm is None:
+                continue
+            why = progress.observe(time.monotonic(), vllm, self._sample(), self._paused, self._may_sleep)
+            now = processes.read(vllm.pid)
+            if why is not None and now is not None and now.started == vllm.started:
+                self._say(f"vllm (pid {vllm.pid}) has stalled: {why}; killing it")
+                with suppress(ProcessLookupError):
+                    # supervisord made it the leader of a process group, to which its engine belongs.
+                    os.killpg(vllm.pid, signal.SIGKILL)
+
+    def _sample(self) -> Sample | None:
+        try:
+            response = self._http.get("/metrics")
+            return parse(response.text) if response.status_code == 200 else None
+        except httpx.HTTPError:
+            return None
+
+    def _paused(self) -> bool:
+        try:
+            answer = self._http.get("/is_paused")
+            return answer.status_code == 200 and answer.json()["is_paused"] is True
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return False  # an engine that hangs doesn't answer this either
 
     def _may_sleep(self) -> bool:
         """Whether its own user will wake it, or on shared GPUs a trainer that holds them (or the publisher after)."""
@@ -129,18 +142,3 @@ class Watchdog:
         except (TandemError, OSError):
             return True  # without the volume nobody can see what a trainer does
         return hold is not None and time.time() < hold.deadline
-
-    def _paused(self, client: httpx.Client) -> bool:
-        try:
-            answer = client.get("/is_paused", headers=self._headers)
-            return answer.status_code == 200 and answer.json()["is_paused"] is True
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # an engine that hangs doesn't answer this either
-
-
-def _sample(client: httpx.Client) -> Sample | None:
-    try:
-        response = client.get("/metrics")
-        return parse(response.text) if response.status_code == 200 else None
-    except httpx.HTTPError:
-        return None

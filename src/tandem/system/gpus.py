@@ -9,9 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from copy import copy
-from types import MappingProxyType
-from typing import Literal, Self
+from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
@@ -27,17 +25,17 @@ FREE_BYTES = 256 * MIB
 STAYING_BYTES = 8 * 2**30
 """Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
 
-NOTHING: Mapping[str, int] = MappingProxyType({})
-"""The floor of devices on which nothing may stay."""
 Side = Literal["trainer", "inference"]
+Floor = Mapping[str, int] | None
+"""Bytes that may stay in use, by UUID: of a sleeping vLLM, of resident ranks."""
 
 
 class Devices:
     """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or all."""
 
-    def __init__(self, settings: Settings, side: Side) -> None:
-        """Raises InvalidInput where the settings name GPUs that this machine does not have, DriverFailed where the
-        driver does not tell which GPUs there are."""
+    def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
+        """`most`: take only so many, the first ones. Raises InvalidInput where the settings name GPUs that this machine
+        does not have, DriverFailed where the driver does not tell which GPUs there are."""
         self.uuids: tuple[str, ...] = ()
         self._failure = ""
         if settings.device == "cpu":
@@ -45,19 +43,15 @@ class Devices:
         with closing(Driver()) as driver:
             gpus, failures = driver.gpus()
         if gpus or failures:
-            self.uuids = _selected(settings, side, gpus, failures)
+            self.uuids = _selected(settings, side, gpus, failures)[:most]
         elif settings.device == "cuda":
             raise InvalidInput("there is no GPU; give the container one, or set TANDEM_DEVICE=cpu",
                                field="TANDEM_DEVICE")  # fmt: skip
 
-    def first(self, count: int) -> Self:
-        """Only the first `count` of them."""
-        chosen = copy(self)
-        chosen.uuids = self.uuids[:count]
-        return chosen
-
     def used(self) -> dict[str, int | None]:
         """Bytes in use per UUID, whichever process uses them; None for a device that does not answer."""
+        if not self.uuids:
+            return {}
         used: dict[str, int | None] = dict.fromkeys(self.uuids)
         failures = []
         try:
@@ -76,11 +70,11 @@ class Devices:
         self._failure = failure
         return used
 
-    def busy(self, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
+    def busy(self, floor: Floor = None) -> dict[str, int | None]:
         """The devices that are not free, or do not answer, as in `used`."""
         return over(self.used(), floor)
 
-    def wait_free(self, timeout: float, floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
+    def wait_free(self, timeout: float, floor: Floor = None) -> dict[str, int | None]:
         """`used` as soon as every device is free, or after `timeout` seconds. The driver frees a process's memory a
         little after the process has ended."""
         end = time.monotonic() + timeout
@@ -89,14 +83,15 @@ class Devices:
         return used
 
 
-def over(used: Mapping[str, int | None], floor: Mapping[str, int] = NOTHING) -> dict[str, int | None]:
-    """The devices of `used` that are not free: those that do not answer, or have FREE_BYTES or more in use beyond their
-    floor, which is the bytes that may stay in use (of a sleeping vLLM, of resident ranks)."""
-    return {uuid: size for uuid, size in used.items() if size is None or size >= floor.get(uuid, 0) + FREE_BYTES}
+def over(used: Mapping[str, int | None], floor: Floor = None) -> dict[str, int | None]:
+    """The devices of `used` that are not free: FREE_BYTES or more are in use beyond the floor, or they don't answer."""
+    left = beyond(used, floor)
+    return {uuid: used[uuid] for uuid, size in left.items() if size is None or size >= FREE_BYTES}
 
 
-def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
+def beyond(used: Mapping[str, int | None], floor: Floor) -> dict[str, int | None]:
     """Bytes in use on each device beyond its floor; None for a device that does not answer."""
+    floor = floor or {}
     return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
 
 

@@ -13,16 +13,19 @@ import logging
 import os
 import sys
 import time
+from datetime import UTC, datetime
 from typing import override
 
 
-class Formatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """`extra={"fields": {...}}` of a record becomes ` key=value` after the message; values with spaces are quoted."""
 
-    converter = staticmethod(time.gmtime)
-
     def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    @override
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _timestamp(record.created)
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -43,17 +46,13 @@ class JsonFormatter(logging.Formatter):
 
 def json_line(level: str, logger: str, message: str, *, at: float | None = None, **fields: object) -> str:
     """A line of the json format, ASCII only. `at`: Unix seconds, by default now."""
-    seconds = time.time() if at is None else at
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    entry: dict[str, object] = {
-        "time": f"{stamp}.{int(seconds % 1 * 1000):03d}Z", "level": level.lower(), "logger": logger, "message": message
-    }  # fmt: skip
+    stamp = _timestamp(time.time() if at is None else at)
+    entry = {"time": stamp, "level": level.lower(), "logger": logger, "message": message}
     return json.dumps(entry | ({"fields": fields} if fields else {}), default=str)
 
 
-def as_json() -> bool:
-    """Whether TANDEM_LOG_FORMAT asks for JSON."""
-    return os.environ.get("TANDEM_LOG_FORMAT") == "json"
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -65,10 +64,15 @@ def _quoted(value: object) -> str:
     return repr(text) if not text or any(c.isspace() or c in "\"'=" for c in text) else text
 
 
+def as_json() -> bool:
+    """Whether TANDEM_LOG_FORMAT asks for JSON."""
+    return os.environ.get("TANDEM_LOG_FORMAT") == "json"
+
+
 def configure(level: int = logging.INFO) -> None:
     """Send this program's log to stderr in Tandem's format."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json() else Formatter())
+    handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
     # One line per request of a poll twice a second would bury everything else.
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -18,7 +18,6 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-_NO_DRIVER = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
 # A driver, a GPU or a container may lack a single feature; that is no failure.
 _NO_ANSWER = (
     "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_FOUND", "INVALID_ARGUMENT"
@@ -29,8 +28,6 @@ class DriverFailed(TandemError):
     """The NVIDIA driver is installed and does not answer, or a GPU is in trouble."""
 
     code = "gpu_driver_failed"
-    http_status = 503
-    retriable = True
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,12 @@ class Driver:
         """Raises DriverFailed."""
         self.nvml: Any = None
         try:
-            nvml: Any = import_module("pynvml")
+            nvml: Any = import_module("pynvml")  # has no types
+            nvml.nvmlInit()
         except ModuleNotFoundError:
             return
-        try:
-            nvml.nvmlInit()
         except nvml.NVMLError as error:
-            if _is_one_of(nvml, error, _NO_DRIVER):
+            if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
                 return
             raise DriverFailed(f"NVML does not start: {error}; check the driver with `nvidia-smi`") from error
         self.nvml = nvml
@@ -82,7 +78,7 @@ class Driver:
         try:
             return getattr(self.nvml, function)(*arguments, **options)
         except self.nvml.NVMLError as error:
-            if _is_one_of(self.nvml, error, _NO_ANSWER):
+            if error.value in [getattr(self.nvml, f"NVML_ERROR_{name}") for name in _NO_ANSWER]:
                 return None
             raise DriverFailed(f"{function}: {error}") from error
 
@@ -134,7 +130,3 @@ class Driver:
         # Some drivers count the reserved memory in `used` here too.
         used = max(memory.total - memory.free - memory.reserved, 0)
         return {"total": memory.total, "free": memory.free, "reserved": memory.reserved, "used": used}
-
-
-def _is_one_of(nvml: Any, error: Any, names: tuple[str, ...]) -> bool:
-    return error.value in {getattr(nvml, f"NVML_ERROR_{name}") for name in names}

@@ -90,7 +90,7 @@ def _wait_for_trainer(settings: Settings) -> None:
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
     # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some memory. If that is too
     # much for vLLM, it refuses to start by itself.
-    devices = Devices(settings, "inference").first(settings.inference_tensor_parallel)
+    devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
     allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
     floor = dict.fromkeys(devices.uuids, allowed)
     if busy := devices.busy(floor):
