@@ -8,7 +8,6 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
     nvml.set(gpu("GPU-aaaa1111", 3 * MIB), gpu("GPU-bbbb2222", 70000 * MIB))
     stack = Stack(tmp_path / "spool", "fork")
     stack.environment |= {"TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "1"}
-    stack.environment["PYTHONPATH"] += f":{nvml.variables['PYTHONPATH']}"
     try:
         stack.run()
         job_id = stack.submit("run", used=70 * MIB)
