@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spool.spool_tools import spool_with_run
+from tandem.spool import Spool
+
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
@@ -16,3 +19,9 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tandem-test-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def spool(memory_path: Path) -> Spool:
+    """A spool with the run `r`."""
+    return spool_with_run(memory_path / "spool")

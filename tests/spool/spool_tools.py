@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from tandem.errors import Conflict
+from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, JobSpec, PackedData, RLJob, RunSpec
 
@@ -85,6 +85,13 @@ def train_one(spool: Spool, run: str = "r") -> Job:
     commit(spool, claimed)
     spool.queue.finish(claimed, succeeded(claimed))
     return claimed
+
+
+@contextmanager
+def refused(kind: type[TandemError], field: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert caught.value.field == field
 
 
 @contextmanager

@@ -11,11 +11,6 @@ from spool.spool_tools import dying_at, in_child, killed, records
 from tandem.spool import Spool
 
 
-@pytest.fixture
-def spool(tmp_path):
-    return Spool.create(tmp_path)
-
-
 def test_append_read(spool):
     assert spool.events.read("j") == []
     first = spool.events.append("j", "claimed", attempt=1, runner="me")
