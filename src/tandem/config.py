@@ -1,4 +1,4 @@
-"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from the environment or from files."""
+"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or from files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from tandem.errors import InvalidInput
 
 
-def _alias(name: str, *ancestors: str) -> AliasChoices:
-    """`TANDEM_<NAME>` first, then the names the ancestor (OpenPipe/ART) used."""
-    return AliasChoices(f"TANDEM_{name}", *ancestors)
-
-
 class Settings(BaseSettings):
-    """Every knob of a deployment; the same variables configure compose, the chart and `tandem up`."""
+    """Every setting of a deployment; the same variables configure compose, the chart and `tandem up`.
+
+    Where a variable has an alias, the alias is the name that Tandem's ancestor (OpenPipe/ART) used.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_", extra="ignore", frozen=True, populate_by_name=True, env_ignore_empty=True
@@ -26,18 +24,17 @@ class Settings(BaseSettings):
 
     # ---- shared
     root: Path = Path("tandem-data")
-    """The spool: one directory on one volume, seen by all three containers."""
+    """The spool: one directory on one volume that all three containers share."""
     base_model: str | None = None
     """Hugging Face directory or hub name. A relative path that exists under `root` is taken from there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpu_mode: Literal["dedicated", "shared"] = "dedicated"
-    """dedicated: trainer and vLLM each have devices of their own. shared: both have the same, and vLLM sleeps while a
-    job trains."""
+    """dedicated: trainer and vLLM have devices of their own. shared: both have the same, and vLLM sleeps while a job
+    trains."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
-
     log_dir: Path | None = None
-    """Where `tandem up` keeps the programs' logs; by default `logs` under the root, of a role `logs/<role>`."""
+    """Directory of the programs' logs under `tandem up`; by default `logs` under the root, for a role `logs/<role>`."""
     log_format: Literal["text", "json"] = "text"
 
     # ---- secrets
@@ -53,13 +50,13 @@ class Settings(BaseSettings):
 
     # ---- trainer
     launch: Literal["torchrun", "fork", "resident"] = "torchrun"
-    """How ranks are started; see `tandem.trainer.launch`."""
+    """How ranks start; see `tandem.trainer.launch`."""
     exit_after_job: bool | None = Field(
-        default=None, validation_alias=_alias("EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB")
+        default=None, validation_alias=AliasChoices("TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB")
     )
-    """The ancestor's name (R3) for the choice that `launch` is: false is `launch=resident`."""
-    docker: bool = Field(default=False, validation_alias=_alias("DOCKER", "RL_DOCKER"))
-    """Understood for the ancestor's sake (R2); it changes nothing, since ranks always start by bare `torchrun`."""
+    """The ancestor's setting for the same choice as `launch`: false means `launch=resident`."""
+    docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
+    """The ancestor's setting, accepted without an effect: ranks always start with bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
@@ -67,13 +64,13 @@ class Settings(BaseSettings):
     recompute: Literal["none", "full"] = "none"
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
-    """A running job whose lease was not beaten for this long is anybody's to put back."""
+    """If the runner does not renew a running job's lease for this long, the job goes back to the queue."""
 
     # ---- inference
     inference_host: str = "127.0.0.1"
     inference_port: int = Field(default=8000, ge=1, le=65535)
     inference_url: str | None = None
-    """Where clients, publisher and trainer reach vLLM; by default http://inference_host:inference_port."""
+    """The URL at which clients, publisher and trainer reach vLLM; by default http://inference_host:inference_port."""
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """CUDA indices or UUIDs for vLLM, comma separated; empty: as the container was given."""
@@ -81,13 +78,13 @@ class Settings(BaseSettings):
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     expert_lora: bool = False
-    """vLLM makes room for adapters on a mixture's experts, and runs may have them. CUDA only."""
+    """Whether runs may adapt a mixture's experts; vLLM then reserves memory for such adapters. CUDA only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
     enforce_eager: bool = False
     vllm_args: str = ""
-    """More vLLM arguments, split like a shell does."""
+    """More arguments for vLLM, split as a shell splits them."""
     vllm_stall_seconds: float = Field(default=300.0, gt=0)
-    """Requests run and no token comes for this long: `tandem up` kills vLLM and starts it again."""
+    """If requests run and vLLM generates no token for this long, `tandem up` kills it and starts it again."""
     verify_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served;
     None is 0.02 in float32 and 0.05 in bfloat16."""
@@ -97,7 +94,7 @@ class Settings(BaseSettings):
     # ---- metrics
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(default=9400, ge=1, le=65535)
-    """Where the exporter of the trainer's and the inference container answers; the controller has its own port."""
+    """Address of the exporter in the trainer's and the inference container; the controller exports on its own port."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,7 +123,7 @@ class Settings(BaseSettings):
                 f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
             )
         if self.gpu_mode == "shared":
-            self._can_share()
+            self._check_sharing()
         elif both := set(self.trainer_devices) & set(self.inference_devices):
             raise ValueError(
                 f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "
@@ -134,7 +131,7 @@ class Settings(BaseSettings):
             )
         return self
 
-    def _can_share(self) -> None:
+    def _check_sharing(self) -> None:
         if self.device == "cpu":
             raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
         if set(self.trainer_devices) != set(self.inference_devices):
@@ -148,18 +145,24 @@ class Settings(BaseSettings):
         return self.inference_url or f"http://{self.inference_host}:{self.inference_port}"
 
     def model_path(self) -> str:
-        """The base model as this container sees it: under the spool's root if it is there, else as given."""
+        """The base model's path in this container, or its hub name. Raises InvalidInput where none is set."""
         if self.base_model is None:
-            raise ValueError("TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name")
+            raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
         return resolve_model(self.root, self.base_model)
 
     @property
+    def api_keys(self) -> list[str]:
+        """The deployment's API keys, separated by commas or whitespace, so that a file may hold one per line."""
+        return [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
+
+    @property
     def inference_key(self) -> str | None:
-        """The first API key. From its environment, which unlike its command line is private, vLLM takes only one."""
-        return next(iter(split_keys(self.secret("api_key"))), None)
+        """The first API key. vLLM accepts only one from its environment, which unlike its command line is private."""
+        return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or from the file that `<NAME>_FILE` names; None where neither is."""
+        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where neither is set. Raises
+        OSError where the file can't be read."""
         value: SecretStr | None = getattr(self, name)
         if value is not None:
             return value.get_secret_value()
@@ -168,7 +171,7 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    """The deployment's settings from the environment; InvalidInput naming the variable where one can't be used."""
+    """The deployment's settings from the environment. Raises InvalidInput that names the first wrong variable."""
     try:
         return Settings()
     except ValidationError as error:
@@ -179,12 +182,7 @@ def load_settings() -> Settings:
         raise InvalidInput(first["msg"].removeprefix("Value error, "), field=name) from error
 
 
-def split_keys(secret: str | None) -> list[str]:
-    """The keys of a deployment: separated by commas or whitespace, so that a file may hold one per line."""
-    return [key for key in re.split(r"[,\s]+", secret or "") if key]
-
-
 def resolve_model(root: Path, base_model: str) -> str:
-    """A run's `base_model` as this container sees it."""
+    """The path of a run's `base_model` if it is a directory under the spool's `root`, else `base_model` itself."""
     inside = root / base_model
     return str(inside) if not Path(base_model).is_absolute() and inside.is_dir() else base_model

@@ -1,4 +1,4 @@
-"""Errors that reach people. Each says what was wrong, where, and what to do."""
+"""Errors that users see. Each says what was wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 class TandemError(Exception):
     """Base of every error Tandem raises on purpose.
 
-    `code` is a stable machine-readable word (it is the `type` in HTTP errors and in failed jobs); `field` names the
-    offending input as a dotted path (`groups.3.trajectories.0.reward`) where there is one; `retriable` says whether
-    trying the same job again can help.
+    `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is the dotted path of
+    the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong setting, where there is one.
+    `retriable`: whether trying the same job again can help.
     """
 
     code = "error"
@@ -43,7 +43,7 @@ class NotFound(TandemError):
 
 
 class Conflict(TandemError):
-    """The input is fine but does not fit the present state (an id in use, a step that is not the newest)."""
+    """The input is valid but does not fit the present state (an id in use, a step that is not the newest)."""
 
     code = "conflict"
     http_status = 409
@@ -64,7 +64,7 @@ class UnknownArchitecture(InvalidInput):
 
 
 class CheckpointDamaged(TandemError):
-    """A checkpoint file is missing, truncated or altered (R16: the job fails; LoRA is never silently reset)."""
+    """A checkpoint file is missing, truncated or altered. The job fails; the adapter is never silently reset."""
 
     code = "checkpoint_damaged"
 
@@ -80,8 +80,8 @@ class SpoolUnusable(TandemError):
 class JobFailed(TandemError):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 
-    `job_id` is the job's; `reason` its error's type (`rank_crashed`, `deadline`, `cancelled`, ...); the message ends
-    with the tail of the job's log where there is one.
+    `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The message ends with the
+    last lines of the job's log where there is one.
     """
 
     code = "job_failed"
@@ -93,13 +93,13 @@ class JobFailed(TandemError):
 
 
 class NotServed(TandemError):
-    """A checkpoint was refused by the publisher, or not served in the time given; raised by clients that wait."""
+    """The publisher refused a checkpoint, or did not serve it in the given time; raised by clients that wait."""
 
     code = "not_served"
 
 
 class Unreachable(TandemError):
-    """The controller did not answer, however often it was asked; raised by clients."""
+    """The controller did not answer, also after several tries; raised by clients."""
 
     code = "unreachable"
     http_status = 503

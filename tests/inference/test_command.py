@@ -100,7 +100,7 @@ def test_the_lora_rank_is_one_that_vllm_accepts(rank: int, accepted: int) -> Non
         ({"vllm_args": "--api-key x"}, "vllm_args"),
         ({"vllm_args": "--api-key=x"}, "vllm_args"),
         ({"vllm_args": "--api_key x"}, "vllm_args"),
-        ({"base_model": None}, "base_model"),
+        ({"base_model": None}, "TANDEM_BASE_MODEL"),
         ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
     ],
 )

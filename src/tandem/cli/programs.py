@@ -30,10 +30,7 @@ def up(
     try:
         if chosen is None:
             raise InvalidInput(f"{role!r} is no role; use one of {', '.join(get_args(Role))}", field="--role")
-        settings = load_settings()
-        if settings.base_model is None and chosen != "trainer":
-            raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
-        status = start(settings, chosen)
+        status = start(load_settings(), chosen)
     except InvalidInput as error:
         print_error(error, json=False)
         raise typer.Exit(2) from error

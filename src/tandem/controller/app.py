@@ -13,7 +13,7 @@ from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
 import tandem
-from tandem.config import Settings, split_keys
+from tandem.config import Settings
 from tandem.controller import routes_checkpoints, routes_jobs, routes_runs
 from tandem.controller.authentication import Authentication
 from tandem.controller.deployment import CurrentDeployment, Deployment
@@ -60,7 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
     _add_health(app)
     # The middleware added last is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
-    app.add_middleware(Authentication, keys=split_keys(settings.secret("api_key")))
+    app.add_middleware(Authentication, keys=settings.api_keys)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     install_metrics(app, app.state.deployment)
     return app

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.config import Settings, split_keys
+from tandem.config import Settings
 from tandem.controller.http_errors import refuse
 from tandem.errors import InvalidInput, TandemError, Unauthorized
 
@@ -61,7 +61,7 @@ def _check_host(scope: Scope) -> None:
 
 def check_bind(settings: Settings) -> None:
     """Without a key, only this machine may reach the controller; raises Unauthorized otherwise."""
-    if not split_keys(settings.secret("api_key")) and not _is_loopback(settings.controller_host):
+    if not settings.api_keys and not _is_loopback(settings.controller_host):
         raise Unauthorized(
             f"no API key is set, and {settings.controller_host} can be reached from other machines; set TANDEM_API_KEY "
             "(or TANDEM_API_KEY_FILE), or bind to 127.0.0.1",

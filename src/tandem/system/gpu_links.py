@@ -18,10 +18,9 @@ from tandem.system.nvml import Driver
 def describe(settings: Settings, side: Side) -> str | None:
     """One line for the log of `side`'s container; None without GPUs, or where the driver does not answer."""
     other: Side = "inference" if side == "trainer" else "trainer"
-    names = settings.inference_devices if other == "inference" else settings.trainer_devices
     try:
         own = set(Devices(settings, side).uuids)
-        theirs = _visible(settings, other) - own if names else set()
+        theirs = _visible(settings, other) - own if getattr(settings, f"{other}_devices") else set()
         with closing(Driver()) as driver:
             paths = {"NVLink" if driver.has_nvlink(a, b) else "PCIe" for a in own for b in theirs}
     except TandemError:

@@ -96,7 +96,7 @@ def beyond(used: Mapping[str, int | None], floor: Floor) -> dict[str, int | None
 
 
 def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:
-    names = settings.trainer_devices if side == "trainer" else settings.inference_devices
+    names: list[str] = getattr(settings, f"{side}_devices")
     field = f"TANDEM_{side.upper()}_DEVICES"
     if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         names, field = visible.split(","), "CUDA_VISIBLE_DEVICES"

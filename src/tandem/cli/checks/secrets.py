@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 
 from tandem.cli.checks import Check
-from tandem.config import Settings, split_keys
+from tandem.config import Settings
 
 _SHORTEST_SECRET = 16
 
@@ -31,7 +31,7 @@ def keys_checks(settings: Settings) -> Iterator[Check]:
 
 def required_secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:
     """Whether the secrets of a deployment's containers are set, long and different; the token only with `admin`."""
-    keys, token = split_keys(settings.secret("api_key")), settings.secret("admin_token") or ""
+    keys, token = settings.api_keys, settings.secret("admin_token") or ""
     required = {"TANDEM_API_KEY": keys} | ({"TANDEM_ADMIN_TOKEN": [token] if token else []} if admin else {})
     for variable, values in required.items():
         if not values:

@@ -47,10 +47,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     """
     extra = _extra_arguments(settings.vllm_args)
     device = serving_device(settings)
-    try:
-        model = settings.model_path()
-    except ValueError as error:
-        raise InvalidInput(str(error), field="base_model") from error
+    model = settings.model_path()
     if settings.expert_lora and device == "cpu":
         raise InvalidInput(
             "vLLM has LoRA on experts only on CUDA, in its Triton kernels: set TANDEM_EXPERT_LORA=0",
