@@ -18,11 +18,9 @@ HERE = Path(__file__).parent
 class Stack:
     """`launch`: a launcher's name. `close` ends everything that it started."""
 
-    def __init__(
-        self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank", log: Path | None = None
-    ) -> None:
+    def __init__(self, root: Path, launch: str, ranks: int = 1, entry: str = "fake_rank") -> None:
         self.spool = Spool.create(root)
-        self.log = log or root / "runner.log"
+        self.log = root / "runner.log"
         self._entry = entry
         self._log_start = 0
         self.environment = os.environ | {

@@ -12,16 +12,16 @@ from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
 
 LAUNCHES = ["torchrun", "fork"]
-SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 8}}
+SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 12}}
 
 
 @pytest.fixture(scope="module")
-def slow_ends(tmp_path_factory):
-    """(launch, name) -> a stack and its job whose end takes long; it comes while other tests run."""
+def stacks(tmp_path_factory):
+    """(launch, name) -> a stack and a job. Those of SLOW_ENDS take long to end; they do so while other tests run."""
     stacks = {}
     try:
         for launch in LAUNCHES:
-            for name, orders in SLOW_ENDS.items():
+            for name, orders in (SLOW_ENDS | {"good": {"meet": True}}).items():
                 stack = Stack(tmp_path_factory.mktemp(launch), launch, ranks=2)
                 stacks[launch, name] = stack, stack.submit(stack.run(name), attempts=1, **orders)
                 stack.start()
@@ -29,14 +29,6 @@ def slow_ends(tmp_path_factory):
     finally:
         for stack, _ in stacks.values():
             stack.close()
-
-
-@pytest.fixture(scope="module", params=LAUNCHES)
-def stack(request, slow_ends, tmp_path_factory):
-    stack = Stack(tmp_path_factory.mktemp(request.param), request.param, ranks=2)
-    stack.start()
-    yield stack
-    stack.close()
 
 
 def standby(stack: Stack) -> list[int]:
@@ -56,8 +48,10 @@ def allocated(stack: Stack, job_id: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_together_and_nothing_is_left(stack):
-    job_id, state, job = stack.ended("good", meet=True)
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_two_ranks_train_together_and_nothing_is_left(stacks, launch):
+    stack, job_id = stacks[launch, "good"]
+    state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 1)
     log = stack.job_log(job_id)
     assert "[rank 0] rank 0 of 2 says hello" in log
@@ -67,35 +61,28 @@ def test_two_ranks_train_together_and_nothing_is_left(stack):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_with_its_signal(stack):
-    job_id, state, job = stack.ended("rank-dies", do="die", rank=1, attempts=1)
-    assert (state, job.result.error.type) == ("failed", "rank_crashed")
-    assert "rank 1 ended with signal SIGKILL" in job.result.error.message
-    assert allocated(stack, job_id)["1"] == 1001
-    assert idle(stack)
-
-
-@pytest.mark.slow
-def test_a_killed_agent_takes_its_ranks_with_it(stack):
-    stack.run("agent")
-    job_id = stack.submit("agent", do="wait", until=1)
+def test_a_killed_agent_takes_its_ranks_with_it(stacks):
+    stack, first = stacks["torchrun", "good"]
+    stack.wait(first)
+    job_id = stack.submit("good", do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    server = standby(stack)
-    tree = [process for process in stack.children() if process.pid not in server]
-    assert len(tree) == 3  # parents first
-    processes.send(tree[0], signal.SIGKILL)
+    agent, *ranks = stack.children()  # parents first
+    assert len(ranks) == 2
+    processes.send(agent, signal.SIGKILL)
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
-    assert not any(alive(process.pid) for process in tree)
+    assert "the parent of the ranks ended with signal SIGKILL" in job.last_error.message
+    assert not any(alive(process.pid) for process in (agent, *ranks))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(slow_ends, launch):
-    stack, job_id = slow_ends[launch, "stays"]
+def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, launch):
+    stack, job_id = stacks[launch, "stays"]
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
+    assert allocated(stack, job_id)["1"] == 1001  # of a rank that died
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
     assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 15
     assert idle(stack)
@@ -103,11 +90,11 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(slow_end
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(slow_ends, launch):
-    stack, job_id = slow_ends[launch, "stubborn"]
+def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
+    stack, job_id = stacks[launch, "stubborn"]
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
-    assert "silent for 8 s" in job.result.error.message
+    assert "(phase 'begin 0', silent for 12 s)" in job.result.error.message
     assert idle(stack)
 
 

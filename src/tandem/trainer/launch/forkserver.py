@@ -49,14 +49,16 @@ def main() -> None:
     if hasattr(entry, "preload"):
         entry.preload()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    _send(runner, {"ready": {"seconds": time.monotonic() - begin, "threads": ",".join(threads)}})
+    ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads)}
+    runner.send(json.dumps({"ready": ready}).encode())
     while request := runner.recv(1 << 16):
         launch = Launch.from_json(request)
         leader = _fork_leader(runner, launch)
         pid = status = 0
         while pid != leader:
             pid, status = os.wait()  # also returns orphans that this process adopted
-        _send(runner, {"exited": os.waitstatus_to_exitcode(status), "work": str(launch.work)})
+        report = {"exited": os.waitstatus_to_exitcode(status), "work": str(launch.work)}
+        runner.send(json.dumps(report).encode())
 
 
 def _fork_leader(runner: socket.socket, launch: Launch) -> int:
@@ -170,10 +172,6 @@ def _reset_random_state() -> None:
     if (torch := sys.modules.get("torch")) is not None:
         # In a new process, torch's CPU generator starts from this constant.
         torch.default_generator.manual_seed(torch.default_generator.__class__().initial_seed())
-
-
-def _send(runner: socket.socket, message: dict[str, object]) -> None:
-    runner.send(json.dumps(message).encode())
 
 
 if __name__ == "__main__":

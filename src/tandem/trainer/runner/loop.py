@@ -23,8 +23,9 @@ from tandem.system.logs import Log
 from tandem.system.processes import Process
 from tandem.trainer.launch import DEFAULT_ENTRY, make_launcher
 from tandem.trainer.runner import attempt, gpus, shared_gpus
+from tandem.trainer.runner.attempt import Services
 from tandem.trainer.runner.gpus import JobGpus
-from tandem.trainer.runner.job import JobRunner
+from tandem.trainer.runner.job import run_job
 from tandem.trainer.runner.stop import Stop
 
 log = Log("runner")
@@ -67,13 +68,13 @@ class Runner:
                      ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
             for state, job in recover(self._spool, self._name):
                 log.info("settled a job of an earlier runner", job=job.spec.id, run=job.spec.run, state=state)
-            job_runner = JobRunner(settings, self._spool, launcher, self._gpus, self._name, self._entry, self.stop)
+            services = Services(settings, self._spool, launcher, self._gpus, self.stop, self._name, self._entry)
             try:
                 launcher.prepare()
                 while not self.stop.requested:
                     liveness.beat("runner")
                     if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                        job_runner.run(claimed)
+                        run_job(claimed, services)
                     elif not self.stop.requested:
                         time.sleep(_IDLE_SECONDS)
             finally:

@@ -126,8 +126,7 @@ class SharedGpus:
         now = time.time()
         hold = Hold(
             runner=self._runner, job=job.spec.id, attempt=job.attempt, phase="sleeping", since=now, beat=now,
-            lease=self._lease,
-            deadline=now + job.spec.deadline_seconds + SLEEP_SECONDS + WAKE_SECONDS,
+            lease=self._lease, deadline=now + job.spec.deadline_seconds + SLEEP_SECONDS + WAKE_SECONDS,
         )  # fmt: skip
         end = time.monotonic() + SLEEP_SECONDS
         while time.monotonic() < end and not interrupted():
@@ -197,10 +196,10 @@ class SharedGpus:
         self.beat("waking")
         begin = time.monotonic()
         woken = self._wake()
-        seconds = time.monotonic() - begin
+        event = {"devices": self._devices.used(), "seconds": time.monotonic() - begin}
         self._spool.hold.clear()
         self._hold = None
-        return {"devices": self._devices.used(), "seconds": seconds} if woken else None
+        return event if woken else None
 
     def _wait_until_released(self, hold: Hold, floor: Mapping[str, int]) -> bool:
         """Wait until no more than `floor` is in use, or the hold's deadline; False if the runner has to stop first."""
