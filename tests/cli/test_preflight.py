@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import pytest
 import tiny_model
-
-from tandem.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +15,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def preflight(tmp_path, model, monkeypatch, capsys):
+def preflight(tmp_path, model, command, monkeypatch):
     """Runs the command; returns its exit status, and what failed: name -> what was found."""
     for name in [name for name in os.environ if name.startswith("TANDEM_")]:
         monkeypatch.delenv(name)
@@ -35,12 +32,8 @@ def preflight(tmp_path, model, monkeypatch, capsys):
         }
         for name, value in (defaults | variables).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["tandem", "preflight", "--json"])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        checks = json.loads(capsys.readouterr().out)
-        failed = {check["name"]: check["found"] for check in checks if check["status"] == "fail"}
-        return int(exit_.value.code or 0), failed
+        status, out, _ = command("preflight", "--json")
+        return status, {check["name"]: check["found"] for check in json.loads(out) if check["status"] == "fail"}
 
     return run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,18 +87,3 @@ def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, 
     thread.join(timeout=60)
     assert seen == list(range(7))
     assert client.wait_job(job.id).state == "succeeded"
-
-
-def test_a_kill_during_a_submit_leaves_a_job_or_none(process, client, root):
-    """The client's retry makes it one job in the end."""
-    newest = client.get_run("a").newest_step
-    for index, delay in enumerate([0.005, 0.03]):
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(client.train("a", rl_request(id=f"job-{index}"))))  # noqa: B023
-        thread.start()
-        time.sleep(delay)
-        process.kill_and_restart()
-        thread.join(timeout=60)
-        assert [job.id for job in answers] == [f"job-{index}"]
-    queued = [(job.spec.id, job.spec.base_step) for _, job in Spool(root).jobs.list(run="a", states=("queued",))]
-    assert queued == [("job-0", newest), ("job-1", newest + 1)]

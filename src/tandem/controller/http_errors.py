@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from tandem.controller.schemas import ErrorBody, ErrorDetail
+from tandem.data.inputs import invalid_input
 from tandem.errors import InvalidInput, TandemError, Unauthorized
 
 log = logging.getLogger("tandem.controller")
@@ -35,40 +35,25 @@ def refuse(error: TandemError) -> JSONResponse:
     return response
 
 
-def invalid_input(errors: Sequence[Any], data: Any) -> InvalidInput:
-    """Pydantic's errors about `data` as one: field and message of the first, and the number of the others."""
-    first = errors[0]
-    field = ".".join(str(part) for part in _path_in(data, first["loc"], missing=first["type"] == "missing"))
-    message = str(first["msg"]).removeprefix("Value error, ")
-    value = first.get("input")
-    if isinstance(value, float) and not math.isfinite(value):
-        message += f" (got {json.dumps(value)})"
-    elif value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 60):
-        message += f" (got {value!r})"
-    if len(errors) > 1:
-        message += f"; and {len(errors) - 1} more errors"
-    return InvalidInput(message, field=field or None)
-
-
 def invalid_json(error: ValidationError, body: bytes) -> InvalidInput:
-    """`invalid_input` for a body that was validated as JSON text."""
+    """The error about a body that was validated as JSON text."""
     errors = error.errors(include_url=False, include_context=False)
     if errors[0]["type"] == "json_invalid":
         return InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body")
-    return invalid_input(errors, json.loads(body))
+    return invalid_input(errors, _path_in(json.loads(body), errors[0]))
 
 
-def _path_in(data: Any, loc: Sequence[str | int], *, missing: bool) -> list[str | int]:
+def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
     """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags, are pydantic's own.
 
-    With `missing`, the last part is a key that `data` lacks.
+    The last part of a "missing" error is a key that `data` lacks.
     """
     path: list[str | int] = []
-    for i, part in enumerate(loc):
+    for i, part in enumerate(error["loc"]):
         is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
         if is_index or (isinstance(data, dict) and part in data):
             data = data[part]
-        elif not (missing and i == len(loc) - 1):
+        elif not (error["type"] == "missing" and i == len(error["loc"]) - 1):
             continue
         path.append(part)
     return path
@@ -89,8 +74,8 @@ def install_handlers(app: FastAPI) -> None:
         if errors[0]["type"] == "json_invalid":
             return response_of(InvalidInput("the body is not JSON", field="body"))
         where, *rest = errors[0]["loc"]
-        errors[0] = errors[0] | {"loc": rest}
-        return response_of(invalid_input(errors, error.body if where == "body" else dict.fromkeys(rest)))
+        path = _path_in(error.body, errors[0] | {"loc": rest}) if where == "body" else rest[:1]
+        return response_of(invalid_input(errors, path))
 
     @app.exception_handler(HTTPException)
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:

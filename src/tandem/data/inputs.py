@@ -7,6 +7,7 @@ their log-probs. The trainer trains these ids, and never tokenises the text agai
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -166,15 +167,20 @@ class SFTExample(Input):
 def from_validation_error(exc: ValidationError) -> InvalidInput:
     """The first error as InvalidInput, with its dotted path as `field`; the message counts the other errors."""
     errors = exc.errors()
+    return invalid_input(errors, errors[0]["loc"])
+
+
+def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
+    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
     first = errors[0]
     message = str(first["msg"]).removeprefix("Value error, ")
     value = first.get("input")
     if isinstance(value, str | int | float | bool) and first["type"] != "value_error":
-        shown = repr(value)
+        shown = json.dumps(value) if isinstance(value, float) else repr(value)
         message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
     if len(errors) > 1:
         message += f"; and {len(errors) - 1} more error{'s' if len(errors) > 2 else ''}"
-    return InvalidInput(message, field=".".join(str(part) for part in first["loc"]) or None)
+    return InvalidInput(message, field=".".join(map(str, path)) or None)
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
