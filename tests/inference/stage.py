@@ -27,6 +27,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], list(range(40, 60))]
 
 
 def write_identity(directory: Path, model: Path, lora: LoraShape = LORA) -> None:
+    directory.mkdir(exist_ok=True)
     write_identity_adapter(directory, read_arch(str(model)), lora, base_model=str(model), seed=0)
 
 

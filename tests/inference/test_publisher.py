@@ -109,19 +109,16 @@ def commit_wrong_checkpoint(stage: Stage, damage: str) -> None:
                 manifest.write_bytes(manifest.read_bytes()[:50])
 
 
-def test_a_small_step_with_its_own_weights_is_served(stage: Stage) -> None:
+def test_behind_many_refused_steps_the_last_good_one_stays(stage: Stage) -> None:
+    publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
-    stage.step(0.305)
-    stage.publisher().once()
-    assert stage.served() == (2, None)
-
-
-def test_a_vllm_that_ignores_adapters_is_noticed(stage: Stage) -> None:
-    stage.vllm.ignores_weights = True
-    stage.step(0.01)  # so small that the base model is within the tolerance
-    stage.publisher().once()
-    assert stage.served() == (0, 1)
-    assert "nearer" in str(stage.record().refused_reason)
+    publisher.once()
+    for effect in (0.4, 0.5, 0.6):
+        stage.step(effect, weights=-0.9)
+    publisher.once()
+    publisher.once()
+    assert stage.served() == (1, 4)
+    assert stage.listed() == ["run@1"]
 
 
 def test_a_refused_checkpoint_is_tried_again_when_it_changes(stage: Stage) -> None:

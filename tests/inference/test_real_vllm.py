@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import tiny_model
+from safetensors.torch import load_file, save_file
 
 from inference.stage import commit, make_run, write_identity
 from policies import linear_row, make_policy, write_random_adapter
@@ -113,7 +114,7 @@ def test_secrets_are_on_no_command_line_and_in_no_log(vllm: VllmServer) -> None:
 def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
     name = f"{next(names)}@1"
     assert client.healthy()
-    assert client.version() >= (0, 26)
+    assert client.prefix_cache_keyed_by_path()  # vLLM 0.32
     assert client.models()["base"] == str(vllm.model)
     client.load_lora(name, str(identity))
     assert client.models()[name] == str(identity)
@@ -128,21 +129,16 @@ def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClien
 
 
 def test_the_client_reports_what_is_wrong(vllm: VllmServer, client: VllmClient, tmp_path: Path) -> None:
-    with pytest.raises(InferenceRefused):
-        client.load_lora("missing@1", str(tmp_path / "missing"))
-    for fault in ("weights", "config", "rank"):
-        directory = tmp_path / fault
-        directory.mkdir()
-        write_identity(
-            directory, vllm.model, LoraShape(rank=128, targets=ATTENTION.targets) if fault == "rank" else ATTENTION
-        )
-        weights = directory / "adapter_model.safetensors"
-        if fault == "weights":
-            weights.write_bytes(weights.read_bytes()[:-100])
-        elif fault == "config":
-            (directory / "adapter_config.json").write_text("{")
+    write_identity(tmp_path / "rank", vllm.model, LoraShape(rank=128, targets=ATTENTION.targets))
+    for fault, file, content in (
+        ("weights", "adapter_model.safetensors", b"x"),
+        ("config", "adapter_config.json", b"{"),
+    ):
+        write_identity(tmp_path / fault, vllm.model, ATTENTION)
+        (tmp_path / fault / file).write_bytes(content)
+    for fault in ("missing", "rank", "weights", "config"):
         with pytest.raises(InferenceRefused):
-            client.load_lora(f"{fault}@1", str(directory))
+            client.load_lora(f"{fault}@1", str(tmp_path / fault))
     with pytest.raises(InferenceRefused, match="does not exist"):
         client.prompt_logprobs("nobody@1", [1, 2, 3])
     with pytest.raises(Unauthorized):
@@ -248,31 +244,22 @@ class Trainer:
         self.spool = Spool.create(directory / "spool")
         settings = Settings(root=self.spool.root, inference_url=vllm.url, device="cpu")
         self._publisher = Publisher(settings, vllm.client(), grace=0.5)
-        self._logprobs: dict[Path | None, list[list[float]]] = {}
-
-    def run(self, lora: LoraShape = ATTENTION) -> str:
-        return make_run(self.spool, next(names), self.model, lora).name
+        self.base = self.logprobs(None)
 
     def adapter(self, seed: int, scale: float = 1.0, lora: LoraShape = ATTENTION) -> Path:
-        """A random adapter; `scale` multiplies B."""
-        from safetensors.torch import load_file, save_file
-
-        directory = self.directory / f"adapter-{seed}-{scale}-{len(lora.targets)}"
-        path = write_random_adapter(directory, self.model, lora, seed=seed)
+        """A random adapter. `scale` multiplies B."""
+        path = write_random_adapter(self.directory / f"{seed}-{scale}-{len(lora.targets)}", self.model, lora, seed=seed)
         file = path / "adapter_model.safetensors"
         save_file({k: v * scale if "lora_B" in k else v for k, v in load_file(file).items()}, file)
         return path
 
     def logprobs(self, adapter: Path | None, lora: LoraShape = ATTENTION) -> list[list[float]]:
-        if adapter not in self._logprobs:
-            policy = make_policy(self.model, lora, adapter)
-            self._logprobs[adapter] = [policy(linear_row(tokens)).logprobs.tolist() for tokens in SEQUENCES]
-        return self._logprobs[adapter]
+        policy = make_policy(self.model, lora, adapter)
+        return [policy(linear_row(tokens)).logprobs.tolist() for tokens in SEQUENCES]
 
-    def probe(self, adapter: Path, previous: Path | None, lora: LoraShape = ATTENTION) -> Probe:
-        base = self.logprobs(None)
-        before = base if previous is None else self.logprobs(previous)
-        return Probe(tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=base)
+    def probe(self, adapter: Path, previous: Path | None = None, lora: LoraShape = ATTENTION) -> Probe:
+        before = self.base if previous is None else self.logprobs(previous)
+        return Probe(tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=self.base)
 
     def publish(self, run: str) -> Served:
         self._publisher.once()
@@ -294,31 +281,30 @@ def distance(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> floa
 def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
     trainer: Trainer, client: VllmClient
 ) -> None:
-    attention, everywhere = trainer.run(ATTENTION), trainer.run(EVERYWHERE)
-    for run in (attention, everywhere):
-        served = trainer.publish(run)
-        assert (served.step, served.refused_step) == (0, None)
-        assert served.mean_abs_logprob_error < 1e-6
-    assert distance([client.prompt_logprobs("base", t) for t in SEQUENCES], trainer.logprobs(None)) < 1e-4
-    for run, lora in ((attention, ATTENTION), (everywhere, EVERYWHERE)):
+    assert distance([client.prompt_logprobs("base", tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
+    served = {}
+    for lora in (ATTENTION, EVERYWHERE):
+        run = make_run(trainer.spool, next(names), trainer.model, lora).name
+        first = trainer.publish(run)
+        assert (first.step, first.refused_step) == (0, None)
+        assert first.mean_abs_logprob_error < 1e-6
         adapter = trainer.adapter(1, lora=lora)
-        probe = trainer.probe(adapter, None, lora)
+        probe = trainer.probe(adapter, lora=lora)
         assert distance(probe.logprobs, probe.base) > 0.5, "an adapter that changes little proves little"
         commit(trainer.spool, run, adapter, probe)
-    served = trainer.publish(attention)
-    assert (served.model, served.refused_step) == (f"{attention}@1", None)
-    assert served.tokens_checked == 149 + 32 + 63
+        served[lora] = trainer.publish(run)
+    assert (served[ATTENTION].step, served[ATTENTION].refused_step) == (1, None)
+    assert served[ATTENTION].tokens_checked == 149 + 32 + 63
     # float32 on both sides: the error is far below the 0.02 that is allowed.
-    assert served.mean_abs_logprob_error < 1e-4
+    assert served[ATTENTION].mean_abs_logprob_error < 1e-4
     # vLLM (0.32, CPU) loads the file without an error and leaves the experts' adapters out.
-    served = trainer.publish(everywhere)
-    assert (served.step, served.refused_step) == (0, 1)
-    assert "differ from the trainer's" in str(served.refused_reason)
+    assert (served[EVERYWHERE].step, served[EVERYWHERE].refused_step) == (0, 1)
+    assert "differ from the trainer's" in str(served[EVERYWHERE].refused_reason)
     assert client.healthy()
 
 
 def test_wrong_adapters_are_refused(trainer: Trainer, client: VllmClient) -> None:
-    run = trainer.run()
+    run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
     right, small, other = trainer.adapter(1), trainer.adapter(1, 1.0001), trainer.adapter(2)
 
     def refused(step: int, word: str) -> None:
@@ -329,7 +315,7 @@ def test_wrong_adapters_are_refused(trainer: Trainer, client: VllmClient) -> Non
         assert f"{run}@1" in client.models()
         trainer.spool.checkpoints.rollback(run, 1)
 
-    commit(trainer.spool, run, right, trainer.probe(right, None))
+    commit(trainer.spool, run, right, trainer.probe(right))
     trainer.publish(run)
     # Other weights than those of the probe, in a checkpoint whose hashes are right.
     commit(trainer.spool, run, other, trainer.probe(small, right))
@@ -349,7 +335,7 @@ def test_wrong_adapters_are_refused(trainer: Trainer, client: VllmClient) -> Non
 def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached_blocks(
     vllm: VllmServer, trainer: Trainer, client: VllmClient
 ) -> None:
-    run = trainer.run()
+    run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
     prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
 
     def first_token() -> tuple[int, float]:
@@ -369,7 +355,7 @@ def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached
 
     for seed in (1, 2):
         adapter = trainer.adapter(seed)
-        commit(trainer.spool, run, adapter, trainer.probe(adapter, None))
+        commit(trainer.spool, run, adapter, trainer.probe(adapter))
         assert trainer.publish(run).model == f"{run}@1"
         before = cache_hits()
         for _ in range(2):

@@ -34,8 +34,6 @@ with spool.runner_lock("holder"):
 
 
 class SharedGpu:
-    """A stage whose vLLM sleeps or not on a fake GPU, and runners that hold it."""
-
     def __init__(self, directory: Path, stage: Stage) -> None:
         self.gpu, self.driver = fake_gpu.install(directory)
         self.stage, self.spool, self.vllm = stage, stage.spool, stage.vllm
@@ -103,37 +101,25 @@ def test_a_checkpoint_loaded_before_a_sleep_is_neither_loaded_nor_verified_again
     assert shared.stage.called("/v1/completions") == verifications
 
 
-def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(shared):
+@pytest.mark.parametrize(
+    ("asleep", "mib", "deadline", "goes_on"),
+    [
+        (True, 30_000, 600, False),
+        (True, 900 + 200, 600, True),  # the memory is back at the floor
+        (True, 30_000, -1, True),  # the deadline is over
+        (False, 70_000, 600, True),  # vLLM is awake, so the memory is its own
+    ],
+)
+def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(shared, asleep, mib, deadline, goes_on):
     publisher = shared.publisher()
-    shared.hold(floor=900 * MIB)
-    shared.vllm.asleep = True
-    shared.use(30_000)
+    shared.hold(floor=900 * MIB, deadline=deadline)
+    shared.vllm.asleep = asleep
+    shared.use(mib)
     shared.kill_runner()
-    assert not publisher.once()
-    assert shared.vllm.asleep
-    shared.use(900 + 200)
-    assert publisher.once()
-    assert not shared.vllm.asleep
-
-
-def test_memory_in_use_beside_an_awake_vllm_is_its_own(shared):
-    """A runner was killed after vLLM had woken and before the hold went, or both died and vLLM came back first."""
-    publisher = shared.publisher()
-    shared.hold(floor=900 * MIB)
-    shared.use(70_000)
-    shared.kill_runner()
-    assert publisher.once()
-    assert shared.spool.hold.get() is None
-    assert shared.vllm.loads() == ["run@0"]
-
-
-def test_after_the_deadline_the_publisher_wakes_vllm_whatever_memory_is_in_use(shared):
-    shared.hold(floor=900 * MIB, deadline=-1)
-    shared.vllm.asleep = True
-    shared.use(30_000)
-    shared.kill_runner()
-    assert shared.publisher().once()
-    assert not shared.vllm.asleep
+    assert publisher.once() is goes_on
+    assert shared.vllm.asleep is (not goes_on)
+    assert shared.vllm.loads() == (["run@0"] if goes_on else [])
+    assert (shared.spool.hold.get() is None) is goes_on
 
 
 def test_a_runner_that_hangs_is_lost_when_its_lease_is_over(shared):

@@ -33,7 +33,11 @@ def runtime_dir(root: Path, role: Role) -> Path:
     parents = [Path(value) for value in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if value]
     parent = next((path for path in parents if path.is_dir() and len(str(path)) <= _LONGEST_PARENT), Path("/tmp"))
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
-    directory = parent / f"tandem-{os.getuid()}-{key}"
+    return private_directory(parent / f"tandem-{os.getuid()}-{key}")
+
+
+def private_directory(directory: Path) -> Path:
+    """Create a directory for this user alone, if it does not exist. SpoolUnusable if another user owns or reads it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

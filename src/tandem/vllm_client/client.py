@@ -13,12 +13,7 @@ import httpx
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
 from tandem.vllm_client.names import ADMIN_HEADER
-from tandem.vllm_client.versions import (
-    PREFIX_CACHE_KEYED_BY_PATH,
-    Version,
-    parse_version,
-    prefix_cache_was_reset,
-)
+from tandem.vllm_client.versions import PREFIX_CACHE_KEYED_BY_PATH, parse_version, prefix_cache_was_reset
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
@@ -56,7 +51,6 @@ class VllmClient:
         self.url = settings.resolved_inference_url
         self._work_timeout = work_timeout
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0))
-        self._version: Version | None = None
 
     # ---- state
 
@@ -67,20 +61,10 @@ class VllmClient:
         except httpx.TransportError:
             return False
 
-    def version(self) -> Version:
-        """vLLM's version, for example (0, 32, 0). Only the first call asks the server."""
-        if self._version is None:
-            self._version = parse_version(str(_json(self._request("GET", "/version"))["version"]))
-        return self._version
-
-    def forget_version(self) -> None:
-        """Ask again: the server went away, and another version may have taken its place."""
-        self._version = None
-
-    @property
     def prefix_cache_keyed_by_path(self) -> bool:
         """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks."""
-        return self.version() >= PREFIX_CACHE_KEYED_BY_PATH
+        version = parse_version(str(_json(self._request("GET", "/version"))["version"]))
+        return version >= PREFIX_CACHE_KEYED_BY_PATH
 
     def models(self) -> dict[str, str]:
         """Each served model, the base model included: name -> the path it was loaded from."""

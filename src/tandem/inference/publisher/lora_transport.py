@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 import time
 from pathlib import Path
 
-from tandem.errors import CheckpointDamaged, SpoolUnusable
+from tandem.errors import CheckpointDamaged
+from tandem.spool.fs import sha256_file
 from tandem.spool.schema import Manifest
+from tandem.system.role import private_directory
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -43,12 +44,8 @@ class LoraTransport:
 
     def __init__(self, client: VllmClient, directory: Path) -> None:
         """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise SpoolUnusable(f"{directory} belongs to another user: remove it, or set TMPDIR to another directory")
         self._client = client
-        self._directory = directory.absolute()
+        self._directory = private_directory(directory.absolute())
         self.listed: dict[str, str] = {}
         self._last_path: dict[str, str] = {}  # per name, also of names that were unloaded
         # Whether this object has seen the server start, and so knows every name that the server ever loaded.
@@ -58,11 +55,10 @@ class LoraTransport:
         self.listed = self._client.models()
 
     def server_lost(self) -> None:
-        """Forget the server. The next one has no adapters and may be another version."""
+        """Forget the server. The next one has no adapters."""
         self.listed = {}
         self._last_path.clear()
         self._saw_start = True
-        self._client.forget_version()
 
     def path(self, name: str, manifest: Manifest) -> Path:
         """The path of this checkpoint's copy, whether it exists or not. CheckpointDamaged if the manifest lists no
@@ -88,7 +84,8 @@ class LoraTransport:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                if _copy_and_hash(checkpoint / file, partial / file) != manifest.files[file].sha256:
+                copy = shutil.copyfile(checkpoint / file, partial / file)
+                if sha256_file(copy) != manifest.files[file].sha256:
                     raise CheckpointDamaged(f"checkpoint {checkpoint}: {file} is altered (its sha256 differs)")
             partial.rename(path)
         except FileNotFoundError as error:
@@ -125,9 +122,9 @@ class LoraTransport:
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
         """Drop cached blocks of another adapter of this name, where vLLM keys blocks by the name alone."""
-        if self._client.prefix_cache_keyed_by_path:
-            return
         if self._last_path.get(name, str(path) if self._saw_start else "") == str(path):
+            return
+        if self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
         # A request that still runs with the old adapter would write its blocks again after the reset.
@@ -135,13 +132,3 @@ class LoraTransport:
             if time.monotonic() > deadline:
                 raise InferenceUnavailable(f"requests use the old {name}, so the prefix cache can't be reset yet")
             time.sleep(0.2)
-
-
-def _copy_and_hash(source: Path, target: Path) -> str:
-    """Copy a file. Returns the SHA-256 of the bytes written."""
-    digest = hashlib.sha256()
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while block := reader.read(1 << 20):
-            digest.update(block)
-            writer.write(block)
-    return digest.hexdigest()

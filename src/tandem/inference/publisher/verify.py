@@ -30,23 +30,6 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Movement:
-    """Where the served log-probs lie on the line from a reference (0) to the checkpoint's own log-probs (1).
-
-    The least-squares coefficient a of `served - reference = a (checkpoint - reference)` over the probe's tokens, and
-    its standard error under independent residuals. a > 1/2 exactly when `served` is nearer (in L2) to the checkpoint.
-    """
-
-    coefficient: float
-    standard_error: float
-
-    @property
-    def nearer_to_reference(self) -> bool:
-        """Whether vLLM serves the reference's weights, beyond what rounding explains."""
-        return self.coefficient + MARGIN * self.standard_error < 0.5
-
-
-@dataclass(frozen=True)
 class Verification:
     """`error`: mean |served - expected| over `tokens` log-probs, in nats. `reason`: why it is refused, else empty."""
 
@@ -63,8 +46,15 @@ def verify_tolerance(settings: Settings) -> float:
     return settings.verify_tolerance or (0.02 if serving_dtype(settings) == "float32" else 0.05)
 
 
-def movement(served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]) -> Movement | None:
-    """None where checkpoint and reference are equal, so that there is no line."""
+def movement(
+    served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]
+) -> tuple[float, float] | None:
+    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own log-probs (1).
+
+    Returns the least-squares coefficient a of `served - reference = a (checkpoint - reference)` over the probe's tokens
+    and its standard error under independent residuals. a > 1/2 exactly when `served` is nearer (in L2) to the
+    checkpoint. None where checkpoint and reference are equal, so that there is no line.
+    """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     length = sum(d * d for d in direction)
     if length == 0.0:
@@ -72,7 +62,15 @@ def movement(served: Sequence[float], checkpoint: Sequence[float], reference: Se
     shift = [s - r for s, r in zip(served, reference, strict=True)]
     a = sum(s * d for s, d in zip(shift, direction, strict=True)) / length
     residual = sum((s - a * d) ** 2 for s, d in zip(shift, direction, strict=True))
-    return Movement(a, math.sqrt(residual / max(len(shift) - 1, 1) / length))
+    return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
+
+
+def nearer_to_reference(served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]) -> str:
+    """The movement in words, if vLLM serves the reference's weights beyond what rounding explains; else empty."""
+    moved = movement(served, checkpoint, reference)
+    if moved is None or moved[0] + MARGIN * moved[1] >= 0.5:
+        return ""
+    return f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
 
 
 def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float) -> Verification:
@@ -113,12 +111,8 @@ def _nearer_to_a_reference(served: Sequence[float], expected: Sequence[float], p
         reference = _flat(rows)
         if len(reference) != len(served):
             return f"the probe is malformed: {len(reference)} log-probs of {name} for {len(served)} predictions"
-        moved = movement(served, expected, reference)
-        if moved is not None and moved.nearer_to_reference:
-            return (
-                f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's "
-                f"({moved.coefficient:.2f} of the way, give or take {moved.standard_error:.2f})"
-            )
+        if moved := nearer_to_reference(served, expected, reference):
+            return f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's ({moved})"
     return ""
 
 

