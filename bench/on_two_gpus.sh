@@ -77,7 +77,7 @@ run() {
     # Alone on the machine: readers of other ranks would take from the memory's bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
-    wants memory && tests 0 tests/trainer_ranks/test_memory_gpu.py tests/trainer_ranks/test_offload_gpu.py &
+    wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &
     {
         wants experts && tests 1 tests/inference/test_served_experts.py tests/model/test_experts.py \
             tests/model/test_recompute_leak.py tests/model/test_checkpoint_tensors.py

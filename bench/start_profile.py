@@ -53,7 +53,7 @@ PARTS = (
     ("tandem.model.weights.safetensors_reader", "fill_targets"),
     ("tandem.model.device.memory", "release_cached"),
     ("tandem.trainer.rank.probe", "logprobs"),
-    ("tandem.training.steps", "Training.run"),
+    ("tandem.training.steps", "Training.train"),
 )
 _marks: list[dict[str, Any]] = []
 

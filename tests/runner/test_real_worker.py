@@ -2,10 +2,10 @@
 
 import pytest
 
+from rank.jobs import make_model, make_run, submit_rl, submit_sft
 from runner.runner_stack import Stack
 from tandem.client.memory import by_attempt
 from tandem.metrics.metric import PHASES
-from trainer_ranks.jobs import make_model, make_run, submit_rl, submit_sft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

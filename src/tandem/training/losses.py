@@ -20,9 +20,7 @@ Sources:
   derivative of k1 is of no use: arXiv:2506.09477.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +35,6 @@ MAX_LOG_RATIO = 20.0
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
-Normalisation = Literal["token", "trajectory", "group", "constant"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,12 @@ class LossOutput:
     """A row's loss, and statistics over its items as detached float64 scalars."""
 
     loss: Tensor  # scalar, the row's part of `sum_i w_i l_i`
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
 
 
 def item_weights(
-    normalisation: Normalisation, trajectory_items: Ints, group_items: Ints, constant: float | None = None
+    normalisation: str, trajectory_items: Ints, group_items: Ints, constant: float | None = None
 ) -> tuple[Floats, Floats]:
     """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum d`.
 
@@ -84,8 +81,7 @@ def item_weights(
         return ones / trajectory_items, ones / trajectory_items
     if normalisation == "group":
         return ones / group_items, ones / group_items
-    if constant is None:
-        raise ValueError('normalisation="constant" needs a constant')
+    assert constant is not None
     return ones, constant / trajectory_items
 
 
@@ -112,8 +108,7 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - gspo:  -min(s A, clip(s, lo, hi) A), where `s` is the sequence's ratio. With `normalisation="trajectory"` and one
       sequence per trajectory this is the paper's objective. Each token of a sequence gets the gradient s A / |y|.
     """
-    if items.old_logprobs is None:
-        raise ValueError("a policy loss needs old_logprobs")
+    assert items.old_logprobs is not None
     low, high = loss.clip_bounds
     log_r = log_ratio(items.logprobs, items.old_logprobs)
     if loss.policy == "cispo":
@@ -151,10 +146,11 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
     Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`, `kl_sampler` (k3
     of KL(sampler || trainer), nats), `logprob_difference` (|trainer - sampler|, nats), `kl_reference` (if there is a
-    reference), `tis` (if it has a cap). Maxima: `ratio`. Raises ValueError if log-probs that the loss needs are None.
+    reference), `tis` (if it has a cap). Maxima: `ratio`.
     """
-    if items.sampler_logprobs is None or items.old_logprobs is None:
-        raise ValueError("RL needs old_logprobs and sampler_logprobs")
+    assert items.sampler_logprobs is not None
+    assert items.old_logprobs is not None
+    assert items.reference_logprobs is not None or not loss.kl_coef
     per_item, ratio, clipped = policy_terms(items, loss)
     detached = items.logprobs.detach()
     sums = {"ratio": ratio, "clipped": clipped, "advantage": items.advantages}
@@ -170,8 +166,6 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
         sums["kl_reference"] = kl
         if loss.kl_coef:
             per_item = per_item + loss.kl_coef * kl
-    elif loss.kl_coef:
-        raise ValueError("kl_coef needs reference_logprobs")
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
     return _output(items, per_item, sums, {"ratio": ratio.max()})

@@ -1,7 +1,5 @@
 """An optimizer step's metrics, as its event and the checkpoint's manifest have them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -51,9 +49,5 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
     count = {"trajectories": float(len(trajectories))}
     if np.isnan(rewards).any():  # SFT
         return count
-    return count | {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_min": float(rewards.min()),
-        "reward_max": float(rewards.max()),
-    }
+    statistics = {"mean": rewards.mean(), "std": rewards.std(), "min": rewards.min(), "max": rewards.max()}
+    return count | {f"reward_{name}": float(value) for name, value in statistics.items()}

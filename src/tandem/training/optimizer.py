@@ -3,8 +3,6 @@
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +27,7 @@ class NonFinite(TandemError):
 
 @dataclass(frozen=True)
 class AdamState:
-    """Adam's first and second moments, fp32, by parameter name; empty before the first step."""
+    """Adam's moments of this rank's shards, fp32, by parameter name; empty before the first step."""
 
     step: int  # steps taken
     exp_avg: dict[str, Tensor]

@@ -1,7 +1,5 @@
 """What a rank measures of its phases: seconds, and bytes on its device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +45,7 @@ class MemoryWatch:
 
     def begin_step(self) -> None:
         """An optimizer step begins, and its gradients are zeroed: what is allocated now is the step's floor."""
-        self._step_floor = memory.allocated()
+        self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
         """All phases so far."""

@@ -4,8 +4,6 @@ Every rank computes the whole plan from the job and the packed tables, without c
 all rows of an optimizer step, not over one rank's rows (R20).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
-from tandem.spool.schema import RLLoss, SFTLoss
+from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
 from tandem.training.losses import item_weights
 
 Float64 = NDArray[np.float64]
@@ -37,29 +35,18 @@ class Plan:
         return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
 
     def visited_rows(self, dp_rank: int) -> list[int]:
-        """The rows that the rank computes in any micro step, once each, for a pass before training.
-
-        The first one is repeated until all ranks have equally many.
-        """
-        visited = [
-            list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, rank)))
-            for rank in range(self.data_parallel)
-        ]
-        own = visited[dp_rank]
-        return own + own[:1] * (max(map(len, visited)) - len(own))
+        """The rows that the rank computes in any micro step, once each."""
+        return list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)))
 
 
-def plan_steps(
-    batch: PackedBatch, *, seed: int, base_step: int, epochs: int, rows_per_step: int | None, data_parallel: int
-) -> Plan:
-    """Cut `epochs` passes over the batch's rows into optimizer steps.
+def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int) -> Plan:
+    """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
-    Each pass visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). `rows_per_step`
-    counts the rows of all ranks; None means `data_parallel` (R19). The last step of a pass may have fewer rows.
-
-    Raises InvalidInput if `rows_per_step` is not a multiple of `data_parallel`.
+    Each epoch visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). A step has
+    `settings.grad_accumulation_sequences` rows over all ranks; None means `data_parallel` (R19). The last step of an
+    epoch may have fewer. Raises InvalidInput if that number is not a multiple of `data_parallel`.
     """
-    size = data_parallel if rows_per_step is None else rows_per_step
+    size = settings.grad_accumulation_sequences or data_parallel
     if size % data_parallel:
         raise InvalidInput(
             f"{size} rows per optimizer step can't be split evenly over {data_parallel} data-parallel ranks; "
@@ -68,7 +55,7 @@ def plan_steps(
         )
     rows = np.flatnonzero(np.diff(batch.item_offsets))
     steps: list[tuple[int, ...]] = []
-    for epoch in range(epochs):
+    for epoch in range(settings.epochs):
         order = np.random.default_rng([seed, base_step, epoch]).permutation(rows).tolist()
         steps += [tuple(order[start : start + size]) for start in range(0, len(order), size)]
     return Plan(tuple(steps), data_parallel)
@@ -91,9 +78,8 @@ def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list
 
     Raises NothingToLearn if a step's items all have weight 0.
     """
-    of_row: dict[int, float] = {}
-    for row in sorted({row for step in plan.steps for row in step}):
-        of_row[row] = float(row_weights(batch, batch.row(row), loss)[1].sum())
+    rows = {row for step in plan.steps for row in step}
+    of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
     totals = [sum(of_row[row] for row in step) for step in plan.steps]
     for step, total in enumerate(totals):
         if not total > 0:

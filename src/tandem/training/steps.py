@@ -5,10 +5,9 @@ checked, clipped and applied. Losses are divided by the denominator of all ranks
 the sum is the gradient of the whole step's loss (R20).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
-from tandem.spool.schema import RLJob, RunSpec, SFTJob
+from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob
 from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
 from tandem.training.metrics import all_reduce, item_metrics, reward_metrics
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
@@ -41,76 +40,56 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     )
 
 
+@dataclass
 class Training:
-    """One job's optimizer steps, on a model that is loaded.
+    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `plan_steps` does."""
 
-    Within `reference()` the policy computes as the KL's reference does; afterwards it is exactly what it was before.
-    """
+    run: RunSpec
+    job: RLJob | SFTJob
+    batch: PackedBatch
+    policy: Policy
+    optimizer: AdapterOptimizer
+    topology: Topology
+    device: torch.device
+    phases: Phases
+    reference: Callable[[], AbstractContextManager[None]]
+    """Within it the policy computes as the KL's reference does; afterwards it is exactly what it was before."""
 
-    def __init__(
-        self,
-        run: RunSpec,
-        job: RLJob | SFTJob,
-        batch: PackedBatch,
-        policy: Policy,
-        optimizer: AdapterOptimizer,
-        topology: Topology,
-        device: torch.device,
-        phases: Phases,
-        reference: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """Plan the steps. Raises InvalidInput as `plan_steps` does."""
-        self._job, self._batch, self._policy, self._optimizer = job, batch, policy, optimizer
-        self._dp_rank, self._device, self._phases, self._reference = topology.dp_rank, device, phases, reference
-        self._plan = plan_steps(
-            batch,
-            seed=run.seed,
-            base_step=job.base_step,
-            epochs=job.optimizer.epochs,
-            rows_per_step=job.optimizer.grad_accumulation_sequences,
-            data_parallel=topology.dp,
-        )
-        self.num_steps = len(self._plan.steps)
+    def __post_init__(self) -> None:
+        self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}
 
-    def run(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
+    def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
 
         `report(step, metrics)` is called after each step, which are numbered from 1. Raises NonFinite, with the step
         and what was not finite, before that step is applied.
         """
-        totals = denominators(self._batch, self._plan, self._job.loss)
-        self._passes_before_training()
+        totals, loss = denominators(self.batch, self.plan, self.job.loss), self.job.loss
+        if isinstance(loss, RLLoss):
+            if loss.old_logprobs == "trainer" and len(totals) > 1:
+                self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
+            if loss.kl_coef or loss.kl_metric:
+                self._reference_logprobs = self._logprobs("reference", self.reference())
         metrics: dict[str, float] = {}
         for step, total in enumerate(totals):
             metrics = self._optimizer_step(step, total)
             report(step + 1, metrics)
         return metrics
 
-    def _passes_before_training(self) -> None:
-        """Compute the policy's own log-probs and the reference's of every row that this rank will visit."""
-        if not isinstance(self._job, RLJob):
-            return
-        loss = self._job.loss
-        if loss.old_logprobs == "trainer" and self.num_steps > 1:
-            with self._phases.phase("old_logprobs"):
-                self._old_logprobs = self._logprobs("old_logprobs")
-        if loss.kl_coef or loss.kl_metric:
-            with self._phases.phase("reference"), self._reference():
-                self._reference_logprobs = self._logprobs("reference")
-
-    @torch.no_grad()
-    def _logprobs(self, phase: str) -> dict[int, Tensor]:
+    def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
+        """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
-        for row in self._plan.visited_rows(self._dp_rank):
-            self._phases.announce(phase)
-            logprobs[row] = self._forward(self._batch.row(row)).logprobs.detach()
+        with self.phases.phase(phase), policy, torch.no_grad():
+            for row in self.plan.visited_rows(self.topology.dp_rank):
+                self.phases.announce(phase)
+                logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
-        phases, optimizer = self._phases, self._optimizer
+        phases, optimizer = self.phases, self.optimizer
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
@@ -120,20 +99,20 @@ class Training:
             norm = optimizer.gradient_norm()
             group = data_parallel_group()
             means = item_metrics(
-                all_reduce(sums, dist.ReduceOp.SUM, group, self._device),
-                all_reduce(maxima, dist.ReduceOp.MAX, group, self._device),
+                all_reduce(sums, dist.ReduceOp.SUM, group, self.device),
+                all_reduce(maxima, dist.ReduceOp.MAX, group, self.device),
             )
             self._check_finite(step, means, norm)
             optimizer.step(norm)
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
-        rows = self._plan.steps[step]
-        tokens = int(self._batch.row_num_tokens[list(rows)].sum())
+        rows = self.plan.steps[step]
+        tokens = int(self.batch.row_num_tokens[list(rows)].sum())
         return {
             **means,
             "grad_norm": norm,
-            "learning_rate": self._job.optimizer.learning_rate,
-            **reward_metrics(self._batch, rows),
+            "learning_rate": self.job.optimizer.learning_rate,
+            **reward_metrics(self.batch, rows),
             "rows": float(len(rows)),
             "tokens": float(tokens),
             "tokens_per_second": tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9),
@@ -145,9 +124,9 @@ class Training:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        for index, counts in self._plan.micro_steps(step, self._dp_rank):
-            self._phases.announce("forward_backward")
-            output = self._loss(index, denominator if counts else None)
+        for index, counts in self.plan.micro_steps(step, self.topology.dp_rank):
+            self.phases.announce("forward_backward")
+            output = self._loss(self.batch.row(index), denominator if counts else None)
             output.loss.backward()
             for name, value in output.sums.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counts else 0.0)
@@ -156,23 +135,21 @@ class Training:
                 maxima[name] = torch.maximum(maxima.get(name, least), value if counts else least)
         return sums, maxima
 
-    def _loss(self, index: int, denominator: float | None) -> LossOutput:
-        """The row's loss divided by `denominator`; None: zero, but with a graph, to take part in collectives."""
-        row, job = self._batch.row(index), self._job
-        outputs = self._forward(row)
-        weights = np.zeros(len(row.item_target))
-        if denominator is not None:
-            weights = row_weights(self._batch, row, job.loss)[0] / denominator
+    def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:
+        """The row's loss divided by `denominator`; None: all weights are zero."""
 
         def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device=self._device, dtype=dtype)
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device=self.device, dtype=dtype)
 
+        outputs, loss = self._forward(row), self.job.loss
+        weights = np.zeros(len(row.item_target))
+        if denominator is not None:
+            weights = row_weights(self.batch, row, loss)[0] / denominator
+        old = sampler = tensor(row.item_logprob) if isinstance(loss, RLLoss) else None
+        if isinstance(loss, RLLoss) and loss.old_logprobs == "trainer":
+            # A job of one optimizer step computes none before training: the old policy is the current one.
+            old = self._old_logprobs.get(row.index, outputs.logprobs.detach())
         sequence = row.item_sequence - row.item_sequence[0]
-        sampler = tensor(row.item_logprob) if isinstance(job, RLJob) else None
-        old = sampler
-        if isinstance(job, RLJob) and job.loss.old_logprobs == "trainer":
-            # A job of one optimizer step needs no pass for them: the old policy is the current one.
-            old = self._old_logprobs.get(index, outputs.logprobs.detach())
         items = Items(
             logprobs=outputs.logprobs,
             entropy=outputs.entropy,
@@ -182,23 +159,23 @@ class Training:
             num_sequences=int(sequence[-1]) + 1,
             old_logprobs=old,
             sampler_logprobs=sampler,
-            reference_logprobs=self._reference_logprobs.get(index),
+            reference_logprobs=self._reference_logprobs.get(row.index),
         )
-        return rl_loss(items, job.loss) if isinstance(job, RLJob) else sft_loss(items)
+        return rl_loss(items, loss) if isinstance(loss, RLLoss) else sft_loss(items)
 
     def _forward(self, row: PackedRow) -> ItemOutputs:
-        temperature = self._job.loss.temperature if isinstance(self._job, RLJob) else 1.0
-        return self._policy(row_tensors(row, self._device), temperature=temperature)
+        temperature = self.job.loss.temperature if isinstance(self.job, RLJob) else 1.0
+        return self.policy(row_tensors(row, self.device), temperature=temperature)
 
     def _check_finite(self, step: int, means: dict[str, float], norm: float) -> None:
         wrong = [name for name, value in means.items() if not np.isfinite(value)]
         if not np.isfinite(norm):
-            names = self._optimizer.non_finite()
+            names = self.optimizer.non_finite()
             listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             wrong.append(f"the gradient of {listed or 'a parameter on another rank'}")
         if wrong:
             raise NonFinite(
-                f"optimizer step {step + 1} of {self.num_steps}: not finite: {'; '.join(wrong)}. The step was not "
-                "applied and no checkpoint is made. Look for extreme log-probs, rewards or advantages in the job's "
+                f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite: {'; '.join(wrong)}. The step was "
+                "not applied and no checkpoint is made. Look for extreme log-probs, rewards or advantages in the job's "
                 "data, or lower the learning rate"
             )

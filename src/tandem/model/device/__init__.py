@@ -1,11 +1,4 @@
-"""The device of this process: one GPU, or the CPU. Only this package tells the two apart.
-
-A rank calls `activate` once, and then uses the device that it chose through this package. `cuda_start` starts CUDA in
-a thread, `cpu_shim` lets Megatron-core run on the CPU, `memory` measures and frees, `allocation` and `offload` allocate
-and give back, and `ipc` copies from the memory of other processes.
-"""
-
-from __future__ import annotations
+"""The device of this process, chosen by `activate`: one GPU, or the CPU. Only this package tells the two apart."""
 
 import os
 from collections.abc import Callable
@@ -24,8 +17,7 @@ _gpu_seen = False  # set by `choose`
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     """The kind of device that a setting means: "auto" means CUDA if there is a usable GPU.
 
-    The answer "cuda" is remembered, also for processes forked from this one, because looking for GPUs takes time in
-    each of them. If the GPU disappears in between, starting CUDA reports it.
+    Once a GPU was found, neither this process nor one forked from it looks again, which takes time in each rank.
     """
     global _gpu_seen
     if setting == "auto":
@@ -38,11 +30,8 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the process can see.
 
     Returns at once; CUDA starts in a thread (see `cuda_start`). Call it before anything is built. A second call with
-    the same kind does nothing.
-
-    Raises:
-        RuntimeError: the process already runs on the other kind. (A GPU that is missing is reported later, by the first
-            function that needs it.)
+    the same kind does nothing; with the other kind it raises RuntimeError. A missing GPU is reported by the first
+    function that needs it.
     """
     global _kind
     if _kind not in (None, kind):
@@ -52,7 +41,7 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     elif _kind is None:
         cpu_shim.install()
     _kind = kind
-    return torch.device("cuda", cuda_start.index()) if kind == "cuda" else torch.device("cpu")
+    return torch.device("cuda", cuda_start.index) if kind == "cuda" else torch.device("cpu")
 
 
 def is_cuda() -> bool:
@@ -64,7 +53,7 @@ def is_cuda() -> bool:
 
 def started() -> bool:
     """Whether the device is ready. Until then, this process has allocated nothing on it."""
-    return not is_cuda() or cuda_start.finished()
+    return not is_cuda() or cuda_start.finished
 
 
 def wait_until_started() -> Kind:
@@ -87,7 +76,7 @@ def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
 
 def device() -> torch.device:
     """The device that `activate` chose, when it has started."""
-    return torch.device("cuda", cuda_start.index()) if wait_until_started() == "cuda" else torch.device("cpu")
+    return torch.device("cuda", cuda_start.index) if wait_until_started() == "cuda" else torch.device("cpu")
 
 
 def synchronize() -> None:
@@ -100,7 +89,7 @@ def uuid() -> str:
     """The GPU's UUID in NVML's form (`GPU-…` or `MIG-…`), or "cpu"."""
     if wait_until_started() == "cpu":
         return "cpu"
-    index, visible = cuda_start.index(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index, visible = cuda_start.index, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(visible) and visible[index].startswith("MIG-"):
         return visible[index]
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

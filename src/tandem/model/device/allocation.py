@@ -1,7 +1,5 @@
 """Memory for many tensors at once, and for reading files."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -11,39 +11,33 @@ the first use of the GPU, and holds the interpreter's lock all the while. Instea
 The thread ignores errors: torch runs into the same error in `wait`, and reports it with a message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading
 
 import torch
 
-_index = 0
+index = 0  # of the GPU, among those that the process can see
+finished = False  # whether any thread has waited for CUDA
 _thread: threading.Thread | None = None
-_finished = False
 _current = threading.local()  # `.set`: the GPU is the current device of this thread
 
 
-def begin(index: int) -> None:
-    """Start CUDA for GPU number `index` of those that the process can see. Returns at once."""
-    global _index, _thread
-    _index, _thread = index, threading.Thread(target=_create_context, args=(index,), daemon=True)
+def begin(gpu: int) -> None:
+    """Start CUDA on GPU number `gpu` of those that the process can see. Returns at once."""
+    global index, _thread
+    index, _thread = gpu, threading.Thread(target=_create_context, args=(gpu,), daemon=True)
     _thread.start()
 
 
-def _create_context(index: int) -> None:
+def _create_context(gpu: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        runtime().cudaSetDevice(index)
+        runtime().cudaSetDevice(gpu)
 
 
 def wait() -> None:
-    """Wait until CUDA has started, and make the GPU the calling thread's current device.
-
-    Raises:
-        RuntimeError: the GPU can't be used.
-    """
-    global _finished
+    """Make the GPU the calling thread's current device, when CUDA has started. RuntimeError if it can't be used."""
+    global finished
     if getattr(_current, "set", False):
         return
     if _thread is not None:
@@ -51,20 +45,10 @@ def wait() -> None:
     try:
         # torch 2.11 would ask NVML eight times.
         torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
-        torch.cuda.set_device(_index)
+        torch.cuda.set_device(index)
     except RuntimeError as error:
-        raise RuntimeError(f"GPU {_index} of those that this process can see can't be used: {error}") from error
-    _current.set = _finished = True
-
-
-def finished() -> bool:
-    """Whether any thread has waited for CUDA yet."""
-    return _finished
-
-
-def index() -> int:
-    """The GPU's number among those that the process can see."""
-    return _index
+        raise RuntimeError(f"GPU {index} of those that this process can see can't be used: {error}") from error
+    _current.set = finished = True
 
 
 def runtime() -> ctypes.CDLL:

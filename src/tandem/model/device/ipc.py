@@ -1,7 +1,5 @@
 """Copies from the GPU memory of other processes of this machine (CUDA IPC)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Memory of this process's device: how much is in use, and freeing what allocators keep unused. All sizes in bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path
@@ -41,11 +39,6 @@ def reset_peaks() -> None:
     else:
         with contextlib.suppress(OSError):  # where this is forbidden, the peaks stay those since the process began
             Path("/proc/self/clear_refs").write_text("5")
-
-
-def allocated() -> int:
-    """`stats()["allocated"]` alone."""
-    return torch.cuda.memory_allocated() if wait_until_started() == "cuda" else _resident_set()[0]
 
 
 def used() -> int:

@@ -1,21 +1,11 @@
 """Gives device memory back for a while: the tensors stay, their storages are emptied and later refilled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from tandem.model import device
 from tandem.model.device.allocation import ALIGNMENT
-
-
-@dataclass(frozen=True)
-class _Parked:
-    storage: torch.UntypedStorage
-    size: int  # bytes
-    offset: int  # of its copy in the host buffer
 
 
 class Offload:
@@ -29,7 +19,7 @@ class Offload:
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
         self._host: torch.Tensor | None = None
-        self._parked: list[_Parked] = []
+        self._parked: list[tuple[torch.UntypedStorage, int, int]] = []  # and its bytes, and its copy's offset in _host
 
     @property
     def parked(self) -> bool:
@@ -46,31 +36,27 @@ class Offload:
         offset = 0
         for storage in storages.values():
             if storage.nbytes():
-                self._parked.append(_Parked(storage, storage.nbytes(), offset))
+                self._parked.append((storage, storage.nbytes(), offset))
                 offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if self._contents:
             if self._host is None or self._host.nbytes < offset:
                 self._host = None  # frees it before the larger one is made
                 self._host = torch.empty(offset, dtype=torch.uint8, device="cpu", pin_memory=device.is_cuda())
-            for part in self._parked:
-                self._copy(part).copy_(_bytes(part.storage), non_blocking=True)
+            for storage, size, begin in self._parked:
+                self._host[begin : begin + size].copy_(_bytes(storage), non_blocking=True)
         device.synchronize()  # waits for the copies, and for kernels that still read the tensors
-        for part in self._parked:
-            part.storage.resize_(0)
-        return sum(part.size for part in self._parked)
+        for storage, _, _ in self._parked:
+            storage.resize_(0)
+        return sum(size for _, size, _ in self._parked)
 
     def restore(self) -> None:
         """Allocate the tensors' memory again, in the same sizes: with their contents, or uninitialised."""
-        for part in self._parked:
-            part.storage.resize_(part.size)
-            if self._contents:
-                _bytes(part.storage).copy_(self._copy(part), non_blocking=True)
+        for storage, size, begin in self._parked:
+            storage.resize_(size)
+            if self._host is not None:
+                _bytes(storage).copy_(self._host[begin : begin + size], non_blocking=True)
         device.synchronize()  # before the host buffer may be used again
         self._parked = []
-
-    def _copy(self, part: _Parked) -> torch.Tensor:
-        assert self._host is not None
-        return self._host[part.offset : part.offset + part.size]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

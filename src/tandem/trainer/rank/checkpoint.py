@@ -5,8 +5,6 @@ adapter's tensors, and `step` (int64 scalar), so that any topology can read it. 
 trained (step 0) has no such file.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,22 +32,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class CheckedCheckpoint:
-    """Where the tensors of a checkpoint lie, by the names in its files, which are whole."""
+class Contents[T]:
+    """What a checkpoint's two files hold, by name: uncut tensors, or (T is StoredTensor) where they lie."""
 
-    adapter: dict[str, StoredTensor]
-    optimizer: dict[str, StoredTensor] | None  # None if it was never trained
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """A checkpoint's uncut tensors, by the names in its files."""
-
-    adapter: dict[str, Tensor]
-    optimizer: dict[str, Tensor] | None  # None if it was never trained
+    adapter: dict[str, T]
+    optimizer: dict[str, T] | None  # None if the checkpoint was never trained
 
 
-def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> CheckedCheckpoint:
+def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Contents[StoredTensor]:
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the interpreter's lock.
 
     Raises CheckpointDamaged if a file is missing, truncated or altered (R16), if a tensor doesn't fit, or if a trained
@@ -64,30 +54,30 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Che
                 f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, without which training can't be continued; "
                 "roll the run back to an older step"
             )
-        return CheckedCheckpoint(adapter, None)
+        return Contents(adapter, None)
     moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in _MOMENTS}
     optimizer = check_tensors(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
             raise CheckpointDamaged(f"{tensor.path}: {name} is {tensor.dtype}, expected {expected}")
-    return CheckedCheckpoint(adapter, optimizer)
+    return Contents(adapter, optimizer)
 
 
 @torch.no_grad()
-def read(checked: CheckedCheckpoint) -> CheckpointState:
+def read(checked: Contents[StoredTensor]) -> Contents[Tensor]:
     """Read the tensors onto the device. Raises CheckpointDamaged if one holds NaN or infinity."""
     where = device.device()
     adapter = read_tensors(checked.adapter, where)
     if checked.optimizer is None:
-        return CheckpointState(adapter, None)
+        return Contents(adapter, None)
     adam = read_tensors(checked.optimizer, where)
     if (step := int(adam["step"])) < 1:
         raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
-    return CheckpointState(adapter, adam)
+    return Contents(adapter, adam)
 
 
 @torch.no_grad()
-def load(saved: CheckpointState, policy: Policy, optimizer: AdapterOptimizer) -> None:
+def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
     """Copy a checkpoint's tensors into policy and optimizer, whose shapes are those of its run."""
     policy.set_adapter(saved.adapter)
     if (adam := saved.optimizer) is not None:
@@ -99,17 +89,17 @@ def load(saved: CheckpointState, policy: Policy, optimizer: AdapterOptimizer) ->
 
 
 @torch.no_grad()
-def gather(policy: Policy, optimizer: AdapterOptimizer) -> CheckpointState:
+def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all tensor-parallel ranks, on the CPU. A collective of all ranks."""
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
     for moment, shards in zip(_MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
         for name, shard in shards.items():
             tensors |= {f"{key}.{moment}": whole for key, whole in policy.gather(name, shard).items()}
-    return CheckpointState(policy.adapter_tensors(), tensors)
+    return Contents(policy.adapter_tensors(), tensors)
 
 
-def write(saved: CheckpointState, previous: Path, directory: Path) -> None:
+def write(saved: Contents[Tensor], previous: Path, directory: Path) -> None:
     """Write a checkpoint's files into the new `directory` and read them back; `previous` is the checkpoint before it.
 
     Raises SpoolUnusable if the volume refuses them, CheckpointDamaged if a file doesn't read back as it was written.

@@ -1,7 +1,5 @@
 """A rank's heartbeat: a file that it rewrites while it makes progress."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -10,11 +10,9 @@ For a new model on a GPU (a model that a resident rank kept is not built or warm
     warm-up thread  load cuBLAS and connect tensor-parallel ranks -> rehearse: run one layer on the placed model
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights.base_weights import BaseWeights
 from tandem.model.weights.load import load_weights
+from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.trainer.rank import checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdamState, AdapterOptimizer
@@ -49,24 +48,20 @@ class LoadedModel:
     base: BaseWeights
 
 
+@dataclass
 class ModelLoader:
     """Loads the model of one job. Used once."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        arch: Arch,
-        assignment: Assignment,
-        topology: Topology,
-        checked: Future[checkpoint.CheckedCheckpoint | None],
-        rehearse: Callable[[Policy], None] | None,
-    ) -> None:
-        """`checked`: the checkpoint to start from; None if a kept model has its state. `rehearse(policy)`: does what a
-        process's first pass takes longer for; None: nothing is warmed up."""
-        self._arch, self._assignment, self._topology = arch, assignment, topology
-        self._dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        self._recompute = settings.recompute
-        self._checked, self._rehearse = checked, rehearse
+    settings: Settings
+    arch: Arch
+    assignment: Assignment
+    topology: Topology
+    checked: Future[checkpoint.Contents[StoredTensor] | None]
+    """The checkpoint to start from; None if the kept model has its state."""
+    rehearse: Callable[[Policy], None] | None
+    """Runs once what is slower in a process's first pass than in later ones; None: nothing is warmed up."""
+
+    def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
         # One thread, because tensor-parallel ranks must run the collectives in it in the same order. It ends with the
         # loading, because each thread keeps a cuBLAS handle.
@@ -87,9 +82,11 @@ class ModelLoader:
             state_loaded = self._pool.submit(on_device(self._load_state), model)
             if self._warm_ups:
                 with phases.phase("rehearsal"):  # what is left of it
-                    _wait(self._warm_ups)
+                    for task in self._warm_ups:
+                        task.result()
             with phases.phase("base_weights"):
-                _wait(self._weights_tasks)
+                for task in self._weights_tasks:
+                    task.result()
                 if unread := model.base.exchange():
                     self._read_base_weights(lambda: unread).result()
             with phases.phase("state"):
@@ -98,24 +95,25 @@ class ModelLoader:
         return model
 
     def _build(self) -> LoadedModel:
-        arch, tp, run, job = self._arch, self._topology.tp, self._assignment.run, self._assignment.job
+        arch, tp, run, settings = self.arch, self.topology.tp, self.assignment.run, self.settings
+        dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         # Reading of the base weights begins as soon as their memory is allocated.
         allocated = self._pool.submit(
-            on_device(lambda: BaseWeights(arch, self._dtype, tp=tp, group=parallel.reading_group()))
+            on_device(lambda: BaseWeights(arch, dtype, tp=tp, group=parallel.reading_group()))
         )
         self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
-        if self._rehearse is not None:
+        if self.rehearse is not None:
             self._weights_tasks.append(self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // tp))
             self._warm_ups.append(self._warm_up_thread.submit(on_device(_load_cublas)))
         policy = build_policy(
-            arch, run.lora, dtype=self._dtype, recompute=self._recompute, base=lambda: allocated.result().parameters
+            arch, run.lora, dtype=dtype, recompute=settings.recompute, base=lambda: allocated.result().parameters
         )
         self._state = self._pool.submit(on_device(self._read_state))
         base = allocated.result()
         self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
-        if self._rehearse is not None:
-            self._warm_ups.append(self._warm_up_thread.submit(on_device(_run_rehearsal), self._rehearse, policy))
-        return LoadedModel(policy, AdapterOptimizer(policy, job.optimizer), base)
+        if self.rehearse is not None:
+            self._warm_ups.append(self._warm_up_thread.submit(on_device(_run_rehearsal), self.rehearse, policy))
+        return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.job.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
         """Undo what `RankState.offload` did; the base weights, which it dropped, are read again."""
@@ -125,15 +123,15 @@ class ModelLoader:
         self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
         self._kept_adam = kept.optimizer.state()
-        kept.optimizer.reset(self._assignment.job.optimizer)
+        kept.optimizer.reset(self.assignment.job.optimizer)
         return kept
 
     def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-        model, tp, tp_rank = Path(self._assignment.model), self._topology.tp, self._topology.tp_rank
-        return self._pool.submit(load_weights, model, self._arch, parameters, tp=tp, tp_rank=tp_rank)
+        model, tp, tp_rank = Path(self.assignment.model), self.topology.tp, self.topology.tp_rank
+        return self._pool.submit(load_weights, model, self.arch, parameters, tp=tp, tp_rank=tp_rank)
 
-    def _read_state(self) -> checkpoint.CheckpointState | None:
-        checked = self._checked.result()
+    def _read_state(self) -> checkpoint.Contents[Tensor] | None:
+        checked = self.checked.result()
         return None if checked is None else checkpoint.read(checked)
 
     def _load_state(self, model: LoadedModel) -> None:
@@ -144,11 +142,6 @@ class ModelLoader:
             model.optimizer.load_state(self._kept_adam)
         # The last references to the tensors that were copied, so that the device's memory is free.
         del self._state, self._kept_adam
-
-
-def _wait(tasks: Iterable[Future[None]]) -> None:
-    for task in tasks:
-        task.result()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM serves."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch.nn.functional import pad

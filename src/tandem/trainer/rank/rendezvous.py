@@ -1,11 +1,10 @@
 """How the ranks of an attempt meet and get their job."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta
 
+from pydantic import TypeAdapter
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,11 +33,8 @@ class Assignment(Record):
         return self.model, self.model_files, self.run.lora, self.job.stall_seconds
 
 
-class _Message(Record):
-    """What rank 0 sends: the assignment, or why it could not read it."""
-
-    assignment: Assignment | None = None
-    error: str = ""
+_MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
+"""What rank 0 sends: the assignment, or why it could not read it."""
 
 
 def meet(spool: Spool, job_id: str, attempt: int) -> tuple[Assignment, Callable[[], None]]:
@@ -56,14 +52,14 @@ def meet(spool: Spool, job_id: str, attempt: int) -> tuple[Assignment, Callable[
         try:
             assignment = _read(spool, job_id, attempt)
         except BaseException as error:
-            store.set(key, _Message(error=str(error)).model_dump_json())
+            store.set(key, _MESSAGE.dump_json(str(error)))
             raise
-        store.set(key, _Message(assignment=assignment).model_dump_json())
+        store.set(key, _MESSAGE.dump_json(assignment))
     else:
-        message = _Message.model_validate_json(store.get(key))
-        if message.assignment is None:
-            raise RuntimeError(f"rank 0 could not read the job: {message.error}")
-        assignment = message.assignment
+        message = _MESSAGE.validate_json(store.get(key))
+        if isinstance(message, str):
+            raise RuntimeError(f"rank 0 could not read the job: {message}")
+        assignment = message
 
     def connect() -> None:
         timeout = timedelta(seconds=assignment.job.stall_seconds)

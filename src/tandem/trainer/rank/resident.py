@@ -4,8 +4,6 @@ Between jobs the model's device memory is given back. A job that needs other pro
 anew.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from tandem.families.arch import Arch
 from tandem.model import parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
+from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool
 from tandem.trainer.rank import checkpoint
 from tandem.trainer.rank.model_loader import LoadedModel
@@ -36,7 +35,7 @@ class RankState:
 
     def check_checkpoint(
         self, spool: Spool, assignment: Assignment, arch: Arch
-    ) -> Future[checkpoint.CheckedCheckpoint | None]:
+    ) -> Future[checkpoint.Contents[StoredTensor] | None]:
         """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`.
 
         The result is None if the model in memory has that checkpoint's state, so that the files need not be read.
@@ -47,7 +46,7 @@ class RankState:
             kept == (run.name, step, spool.checkpoints.manifest(run.name, step).job)
         )
 
-        def check() -> checkpoint.CheckedCheckpoint | None:
+        def check() -> checkpoint.Contents[StoredTensor] | None:
             if in_memory:
                 spool.checkpoints.verify(run.name, step)
                 return None

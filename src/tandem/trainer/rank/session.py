@@ -3,16 +3,14 @@
 Rank 0 reads the job and sends it to the others. It alone writes events and the checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Mapping
 from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem import __version__
 from tandem.config import Settings
@@ -20,14 +18,14 @@ from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
-from tandem.model.parallel import Topology
+from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import EventType, Probe, RLJob, RLLoss
 from tandem.trainer.rank import checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
-from tandem.trainer.rank.rendezvous import Assignment, meet
+from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
 from tandem.training.steps import Training
@@ -61,52 +59,52 @@ class _Session:
         self._spool, self._settings, self._job_id, self._attempt = spool, settings, job_id, attempt
         self._state = state
         self._rank = int(os.environ.get("RANK", "0"))
+        self._work = spool.paths.work_dir(job_id, attempt)
         watch = MemoryWatch()
-        self.heartbeat = Heartbeat(beat_file(spool.paths.work_dir(job_id, attempt), self._rank), watch)
+        self.heartbeat = Heartbeat(beat_file(self._work, self._rank), watch)
         self.phases = Phases(self.heartbeat, watch)
         self._device = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
-        self._versions = {"tandem": __version__, "python": python_version()}
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
-        assignment, connect = meet(self._spool, self._job_id, self._attempt)
-        if assignment.done:
+        self._assignment, connect = meet(self._spool, self._job_id, self._attempt)
+        if self._assignment.done:
             return
-        arch = read_arch(assignment.model)
+        arch = read_arch(self._assignment.model)
         # The checkpoint's files are hashed while ranks connect and the model is built.
-        checked = self._state.check_checkpoint(self._spool, assignment, arch)
+        checked = self._state.check_checkpoint(self._spool, self._assignment, arch)
         with self.phases.phase("rendezvous"):
-            topology = self._state.join(assignment, self._settings, connect)
-        torch.manual_seed(assignment.run.seed)
+            self._topology = self._state.join(self._assignment, self._settings, connect)
+        torch.manual_seed(self._assignment.run.seed)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self._versions = {"tandem": __version__, "python": python_version()}
         self._versions |= {name: version(name) for name in ("torch", "megatron-core")}
-        pids = parallel.gather_objects(os.getpid())
-        self._event("started", pids=pids, topology=topology.sizes(), versions=self._versions, device=str(self._device))
+        pids, sizes = parallel.gather_objects(os.getpid()), self._topology.sizes()
+        self._event("started", pids=pids, topology=sizes, versions=self._versions, device=str(self._device))
         with self.phases.phase("data"):
-            batch = PackedBatch.open(self._spool.absolute(assignment.job.data.path))
+            batch = PackedBatch.open(self._spool.absolute(self._assignment.job.data.path))
         with batch:
-            sequences, row_length = probe.choose(batch), batch.sequence_length
-            loader = ModelLoader(
-                self._settings, arch, assignment, topology, checked,
-                rehearse=(lambda policy: probe.rehearse(policy, sequences, row_length, self._device))
-                if device.is_cuda() else None,
-            )  # fmt: skip
-            model = self._state.model = loader.load(self._state.model, self.phases)
-            self._train(assignment, topology, batch, model, sequences)
+            sequences = probe.choose(batch)
 
-    def _train(
-        self, assignment: Assignment, topology: Topology, batch: PackedBatch, model: LoadedModel,
-        sequences: list[list[int]],
-    ) -> None:  # fmt: skip
+            def rehearse(policy: Policy) -> None:
+                probe.rehearse(policy, sequences, batch.sequence_length, self._device)
+
+            loader = ModelLoader(
+                self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
+            )
+            self._state.model = loader.load(self._state.model, self.phases)
+            self._train(batch, self._state.model, sequences)
+
+    def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]]) -> None:
         """Train and write the checkpoint. `sequences`: the probe's."""
-        run, job, policy = assignment.run, assignment.job, model.policy
+        run, job, policy = self._assignment.run, self._assignment.job, model.policy
         loss = job.loss if isinstance(job, RLJob) else RLLoss()
         training = Training(
-            run, job, batch, policy, model.optimizer, topology, self._device, self.phases,
+            run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
             reference=lambda: checkpoint.reference_policy(self._spool, run.name, loss, policy),
         )  # fmt: skip
-        self.heartbeat.steps = training.num_steps
+        self.heartbeat.steps = len(training.plan.steps)
 
         def logprobs() -> list[list[float]]:
             return probe.logprobs(policy, sequences, batch.sequence_length, self._device)
@@ -118,39 +116,33 @@ class _Session:
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
-            self._event("step", step=step, steps=training.num_steps, metrics=metrics)
+            self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
-        metrics = training.run(report)
+        metrics = training.train(report)
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
             now = logprobs()
             with policy.adapter_disabled():
                 base = logprobs()
-            saved = checkpoint.gather(policy, model.optimizer)
+            contents = checkpoint.gather(policy, model.optimizer)
             if self._rank == 0:
-                tested = Probe(tokens=sequences, logprobs=now, previous=previous, base=base)
-                self._commit(assignment, topology, saved, metrics, tested, start)
+                result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base)
+                self._write_checkpoint(contents, metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
 
-    def _commit(
-        self, assignment: Assignment, topology: Topology, saved: checkpoint.CheckpointState,
-        metrics: Mapping[str, float], tested: Probe, start: float,
-    ) -> None:  # fmt: skip
-        """Write the checkpoint's files and make them the run's next checkpoint."""
-        checkpoints, name, base_step = self._spool.checkpoints, assignment.run.name, assignment.job.base_step
-        staged = staged_checkpoint(self._spool.paths.work_dir(self._job_id, self._attempt))
-        checkpoint.write(saved, checkpoints.path(name, base_step), staged)
-        manifest = checkpoints.commit(
-            staged, name, base_step + 1, self._job_id,
-            topology=topology.sizes(), versions=self._versions, metrics=metrics, probe=tested,
+    def _write_checkpoint(
+        self, contents: checkpoint.Contents[Tensor], metrics: dict[str, float], result: Probe, start: float
+    ) -> None:
+        run, base_step = self._assignment.run.name, self._assignment.job.base_step
+        staged = staged_checkpoint(self._work)
+        checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
+        manifest = self._spool.checkpoints.commit(
+            staged, run, base_step + 1, self._job_id,
+            topology=self._topology.sizes(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
-        self._event(
-            "checkpoint",
-            step=manifest.step,
-            sha256=manifest.files[WEIGHTS_FILE].sha256,
-            bytes=sum(entry.size for entry in manifest.files.values()),
-            seconds=time.perf_counter() - start,
-        )
+        sha256, size = manifest.files[WEIGHTS_FILE].sha256, sum(entry.size for entry in manifest.files.values())
+        seconds = time.perf_counter() - start
+        self._event("checkpoint", step=manifest.step, sha256=sha256, bytes=size, seconds=seconds)
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:

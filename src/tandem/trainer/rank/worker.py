@@ -1,14 +1,10 @@
-"""The process of one rank: its arguments, its exit status, and the error that it leaves behind.
+"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves behind.
 
-    python -m tandem.trainer.rank.worker --root <spool> --job <id> --attempt <n>
-
-in torchrun's environment. `tandem.trainer.rank.session` has what a rank does. A rank that fails writes
-`error.<rank>.json` (a JobError) into the attempt's work directory and exits with 1.
+`tandem.trainer.launch` calls `main` in torchrun's environment. `tandem.trainer.rank.session` has what a rank then does.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -28,7 +24,6 @@ from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import error_file
 from tandem.spool.schema import JobError
-from tandem.system.processes import die_with_parent
 
 if TYPE_CHECKING:
     from tandem.trainer.rank.resident import RankState
@@ -37,7 +32,8 @@ if TYPE_CHECKING:
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
 
-# Module and function: what torch.compile does at its first use. A version that has one of them not needs it not.
+# Modules that torch.compile imports at its first use, and functions of theirs whose results it keeps. A version of
+# torch that lacks one doesn't need it.
 _FIRST_USES_OF_COMPILE = (
     ("torch._inductor.codecache", "torch_key"),  # hashes torch's sources, for the keys of compiled code
     ("triton.runtime.cache", "triton_key"),  # hashes Triton's sources
@@ -55,18 +51,20 @@ _FIRST_USES_OF_COMPILE = (
 @cache
 def preload() -> None:
     """Import everything a rank uses: before its job, or in the process that ranks are forked from. Uses no device."""
-    _silence_import_warnings()
-    # The imported objects stay. Without this the collector would search them during the import and in each job, and
-    # would copy their memory pages in each forked rank.
+    # Megatron warns about each optional package that is not installed; a job's log should not have that.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    # The imported objects stay. Without this the garbage collector would search them during the import and in each job,
+    # and each forked rank would copy their memory.
     gc.disable()
     try:
-        _import()
+        _import_all()
         gc.freeze()
     finally:
         gc.enable()
 
 
-def _import() -> None:
+def _import_all() -> None:
     import_module("tandem.trainer.rank.session")
     import_module("torch._inductor.config")  # torch.use_deterministic_algorithms imports it at its first call
     with contextlib.suppress(ImportError):
@@ -85,17 +83,17 @@ def _import() -> None:
 
 
 def resident() -> Callable[[Path, str, int], int]:
-    """`main` for a process that stays: each call may use what the one before it kept. The process should end after
-    any status but 0."""
+    """`main` for a process that stays: a call may use what the one before it kept. After a status other than 0 the
+    process must end."""
     from tandem.trainer.rank.resident import RankState
 
     return partial(main, state=RankState())
 
 
 def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = None) -> int:
-    """Run this process's rank; returns its exit status. Errors go to stderr and to `error.<rank>.json`."""
+    """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a JobError to
+    `error.<rank>.json` in the attempt's work directory."""
     faulthandler.enable()
-    _silence_import_warnings()
     rank = int(os.environ.get("RANK", "0"))
     work: Path | None = None
     try:
@@ -117,42 +115,20 @@ def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = 
             time.sleep(PEER_GRACE_SECONDS)
         if work is not None:
             with contextlib.suppress(TandemError, OSError):
-                fs.write_json_atomic(error_file(work, rank), describe(error))
+                fs.write_json_atomic(error_file(work, rank), _record(error))
         return 1
     return 0
 
 
-def describe(error: BaseException) -> JobError:
-    """The record of `error` for the job's file."""
+def _record(error: BaseException) -> JobError:
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
     # By name, because torch may not be imported.
-    out_of_memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    trace = "".join(traceback.format_exception(error))
-    return JobError(
-        type="oom" if out_of_memory else "rank_error",
-        message=f"{type(error).__name__}: {error}",
-        retriable=True,
-        log_tail=trace[-_TRACEBACK_CHARACTERS:],
-    )
-
-
-def _silence_import_warnings() -> None:
-    """Megatron warns about each optional package that is not installed; a job's log should not have that."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    kind = "oom" if type(error).__name__ in ("OutOfMemoryError", "MemoryError") else "rank_error"
+    tail = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+    return JobError(type=kind, message=f"{type(error).__name__}: {error}", retriable=True, log_tail=tail)
 
 
 def _lost_a_peer(error: BaseException) -> bool:
     phrases = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--attempt", type=int, required=True)
-    arguments = parser.parse_args()
-    sys.exit(main(arguments.root, arguments.job, arguments.attempt))

@@ -1,49 +1,41 @@
 """Two ranks under torchrun compute what one computes: data-parallel with uneven rows, and tensor-parallel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rank import jobs
 from tandem.data.packed_format import PackedBatch
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
-from trainer_ranks import jobs
 
-# Large enough that Adam's first updates are not the mere signs of gradients, which rounding turns around.
+# Large enough that Adam's first updates are not the mere signs of gradients, which rounding can flip.
 EPS = 1e-2
 LOSSES: dict[str, RLLoss | SFTLoss] = {
-    "sft": SFTLoss(normalisation="trajectory"),
-    "cispo": RLLoss(),
+    "sft": SFTLoss(),
     "ppo": RLLoss(policy="ppo", normalisation="group", old_logprobs="trainer", tis_cap=3.0, entropy_coef=0.02),
-    "gspo": RLLoss(
-        policy="gspo",
-        normalisation="trajectory",
-        old_logprobs="trainer",
-        clip_low=0.5,
-        clip_high=0.5,
-        kl_coef=0.2,
-        kl_estimator="k1",
-    ),
-}
-# Kinds of the dense model, and the mixture of experts, which is not cut over tensor-parallel ranks.
+    # Goes through all phases.
+    "gspo": RLLoss(policy="gspo", normalisation="trajectory", old_logprobs="trainer", clip_low=0.5, clip_high=0.5,
+                   kl_coef=0.2, kl_estimator="k1"),
+}  # fmt: skip
+# The mixture of experts is not cut over tensor-parallel ranks.
 PAIRS = [*((kind, topology) for topology in ("dp", "tp") for kind in LOSSES), ("experts", "dp")]
+
+Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Beat]]]
 
 
 def submit(spool: Spool, run: str, kind: str, model: Path, **optimizer: int) -> str:
     jobs.make_run(spool, model, run, seed=3)
-    loss = LOSSES["sft" if kind == "experts" else kind]
     # Two epochs of an odd number of rows, two rows per step: the last step of each has one row for two ranks.
+    loss = LOSSES.get(kind, SFTLoss(normalisation="trajectory"))
     if isinstance(loss, SFTLoss):
         examples = jobs.random_examples(5, 20)
         job = jobs.submit_sft(spool, run, run, examples=examples, loss=loss, epochs=2, eps=EPS, **optimizer)
     else:
-        job = jobs.submit_rl(
-            spool, run, run, groups=jobs.random_groups(5, 9), loss=loss, epochs=2, eps=EPS, **optimizer
-        )
+        groups = jobs.random_groups(5, 9)
+        job = jobs.submit_rl(spool, run, run, groups=groups, loss=loss, epochs=2, eps=EPS, **optimizer)
     with PackedBatch.open(spool.paths.data_dir(job)) as batch:
         assert len(batch) % 2 == 1
         assert len(set(np.diff(batch.item_offsets))) > 1
@@ -56,24 +48,15 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Spool:
 
 
 @pytest.fixture(scope="module")
-def beats() -> dict[str, dict[int, Beat]]:
-    """Job of two ranks -> each rank's last beat; filled by `results`."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def results(
-    spool: Spool, beats: dict[str, dict[int, Beat]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
-    """(kind, topology) -> (metrics per step, checkpoint)."""
-    dense = jobs.make_model(tmp_path_factory.mktemp("model"))
-    experts = jobs.make_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
-    models = dict.fromkeys(LOSSES, dense) | {"experts": experts}
-    made = {}
-    for kind, model in models.items():
-        made[kind, "one"] = jobs.run_here(
-            spool, submit(spool, f"one-{kind}", kind, model, grad_accumulation_sequences=2)
-        )
+def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """(kind, topology) -> (metrics per step, checkpoint, each rank's last beat)."""
+    models = dict.fromkeys(LOSSES, model)
+    models["experts"] = jobs.make_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    made: Results = {}
+    for kind in models:
+        job = submit(spool, f"one-{kind}", kind, models[kind], grad_accumulation_sequences=2)
+        path = jobs.run_here(spool, job)
+        made[kind, "one"] = jobs.steps_of(spool, job), path, {}
     for kind, topology in PAIRS:
         # The default for two data-parallel ranks is two rows per step (R19).
         rows = {"grad_accumulation_sequences": 2} if topology == "tp" else {}
@@ -81,16 +64,17 @@ def results(
     tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in PAIRS}
     ran = jobs.run_torchrun(spool, tensor_parallel, ranks=2)
     for kind, topology in PAIRS:
-        name = f"{topology}-{kind}"
-        made[kind, topology], beats[name] = ran[name]
-        tp = tensor_parallel[name]
-        assert spool.checkpoints.verify(name, 1).topology == {"world_size": 2, "tp": tp, "dp": 2 // tp, "pp": 1}
-    return {key: (jobs.steps_of(spool, f"{key[1]}-{key[0]}"), path) for key, path in made.items()}
+        job = f"{topology}-{kind}"
+        made[kind, topology] = jobs.steps_of(spool, job), *ran[job]
+    return made
 
 
 @pytest.mark.parametrize(("kind", "topology"), PAIRS)
-def test_two_ranks_equal_one(kind: str, topology: str, results: dict) -> None:
-    (one, alone), (two, together) = results[kind, "one"], results[kind, topology]
+def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: Spool) -> None:
+    (one, alone, _), (two, together, _) = results[kind, "one"], results[kind, topology]
+    tp = 2 if topology == "tp" else 1
+    sizes = {"world_size": 2, "tp": tp, "dp": 2 // tp, "pp": 1}
+    assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes
     assert len(one) == len(two) > 2
     for name in set(one[0]) - {n for n in one[0] if n.startswith(("seconds_", "memory_", "tokens_per_second"))}:
         seen, wanted = ([metrics[name] for metrics in steps] for steps in (two, one))
@@ -103,13 +87,12 @@ def test_two_ranks_equal_one(kind: str, topology: str, results: dict) -> None:
 
 
 @pytest.mark.parametrize("topology", ["dp", "tp"])
-def test_every_phase_of_both_ranks_is_told_with_its_memory(topology: str, results: dict, spool: Spool, beats) -> None:
-    """`gspo` goes through all phases. What rank 0 gathered for `loaded` is what each rank says of itself."""
-    job = f"{topology}-gspo"
-    said = beats[job]
-    assert said.keys() == {0, 1}
+def test_both_ranks_report_the_memory_of_every_phase(topology: str, results: Results, spool: Spool) -> None:
+    """The event `loaded`, which rank 0 gathers, has what each rank's own beat has."""
+    steps, _, beats = results["gspo", topology]
+    assert beats.keys() == {0, 1}
     often = {"forward_backward", "optimizer"}
-    for beat in said.values():
+    for beat in beats.values():
         assert (list(beat.phases), set(beat.highest)) == (list(PHASES[:-1]), often)
         for phase, held in (*beat.phases.items(), *beat.highest.items()):
             assert held.keys() == {"allocated", "reserved", "device_used", "host_pinned", "peak"}, phase
@@ -118,14 +101,14 @@ def test_every_phase_of_both_ranks_is_told_with_its_memory(topology: str, result
             assert held["host_pinned"] == 0
         for phase in often:
             assert all(beat.highest[phase][kind] >= held for kind, held in beat.phases[phase].items())
-    assert said[0].phases != said[1].phases
-    (loaded,) = (event.data for event in spool.events.read(job) if event.type == "loaded")
-    gathered = {int(rank): RankMemory.model_validate(told) for rank, told in loaded["memory"].items()}
-    assert gathered.keys() == said.keys()
+    assert beats[0].phases != beats[1].phases
+    (loaded,) = (event.data for event in spool.events.read(f"{topology}-gspo") if event.type == "loaded")
+    gathered = {int(rank): RankMemory.model_validate(memory) for rank, memory in loaded["memory"].items()}
+    assert gathered.keys() == beats.keys()
     before = PHASES[: PHASES.index("probe") + 1]
-    for rank, told in gathered.items():
-        assert told == RankMemory(uuid="cpu", phases={phase: said[rank].phases[phase] for phase in before})
-    last = jobs.steps_of(spool, job)[-1]
+    for rank, memory in gathered.items():
+        assert memory == RankMemory(uuid="cpu", phases={phase: beats[rank].phases[phase] for phase in before})
     for phase in often:
         for kind in ("allocated", "device_used", "peak"):
-            assert last[f"memory_{phase}_{kind}_bytes"] == max(beat.phases[phase][kind] for beat in said.values())
+            most = max(beat.phases[phase][kind] for beat in beats.values())
+            assert steps[-1][f"memory_{phase}_{kind}_bytes"] == most

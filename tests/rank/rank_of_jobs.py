@@ -3,9 +3,9 @@
 import os
 import sys
 
+from rank import jobs
 from tandem.model import parallel
 from tandem.trainer.rank import session, worker
-from trainer_ranks import jobs
 
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # ranks rehearse together
 parallel.reading_group = parallel.data_parallel_group  # and share the reading

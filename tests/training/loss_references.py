@@ -4,8 +4,6 @@ Nothing here is shared with `tandem.training.losses`. `lp`, `old`, `sampler`, `r
 `sequences`, `trajectories`, `groups` are lists of index arrays that partition the items.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,6 +1,4 @@
-"""Spools with a tiny model, runs and jobs on them, and ways to run a job's ranks: here, or under torchrun."""
-
-from __future__ import annotations
+"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, a new one, or under torchrun."""
 
 import os
 import subprocess
@@ -19,32 +17,20 @@ from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.families.identity import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
-from tandem.spool import Spool
-from tandem.spool.schema import (
-    Beat,
-    Job,
-    JobError,
-    JobResult,
-    LoraShape,
-    OptimizerSettings,
-    PackedData,
-    RLJob,
-    RLLoss,
-    RunSpec,
-    SFTJob,
-    SFTLoss,
-)
+from tandem.spool import Spool, schema
+from tandem.spool.paths import error_file
+from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
 from tandem.trainer.rank import worker
 from tiny import SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
-STALL_SECONDS = 180.0  # a GPU compiles for a minute, the first time
+STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
 def gpu_like() -> SimpleNamespace:
-    """`device` as `session` should see it to do on the CPU what it does on a GPU: to rehearse."""
+    """The module `device` as `session` must see it to rehearse on the CPU, as it does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
@@ -52,8 +38,8 @@ def make_model(directory: Path, family: str = "qwen3") -> Path:
     return write_random_model(directory, family=family, seed=1)
 
 
-def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> RunSpec:
-    spec = RunSpec(name=name, base_model=str(model), lora=LORA, seed=seed, created=time.time())
+def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> schema.RunSpec:
+    spec = schema.RunSpec(name=name, base_model=str(model), lora=LORA, seed=seed, created=time.time())
     arch = read_arch(str(model))
     return spool.runs.create(
         spec, lambda path: write_identity_adapter(path, arch, LORA, base_model=str(model), seed=seed)
@@ -88,113 +74,92 @@ def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
     return out
 
 
-def _submit(spool: Spool, run: str, job_id: str, pack: Callable[[Path], PackedData], build: Any) -> str:
+def submit_rl(
+    spool: Spool, run: str = "r", job_id: str = "rl", *, groups: list[Group] | None = None, loss: RLLoss | None = None,
+    **optimizer: Any,
+) -> str:  # fmt: skip
+    def pack(out: Path) -> schema.PackedData:
+        packing = PackingSettings(sequence_length=ROW)
+        data = random_groups(0) if groups is None else groups
+        return prepare_rl(data, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=packing, out=out)
+
+    return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
+
+
+def submit_sft(
+    spool: Spool, run: str = "r", job_id: str = "sft", *, examples: list[SFTExample] | None = None,
+    loss: SFTLoss | None = None, row: int = ROW, **optimizer: Any,
+) -> str:  # fmt: skip
+    def pack(out: Path) -> schema.PackedData:
+        packing = PackingSettings(sequence_length=row)
+        data = random_examples(0) if examples is None else examples
+        return prepare_sft(data, tokenizer_path="", vocab_size=VOCAB, packing=packing, out=out)
+
+    return _submit(spool, SFTJob, run, job_id, pack, loss or SFTLoss(), optimizer)
+
+
+def _submit(spool: Spool, kind: Any, run: str, job_id: str, pack: Callable[[Path], schema.PackedData],
+            loss: RLLoss | SFTLoss, optimizer: dict[str, Any]) -> str:  # fmt: skip
+    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
+
     def make(name: str, base: int, staged: Path) -> Any:
-        return build(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
-                     stall_seconds=STALL_SECONDS, data=pack(staged))  # fmt: skip
+        return kind(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
+                    stall_seconds=STALL_SECONDS, data=pack(staged), loss=loss, optimizer=settings)  # fmt: skip
 
     spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id
 
 
-def submit_rl(
-    spool: Spool,
-    run: str = "r",
-    job_id: str = "rl",
-    *,
-    groups: list[Group] | None = None,
-    loss: RLLoss | None = None,
-    row: int = ROW,
-    **optimizer: Any,
-) -> str:
-    packed = groups or random_groups(0)
-    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
-
-    def pack(out: Path) -> PackedData:
-        return prepare_rl(packed, vocab_size=VOCAB, advantage=AdvantageSettings(),
-                          packing=PackingSettings(sequence_length=row), out=out)  # fmt: skip
-
-    return _submit(spool, run, job_id, pack, lambda **k: RLJob(loss=loss or RLLoss(), optimizer=settings, **k))
-
-
-def submit_sft(
-    spool: Spool,
-    run: str = "r",
-    job_id: str = "sft",
-    *,
-    examples: list[SFTExample] | None = None,
-    loss: SFTLoss | None = None,
-    row: int = ROW,
-    **optimizer: Any,
-) -> str:
-    packed = examples or random_examples(0)
-    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
-
-    def pack(out: Path) -> PackedData:
-        return prepare_sft(packed, tokenizer_path="", vocab_size=VOCAB, packing=PackingSettings(sequence_length=row),
-                           out=out)  # fmt: skip
-
-    return _submit(spool, run, job_id, pack, lambda **k: SFTJob(loss=loss or SFTLoss(), optimizer=settings, **k))
-
-
-def claim(spool: Spool, job_id: str) -> Job:
+def claim(spool: Spool, job_id: str) -> schema.Job:
     job = spool.queue.claim("test")
     assert job is not None
     assert job.spec.id == job_id
     return job
 
 
-def finish(spool: Spool, job: Job) -> None:
-    spool.queue.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+def finish(spool: Spool, job: schema.Job) -> Path:
+    """Record the job's success; the directory of the checkpoint that it made."""
+    step = job.spec.base_step + 1
+    spool.queue.finish(job, schema.JobResult(state="succeeded", step=step, finished=time.time()))
+    return spool.checkpoints.path(job.spec.run, step)
 
 
-def run_here(spool: Spool, job_id: str) -> Path:
+def run_here(spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
-    status = worker.main(spool.root, job_id, job.attempt)
-    assert status == 0, error_of(spool, job)
-    finish(spool, job)
-    return spool.checkpoints.path(job.spec.run, job.spec.base_step + 1)
+    assert main(spool.root, job_id, job.attempt) == 0, error_of(spool, job)
+    return finish(spool, job)
 
 
 def run_in_process(spool: Spool, job_id: str) -> Path:
     """As `run_here`, in a new process."""
     job = claim(spool, job_id)
-    command = [
-        sys.executable,
-        "-m",
-        "tandem.trainer.rank.worker",
-        "--root",
-        str(spool.root),
-        "--job",
-        job_id,
-        "--attempt=1",
-    ]
+    rank = "import sys; from tandem.trainer.rank import worker; sys.exit(worker.main(sys.argv[1], sys.argv[2], 1))"
+    command = [sys.executable, "-c", rank, str(spool.root), job_id]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    finish(spool, job)
-    return spool.checkpoints.path(job.spec.run, job.spec.base_step + 1)
+    return finish(spool, job)
 
 
-def fail_here(spool: Spool, job_id: str) -> JobError:
-    """Run a job that must fail; what it left as the reason. The job stays running."""
+def fail_here(spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main) -> schema.JobError:
+    """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
-    assert worker.main(spool.root, job_id, job.attempt) == 1
+    assert main(spool.root, job_id, job.attempt) == 1
     parallel.destroy()  # a rank that fails just exits
     return error_of(spool, job)
 
 
-def error_of(spool: Spool, job: Job, rank: int = 0) -> JobError:
-    path = spool.paths.work_dir(job.spec.id, job.attempt) / f"error.{rank}.json"
-    return JobError.model_validate_json(path.read_text())
+def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
+    work = spool.paths.work_dir(job.spec.id, job.attempt)
+    return schema.JobError.model_validate_json(error_file(work, 0).read_text())
 
 
 def run_torchrun(
     spool: Spool, tensor_parallel: dict[str, int], *, ranks: int
-) -> dict[str, tuple[Path, dict[int, Beat]]]:
+) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
     """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once.
 
-    `tensor_parallel`: job -> how many of the ranks share its model. Of each job the checkpoint and the last beats.
+    `tensor_parallel`: job -> how many of the ranks share its model. Returns each job's checkpoint and last beats.
     """
     jobs = [claim(spool, job_id) for job_id in tensor_parallel]
     path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -208,12 +173,8 @@ def run_torchrun(
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    made = {}
-    for job in jobs:
-        beats = spool.jobs.beats(job.spec.id, 1)
-        finish(spool, job)
-        made[job.spec.id] = spool.checkpoints.path(job.spec.run, job.spec.base_step + 1), beats
-    return made
+    beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
+    return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 
 
 def steps_of(spool: Spool, job_id: str) -> list[dict[str, float]]:

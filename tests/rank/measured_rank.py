@@ -1,0 +1,121 @@
+"""One rank that runs a job and records what is allocated, and for what, at the begin and end of each phase and step:
+
+    measured_rank.py <spool> <job> <file>
+
+The file gets a list of rows: `at` ("begin" or "end" of a phase, or "step"), `stats` (`memory.stats`), `sizes` (bytes
+of each allocation of policy and optimizer, by kind), `visible` (on the CPU, bytes of all tensors Python can reach), and
+of an end `phase` and `reported`, the job's own report.
+"""
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.model import device
+from tandem.model.device import memory
+from tandem.trainer.rank import checkpoint, model_loader, worker
+from tandem.training import phases
+from tandem.training.optimizer import AdapterOptimizer
+
+rows: list[dict[str, Any]] = []
+tasks: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+optimizers: list[Any] = []
+read: list[weakref.ref[torch.Tensor]] = []  # the checkpoint's tensors, which are copied into policy and optimizer
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address -> bytes of each allocation on the device that `tensors` use; views share one."""
+    return {
+        tensor.untyped_storage().data_ptr(): size
+        for tensor in tensors
+        if tensor.device.type == device.device().type and (size := tensor.untyped_storage().nbytes())
+    }
+
+
+def sizes() -> dict[str, list[int]]:
+    """Kind -> size of each of its allocations."""
+    kinds: dict[str, dict[int, int]] = {kind: {} for kind in ("base", "other", "lora", "gradients", "moments")}
+    kinds["read"] = storages(tensor for reference in read if (tensor := reference()) is not None)
+    for optimizer in optimizers:
+        policy, adam = optimizer.policy, optimizer.state()
+        lora, others = list(policy.lora_parameters().values()), list(policy.buffers())
+        for module in policy.modules():
+            others += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        parameters, kinds["lora"] = storages(policy.parameters()), storages(lora)
+        kinds["base"] = {at: size for at, size in parameters.items() if at not in kinds["lora"]}
+        kinds["other"] = {at: size for at, size in storages(others).items() if at not in parameters}
+        gradients = [gradient for p in lora for gradient in (getattr(p, "main_grad", None), p.grad)]
+        kinds["gradients"] = storages(gradient for gradient in gradients if gradient is not None)
+        kinds["moments"] = storages([*adam.exp_avg.values(), *adam.exp_avg_sq.values()])
+    return {kind: sorted(found.values()) for kind, found in kinds.items()}
+
+
+def measure(at: str, phase: str | None = None, reported: dict[str, int] | None = None) -> None:
+    device.synchronize()
+    gc.collect()
+    visible = 0
+    if device.is_cuda():
+        memory.release_workspaces()  # 32 MiB for each thread that multiplies
+        torch.empty(1, device=device.device())  # lets the allocator take back what other streams have finished with
+    else:
+        visible = sum(storages(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)).values())
+    row = {"at": at, "phase": phase, "reported": reported, "stats": memory.stats(), "sizes": sizes()}
+    rows.append(row | {"visible": visible})
+
+
+class FollowedPool(ThreadPoolExecutor):
+    """Its tasks use memory that they soon give back, so a phase is measured when they are done."""
+
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:
+        future = super().submit(*arguments, **options)
+        tasks.add(future)
+        return future
+
+
+class MeasuredWatch(phases.MemoryWatch):
+    """Measures when the rank's own report does, whose numbers are taken first."""
+
+    def begin_phase(self) -> None:
+        measure("begin")
+        super().begin_phase()
+
+    def end_phase(self, name: str) -> dict[str, int]:
+        assert not wait(list(tasks), timeout=60).not_done
+        reported = super().end_phase(name)
+        measure("end", name, reported)
+        return reported
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        measure("step")
+
+
+class NotedOptimizer(AdapterOptimizer):
+    def __init__(self, policy: Any, settings: Any) -> None:
+        super().__init__(policy, settings)
+        self.policy = policy
+        optimizers[:] = [self]
+
+
+def noted_read(checked: checkpoint.Contents[Any]) -> checkpoint.Contents[torch.Tensor]:
+    contents = original_read(checked)
+    read.extend(map(weakref.ref, [*contents.adapter.values(), *(contents.optimizer or {}).values()]))
+    return contents
+
+
+if __name__ == "__main__":
+    from tandem.trainer.rank import session
+
+    original_read, checkpoint.read = checkpoint.read, noted_read
+    model_loader.ThreadPoolExecutor, model_loader.AdapterOptimizer = FollowedPool, NotedOptimizer
+    session.MemoryWatch = MeasuredWatch
+    status = worker.main(Path(sys.argv[1]), sys.argv[2], 1)
+    Path(sys.argv[3]).write_text(json.dumps(rows))
+    sys.exit(status)

@@ -1,0 +1,53 @@
+"""A rank's heartbeats say where it is and what memory it uses, and measuring that changes no result."""
+
+from pathlib import Path
+
+from rank import jobs
+from tandem.metrics.metric import PHASES
+from tandem.spool import Spool
+from tandem.spool.schema import Beat, RLLoss
+from tandem.trainer.rank.heartbeat import Heartbeat
+from tandem.training.phases import MemoryWatch
+
+
+def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
+    beats: list[Beat] = []
+    write = Heartbeat.write
+
+    def write_and_read(self: Heartbeat, phase: str) -> None:
+        write(self, phase)
+        beats.append(spool.jobs.beats("rl", 1)[0])
+
+    monkeypatch.setattr(Heartbeat, "write", write_and_read)
+    loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
+    last, total = beats[-1], len(jobs.steps_of(spool, "rl"))
+    assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
+    # Every phase of the catalogue happened and left its peak, except for those of GPUs and of resident ranks.
+    happened = set(PHASES) - {"offload", "rehearsal"}
+    assert {beat.phase for beat in beats} - {"leave"} == happened == set(last.phases)
+    assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}
+    assert last.memory["allocated_peak"] >= max(held["peak"] for held in last.phases.values())
+    peaks = [beat.memory["allocated_peak"] for beat in beats]
+    assert peaks == sorted(peaks)
+    assert all(beat.memory["allocated"] <= beat.memory["allocated_peak"] for beat in beats)
+    assert last.step_floor is not None
+    assert last.device_used_peak >= last.device_used > last.memory["allocated"] > 50 * 2**20
+    assert all(beat.step_floor is None for beat in beats if beat.phase in ("data", "build"))
+
+
+def test_measuring_memory_changes_no_bit_of_the_results(spool: Spool, model: Path, monkeypatch) -> None:
+    jobs.make_run(spool, model, "silent")
+    measured = jobs.run_here(spool, jobs.submit_rl(spool, job_id="measured", epochs=2))
+    monkeypatch.setattr(MemoryWatch, "begin_phase", lambda self: None)
+    monkeypatch.setattr(MemoryWatch, "begin_step", lambda self: None)
+    monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
+    assert jobs.same_bytes(jobs.run_here(spool, jobs.submit_rl(spool, "silent", "silent", epochs=2)), measured)
+
+    def numbers(job_id: str) -> list[dict[str, float]]:
+        return [
+            {name: value for name, value in step.items() if not name.startswith(("seconds_", "memory_", "tokens_per"))}
+            for step in jobs.steps_of(spool, job_id)
+        ]
+
+    assert numbers("measured") == numbers("silent")

@@ -1,0 +1,251 @@
+"""Whole jobs of one rank on a tiny model: they learn, they are exactly repeatable, and they make what they should."""
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from rank import jobs
+from tandem.data.inputs import Group, Trajectory, Turn
+from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.model.policy import Policy, RowTensors
+from tandem.spool import Spool
+from tandem.spool.schema import RLLoss
+from tandem.trainer.rank import checkpoint, model_loader, session
+
+
+def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None:
+    made = jobs.run_here(spool, jobs.submit_sft(spool, epochs=15, learning_rate=2e-2))
+    steps = jobs.steps_of(spool, "sft")
+    per_epoch = len(steps) // 15
+    first, last = (np.mean([s["loss"] for s in part]) for part in (steps[:per_epoch], steps[-per_epoch:]))
+    assert last < 0.5 * first
+    manifest = spool.checkpoints.verify("r", 1)
+    assert manifest.job == "sft"
+    assert sorted(manifest.files) == [CONFIG_FILE, WEIGHTS_FILE, checkpoint.OPTIMIZER_FILE]
+    assert manifest.metrics == steps[-1]
+    assert (made / CONFIG_FILE).read_bytes() == (spool.checkpoints.path("r", 0) / CONFIG_FILE).read_bytes()
+    adam, adapter = load_file(made / checkpoint.OPTIMIZER_FILE), jobs.tensors(made)
+    assert int(adam.pop("step")) == len(steps)
+    shapes = {f"{name}.{moment}": t.shape for name, t in adapter.items() for moment in ("exp_avg", "exp_avg_sq")}
+    assert {name: moment.shape for name, moment in adam.items()} == shapes
+    events = [event for event in spool.events.read("sft") if event.type not in ("step", "claimed")]
+    assert [event.type for event in events] == ["started", "loaded", "checkpoint", "succeeded"]
+    assert {"data", "build", "base_weights", "state", "probe"} <= set(events[1].data["seconds"])
+
+
+def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes one for a group's first collective. It takes part of a second, and device memory until the end."""
+    collectives = {}
+    destroy = dist.destroy_process_group
+
+    def count() -> None:
+        groups = dist.distributed_c10d._world.pg_map
+        collectives.update({group.group_desc: group._get_sequence_number_for_group() for group in groups})  # type: ignore[attr-defined]
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", count)
+    loss = RLLoss(policy="ppo", old_logprobs="trainer", tis_cap=3.0, kl_coef=0.2)
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
+    assert collectives.pop("default_pg") == 4, "Megatron gathers Python objects twice, by Gloo on every device"
+    assert len(collectives) > 5
+    assert set(collectives.values()) == {0}
+
+
+def test_sft_trains_the_experts_of_a_mixture_and_continues(spool: Spool, tmp_path: Path) -> None:
+    """The second job continues from the first one's files, including the optimizer's state."""
+    jobs.make_run(spool, jobs.make_model(tmp_path / "experts", "qwen3_moe"), "moe")
+    first = jobs.run_here(spool, jobs.submit_sft(spool, "moe", "first", epochs=8, learning_rate=2e-2))
+    steps = jobs.steps_of(spool, "first")
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    before, after = (jobs.tensors(path) for path in (first.parent / "00000000", first))
+    name = "base_model.model.model.layers.1.mlp.experts.{}.down_proj.lora_B.weight"
+    moved = [expert for expert in range(8) if np.abs(after[name.format(expert)] - before[name.format(expert)]).max()]
+    assert len(moved) > 4
+    second = jobs.run_here(spool, jobs.submit_sft(spool, "moe", "second", epochs=1, learning_rate=2e-2))
+    adam = load_file(second / checkpoint.OPTIMIZER_FILE)
+    assert int(adam["step"]) == len(steps) + len(jobs.steps_of(spool, "second"))
+    assert adam[f"{name.format(moved[0])}.exp_avg"].shape == after[name.format(moved[0])].shape
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, family: str) -> None:
+    """As on a GPU, the rank rehearses before any base weight is read."""
+    model = jobs.make_model(tmp_path / "model", family)
+    for run in ("plain", "rehearsed"):
+        jobs.make_run(spool, model, run)
+    expected = [jobs.run_here(spool, jobs.submit_rl(spool, "plain", f"plain-{number}")) for number in range(2)]
+    rehearsed, read = threading.Event(), []
+    rehearse, load_weights = Policy.rehearse, model_loader.load_weights
+
+    def rehearsing(policy: Policy, row: RowTensors) -> None:
+        rehearse(policy, row)
+        rehearsed.set()
+
+    def load_late(*arguments: Any, **cut: int) -> None:
+        read.append(rehearsed.wait(60))
+        load_weights(*arguments, **cut)
+
+    monkeypatch.setattr(session, "device", jobs.gpu_like())
+    monkeypatch.setattr(Policy, "rehearse", rehearsing)
+    monkeypatch.setattr(model_loader, "load_weights", load_late)
+    for number, plain in enumerate(expected):
+        rehearsed.clear()
+        job = jobs.submit_rl(spool, "rehearsed", f"rehearsed-{number}")
+        assert jobs.same_bytes(jobs.run_here(spool, job), plain)
+        loaded = next(event for event in spool.events.read(job) if event.type == "loaded")
+        assert "rehearsal" in loaded.data["seconds"]
+    assert read == [True, True]
+
+
+def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
+    answers = {10: 0.0, 20: 0.5, 30: 1.0}
+
+    def turn(token: int) -> Turn:
+        return Turn(prompt_token_ids=[1, 2, 3], token_ids=[token, 0], logprobs=[-5.0, -5.0])
+
+    groups = [Group(trajectories=[Trajectory(turns=[turn(t)], reward=r) for t, r in answers.items()])]
+    before: dict[int, float] = {}
+    after: dict[int, float] = {}
+    base: list[list[float]] = []
+    for step in range(3):
+        loss = RLLoss(policy="cispo", old_logprobs="trainer")
+        jobs.run_here(spool, jobs.submit_rl(spool, job_id=f"rl{step}", groups=groups, loss=loss, epochs=4))
+        probe = spool.checkpoints.manifest("r", step + 1).probe
+        assert probe is not None
+        base = base or probe.previous  # of the first job
+        assert probe.base == base, "the base model's log-probs don't depend on the adapter"
+        for tokens, now, previous in zip(probe.tokens, probe.logprobs, probe.previous, strict=True):
+            assert len(now) == len(previous) == len(tokens) - 1
+            before.setdefault(tokens[3], previous[2])
+            after[tokens[3]] = now[2]
+    gain = {answer: after[answer] - before[answer] for answer in answers}
+    assert gain[30] > 1.0
+    assert gain[30] > gain[20] > gain[10]
+    assert gain[10] < 0
+
+
+RL_VARIANTS = {
+    "cispo": RLLoss(),
+    "ppo": RLLoss(policy="ppo", old_logprobs="trainer", tis_cap=2.0, normalisation="group", entropy_coef=0.01),
+    "gspo": RLLoss(policy="gspo", normalisation="trajectory", kl_coef=0.1, temperature=0.7),
+    "constant": RLLoss(policy="ppo", normalisation="constant", normalisation_constant=8.0, kl_metric=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["sft", *RL_VARIANTS])
+def test_the_same_jobs_give_the_same_bytes(kind: str, spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "again")
+    made = {}
+    for run in ("r", "again"):
+        for seed in (0, 1):
+            if kind == "sft":
+                job = jobs.submit_sft(spool, run, f"{run}-{seed}", examples=jobs.random_examples(seed))
+            else:
+                groups, loss = jobs.random_groups(seed), RL_VARIANTS[kind]
+                job = jobs.submit_rl(spool, run, f"{run}-{seed}", groups=groups, loss=loss)
+            made[run, seed] = jobs.run_here(spool, job)
+    for seed in (0, 1):
+        assert jobs.same_bytes(made["r", seed], made["again", seed])
+    assert not jobs.same_bytes(made["r", 0], made["r", 1])
+    numbers = jobs.steps_of(spool, "r-1")[-1]
+    assert all(math.isfinite(value) for value in numbers.values())
+    expected = {"loss", "grad_norm", "learning_rate", "tokens", "trainable_tokens", "tokens_per_second", "entropy",
+                "seconds_forward_backward", "seconds_optimizer", "memory_optimizer_peak_bytes"}  # fmt: skip
+    if kind != "sft":
+        expected |= {"ratio_mean", "ratio_max", "clip_fraction", "kl_sampler", "sampler_logprob_difference",
+                     "reward_mean", "reward_std", "reward_min", "reward_max", "advantage_mean"}  # fmt: skip
+    assert expected <= set(numbers)
+    assert ("kl_reference" in numbers) == (kind in ("gspo", "constant"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_two_jobs_of_a_step_equal_one_job_of_two(kind: str, spool: Spool, model: Path) -> None:
+    """On a single row, bit for bit: steps don't leak into each other, and all state survives the end of a job."""
+    jobs.make_run(spool, model, "once")
+
+    def submit(run: str, job_id: str, epochs: int) -> str:
+        if kind == "sft":
+            return jobs.submit_sft(spool, run, job_id, examples=jobs.random_examples(2, 2), epochs=epochs)
+        return jobs.submit_rl(spool, run, job_id, groups=jobs.random_groups(2, 1), epochs=epochs)
+
+    whole = jobs.run_here(spool, submit("once", "whole", 2))
+    assert len(jobs.steps_of(spool, "whole")) == 2
+    jobs.run_here(spool, submit("r", "half", 1))
+    assert jobs.same_bytes(jobs.run_here(spool, submit("r", "rest", 1)), whole)
+
+
+def test_a_second_job_in_a_new_process_makes_the_same_bytes(spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "here")
+
+    def submit(run: str, seed: int) -> str:
+        loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
+        return jobs.submit_rl(spool, run, f"{run}-{seed}", groups=jobs.random_groups(seed), loss=loss, epochs=2)
+
+    for run in ("r", "here"):
+        jobs.run_here(spool, submit(run, 0))
+    assert jobs.same_bytes(jobs.run_in_process(spool, submit("r", 1)), jobs.run_here(spool, submit("here", 1)))
+
+
+def test_the_ratio_is_against_the_policy_before_the_first_step(spool: Spool) -> None:
+    loss = RLLoss(policy="ppo", old_logprobs="trainer")
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=3, learning_rate=5e-2))
+    first, *_, last = jobs.steps_of(spool, "rl")
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(last["ratio_mean"] - 1.0) > 0.02
+    assert last["ratio_max"] > 1.02
+
+
+def test_log_probs_are_those_at_the_sampling_temperature(spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "hot")
+    for run, temperature in (("r", 1.0), ("hot", 2.0)):
+        jobs.run_here(spool, jobs.submit_rl(spool, run, run, loss=RLLoss(temperature=temperature)))
+    assert jobs.steps_of(spool, "hot")[0]["entropy"] > jobs.steps_of(spool, "r")[0]["entropy"] + 0.5
+
+
+def test_the_gradient_is_clipped_to_its_global_norm(spool: Spool) -> None:
+    """With an epsilon far above every gradient, Adam's first step is learning_rate / epsilon times the gradient."""
+    optimizer = {"grad_accumulation_sequences": 64, "learning_rate": 1e3, "eps": 1e3, "max_grad_norm": 0.01}
+    made = jobs.run_here(spool, jobs.submit_sft(spool, **optimizer))
+    assert jobs.steps_of(spool, "sft")[0]["grad_norm"] > 0.1
+    before, after = jobs.tensors(spool.checkpoints.path("r", 0)), jobs.tensors(made)
+    moved = math.sqrt(sum(float(((after[name] - before[name]) ** 2).sum()) for name in before))
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_probe_of_the_base_model_equals_transformers(spool: Spool, model: Path) -> None:
+    jobs.run_here(spool, jobs.submit_rl(spool))
+    probe = spool.checkpoints.manifest("r", 1).probe
+    assert probe is not None
+    assert 1 <= len(probe.tokens) <= 4
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for tokens, now, previous in zip(probe.tokens, probe.logprobs, probe.previous, strict=True):
+        with torch.no_grad():
+            table = base(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = [table[i, token].item() for i, token in enumerate(tokens[1:])]
+        np.testing.assert_allclose(previous, expected, atol=1e-4)
+        assert not np.allclose(now, previous, atol=1e-3)
+
+
+def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool: Spool) -> None:
+    """Measuring a KL changes nothing that is trained; against the checkpoint a job starts from it begins at 0."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    adapters, divergence = {}, {}
+    for name, reference in (("none", None), ("self", 1), ("zero", 0), ("base", "base")):
+        loss = RLLoss() if reference is None else RLLoss(kl_metric=True, kl_reference=reference)
+        made = jobs.run_here(spool, jobs.submit_rl(spool, job_id=name, loss=loss))
+        adapters[name] = (made / WEIGHTS_FILE).read_bytes()
+        divergence[name] = jobs.steps_of(spool, name)[0].get("kl_reference")
+        spool.checkpoints.rollback("r", 1)
+    assert len(set(adapters.values())) == 1
+    assert divergence["none"] is None
+    assert divergence["self"] == 0.0
+    assert divergence["zero"] == divergence["base"]  # the adapter of step 0 is the identity
+    assert divergence["base"] > 1e-4

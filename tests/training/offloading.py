@@ -1,0 +1,75 @@
+"""A tiny policy in training, to be interrupted by offloading; on the CPU, or on a GPU if a test says so."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from policies import linear_row, make_policy, write_random_adapter
+from tandem.model import device
+from tandem.spool.schema import OptimizerSettings
+from tandem.training.optimizer import AdapterOptimizer
+
+
+class Training:
+    """Policy and optimizer, and one optimizer step after another on made-up tokens."""
+
+    def __init__(self, model: Path, adapter: Path) -> None:
+        """`adapter`: where a random one is written first, if there is none."""
+        self.model = model
+        if not adapter.exists():
+            write_random_adapter(adapter, model)
+        self.policy = make_policy(model, adapter=adapter)
+        self.optimizer = AdapterOptimizer(self.policy, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
+
+    def step(self, number: int, length: int = 24) -> float:
+        """Optimizer step `number`, always on the same tokens; its loss."""
+        generator = torch.Generator().manual_seed(number)
+        row = linear_row(torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy())
+        here = type(row)(**{name: value.to(device.device()) for name, value in vars(row).items()})
+        self.optimizer.zero_grad()
+        loss = -self.policy(here).logprobs.mean()
+        loss.backward()
+        self.optimizer.reduce_gradients()
+        self.optimizer.step(self.optimizer.gradient_norm())
+        return loss.item()
+
+    def trained(self) -> list[Tensor]:
+        """Copies of everything that training changes."""
+        state = self.optimizer.state()
+        values = [*self.policy.lora_parameters().values(), *state.exp_avg.values(), *state.exp_avg_sq.values()]
+        return [value.detach().cpu().clone() for value in values]
+
+    def base(self) -> list[Tensor]:
+        """The frozen parameters."""
+        return [parameter for parameter in self.policy.gpt.parameters() if not parameter.requires_grad]
+
+    def device_tensors(self, part: str) -> list[Tensor]:
+        """All that `offload` of the part gives back."""
+        state = self.optimizer.state()
+        parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
+        optimizer = [*state.exp_avg.values(), *state.exp_avg_sq.values()]
+        optimizer += [buffer.grad_data for buffer in self.optimizer._gradients.buffers]
+        return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[part]
+
+    def offload(self, part: str) -> int:
+        """`part`: parameters, optimizer, or both; the bytes given back."""
+        freed = self.policy.offload() if part in ("parameters", "both") else 0
+        return freed + (self.optimizer.offload() if part in ("optimizer", "both") else 0)
+
+    def restore(self, part: str) -> None:
+        if part in ("optimizer", "both"):
+            self.optimizer.restore()
+        if part in ("parameters", "both"):
+            self.policy.restore()
+            self.policy.load_base(str(self.model))
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def total(tensors: list[Tensor]) -> int:
+    """Bytes of their storages."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

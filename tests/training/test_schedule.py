@@ -1,0 +1,81 @@
+"""Every row is visited once per epoch, ranks have equally many micro steps, and denominators count all ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rank.jobs import VOCAB, random_examples, random_groups
+from tandem.data.inputs import AdvantageSettings, PackingSettings
+from tandem.data.packed_format import PackedBatch
+from tandem.data.prepare import prepare_rl, prepare_sft
+from tandem.errors import InvalidInput
+from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
+from tandem.training.schedule import Plan, denominators, plan_steps
+
+PACKING = PackingSettings(sequence_length=32)
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> PackedBatch:
+    out = tmp_path_factory.mktemp("packed") / "data"
+    prepare_rl(random_groups(1, 9), vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PACKING, out=out)
+    return PackedBatch.open(out)
+
+
+def plan_of(batch: PackedBatch, rows: int | None, *, epochs=1, seed=0, base_step=0, ranks=1) -> Plan:
+    optimizer = OptimizerSettings(learning_rate=1.0, epochs=epochs, grad_accumulation_sequences=rows)
+    return plan_steps(batch, optimizer, seed, base_step, ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ranks=st.integers(1, 5), per_rank=st.integers(1, 4), epochs=st.integers(1, 3), seed=st.integers(0, 2**62))
+def test_rows_are_dealt_once_and_evenly(batch: PackedBatch, ranks: int, per_rank: int, epochs: int, seed: int) -> None:
+    plan = plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
+    assert plan == plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
+    rows = [row for step in plan.steps for row in step]
+    for epoch in range(epochs):
+        assert sorted(rows[epoch * len(batch) : (epoch + 1) * len(batch)]) == list(range(len(batch)))
+    for step, expected in enumerate(plan.steps):
+        dealt = [plan.micro_steps(step, rank) for rank in range(ranks)]
+        assert len({len(micro) for micro in dealt}) == 1
+        assert sorted(row for micro in dealt for row, counts in micro if counts) == sorted(expected)
+    for rank in range(ranks):
+        needed = {row for step in range(len(plan.steps)) for row, _ in plan.micro_steps(step, rank)}
+        assert sorted(plan.visited_rows(rank)) == sorted(needed)
+
+
+def test_the_order_depends_on_seed_step_and_epoch(batch: PackedBatch) -> None:
+    def order(seed: int, base_step: int, epochs: int = 1) -> tuple[tuple[int, ...], ...]:
+        return plan_of(batch, len(batch), epochs=epochs, seed=seed, base_step=base_step).steps
+
+    two_epochs = order(0, 0, 2)
+    assert len({order(0, 0), order(1, 0), order(0, 1), two_epochs[1:]}) == 4
+    assert two_epochs[:1] == order(0, 0)
+
+
+def test_rows_per_step_default_to_the_ranks_and_must_divide(batch: PackedBatch) -> None:
+    assert {len(step) for step in plan_of(batch, None, ranks=3).steps[:-1]} == {3}
+    with pytest.raises(InvalidInput, match="multiple of 3") as caught:
+        plan_of(batch, 4, ranks=3)
+    assert caught.value.field == "optimizer.grad_accumulation_sequences"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_denominators_count_the_items_of_all_ranks(batch: PackedBatch, ranks: int) -> None:
+    plan = plan_of(batch, 64, ranks=ranks)
+    totals = {"token": batch.num_items, "trajectory": batch.num_trajectories, "group": batch.num_groups}
+    for kind, total in (totals | {"constant": 5.0 * batch.num_trajectories}).items():
+        loss = RLLoss(normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None)
+        np.testing.assert_allclose(denominators(batch, plan, loss), [total], rtol=1e-12)
+
+
+def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
+    examples = random_examples(0)
+    prepare_sft(examples, tokenizer_path="", vocab_size=VOCAB, packing=PACKING, out=tmp_path / "data")
+    batch = PackedBatch.open(tmp_path / "data")
+    for kind, total in {
+        "token": sum(example.weight * sum(example.trainable) for example in examples),
+        "trajectory": sum(example.weight for example in examples),
+    }.items():
+        assert denominators(batch, plan_of(batch, 64), SFTLoss(normalisation=kind)) == pytest.approx([total])
