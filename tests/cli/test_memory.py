@@ -59,9 +59,9 @@ DONE = [*LOADED, STEP, ("checkpoint", 1, {"step": 1}), ("released", 1, RELEASED)
 
 def printed(*events: tuple[str, int, dict[str, Any]]) -> list[list[str]]:
     """The words of each printed line, cell by cell."""
-    console = Console(width=150, file=io.StringIO())
-    console.print(memory.report("j", attempts(*events)))
-    lines = console.file.getvalue().splitlines()
+    file = io.StringIO()
+    Console(width=150, file=file).print(memory.report("j", attempts(*events)))
+    lines = file.getvalue().splitlines()
     return [[cell.strip() for cell in re.split("[│┃]", line.strip(" │┃"))] for line in lines]
 
 

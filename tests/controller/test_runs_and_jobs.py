@@ -95,14 +95,6 @@ def test_train_and_wait_until_served(client, server, run):
     assert client.job_events(job.id)[-1].type == "served"
 
 
-def test_jobs_queue_up_along_the_chain(client, server, run):
-    first, second = (client.train(run, rl_request()) for _ in range(2))
-    assert (first.spec.base_step, second.spec.base_step) == (0, 1)
-    run_one(server.spool)
-    run_one(server.spool)
-    assert client.get_run(run).newest_step == 2
-
-
 def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     job = client.train(run, rl_request())
     fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, and \r\nTraceback: boom\n")
@@ -156,22 +148,6 @@ def test_the_same_id_is_the_same_job(http, server, run, root):
     assert tree(root) == before
     run_one(server.spool)
     assert http.post(f"/v1/runs/{run}/train", json=request).json()["state"] == "succeeded"
-
-
-def test_many_submits_of_one_id_at_once_are_one_job(server, run):
-    answers = []
-
-    def submit() -> None:
-        with server.http() as http:
-            answers.append(http.post(f"/v1/runs/{run}/train", json=rl_request(id="many")))
-
-    threads = [threading.Thread(target=submit) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(a.status_code for a in answers) == [200] * 7 + [202]
-    assert len(server.spool.jobs.list(run=run)) == 1
 
 
 def test_lists_of_jobs(client, run):

@@ -18,7 +18,6 @@ from tandem import __version__
 from tandem.client.errors import stream_error
 from tandem.errors import TandemError
 
-DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
@@ -26,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE."""
-    url = base_url or os.environ.get("TANDEM_URL") or DEFAULT_URL
+    url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         key = Path(file).read_text()
