@@ -49,7 +49,7 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("tandem.client", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
+        ("tandem.client", ["torch", "vllm", "transformers", "numpy", "fastapi", "safetensors", "openai"]),
         ("tandem.cli", ["torch", "vllm", "transformers", "numpy"]),
         ("tandem.controller.app", ["torch", "vllm"]),
         ("tandem.trainer.runner.loop", ["torch", "vllm", "transformers"]),
