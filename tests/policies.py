@@ -1,10 +1,10 @@
-"""What several of the model's tests need: policies, rows and adapters."""
+"""Policies, rows and adapters for tests of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -38,13 +38,15 @@ def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, s
     return directory
 
 
-def linear_row(tokens: list[int] | np.ndarray, trained: list[int] | None = None, padding: int = 0) -> RowTensors:
+def linear_row(
+    tokens: Sequence[int] | torch.Tensor, trained: Sequence[int] | None = None, padding: int = 0
+) -> RowTensors:
     """One sequence in a row of its own; `trained` are slots, by default all but the first."""
     length = len(tokens)
-    targets = torch.tensor(list(range(1, length)) if trained is None else trained, dtype=torch.int64)
+    targets = torch.tensor(range(1, length) if trained is None else trained, dtype=torch.int64)
     slots = torch.arange(length + padding)
     return RowTensors(
-        tokens=torch.cat([torch.as_tensor(np.asarray(tokens), dtype=torch.int64), torch.zeros(padding).long()]),
+        tokens=torch.cat([torch.as_tensor(tokens, dtype=torch.int64), torch.zeros(padding).long()]),
         positions=torch.where(slots < length, slots, 0),
         subtree_end=torch.where(slots < length, length, slots + 1),
         item_source=targets - 1,
@@ -53,17 +55,16 @@ def linear_row(tokens: list[int] | np.ndarray, trained: list[int] | None = None,
 
 
 def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
-    row = linear_row(tokens.numpy())
-    return policy.logits(row.tokens, row.positions, row.subtree_end)
+    return policy.logits(linear_row(tokens))
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """Of every LoRA parameter, and none left behind."""
-    found = {}
+    """The gradient of every LoRA parameter, which is then cleared."""
+    taken = {}
     for name, parameter in policy.lora_parameters().items():
         assert parameter.grad is not None, name
-        found[name], parameter.grad = parameter.grad, None
-    return found
+        taken[name], parameter.grad = parameter.grad, None
+    return taken
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:

@@ -1,4 +1,4 @@
-"""Both kernels see the same tree."""
+"""Both attention kernels see the same trees; RoPE; and rows of which only the first slots are computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import make_policy, write_random_adapter
 from tandem.model import attention
+from tandem.model.policy import RowTensors
 from tandem.trainer.rank import probe
 from tiny import write_random_model
 
@@ -28,14 +29,10 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
     return end
 
 
-def brute_force(end: torch.Tensor) -> torch.Tensor:
-    length = len(end)
-    return torch.tensor([[k <= q < int(end[k]) for k in range(length)] for q in range(length)])
-
-
 def test_the_dense_mask_is_the_definition():
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    assert torch.equal(attention.dense_mask(end), brute_force(end))
+    by_definition = torch.tensor([[k <= q < int(end[k]) for k in range(60)] for q in range(60)])
+    assert torch.equal(attention.dense_mask(end), by_definition)
 
 
 @pytest.mark.parametrize("length", [128, 384, 1000, 1024])
@@ -47,50 +44,44 @@ def test_the_block_mask_is_the_dense_one(length):
         theirs = create_block_mask(
             lambda b, h, q, k, dense=dense: dense[q, k], None, None, length, length, device="cpu", BLOCK_SIZE=128
         )
-        for kind in [name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)]:
-            mine, other = getattr(ours, kind), getattr(theirs, kind)
-            if kind.endswith("indices"):  # beyond its count, an entry means nothing
-                count = getattr(theirs, kind.replace("indices", "num_blocks"))
+        for field in [name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)]:
+            mine, other = getattr(ours, field), getattr(theirs, field)
+            if field.endswith("indices"):  # entries beyond the count have no meaning
+                count = getattr(theirs, field.replace("indices", "num_blocks"))
                 valid = torch.arange(mine.shape[-1]) < count[..., None]
                 mine, other = mine * valid, other * valid
-            assert torch.equal(mine, other), kind
+            assert torch.equal(mine, other), field
 
 
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
-    monkeypatch.setattr(attention, "flex", attention._attend)  # as PyTorch's own reference runs it: same blocks
-    model = write_random_model(tmp_path / "model", head_dim=16)
+    monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
+    model = write_random_model(tmp_path / "model")
     policy = make_policy(model, adapter=write_random_adapter(tmp_path / "adapter", model))
     generator = torch.Generator().manual_seed(3)
-    length, used = 200, 180
-    row = (
-        torch.randint(0, 260, (length,), generator=generator),
-        torch.randint(0, 50, (length,), generator=generator),
-        random_tree(length, used, generator),
-    )
+    tokens, positions = (torch.randint(0, bound, (200,), generator=generator) for bound in (260, 50))
+    row = RowTensors(tokens, positions, random_tree(200, 180, generator), tokens[:0], tokens[:0])
     logits = {}
     with torch.no_grad():
-        for kernel in ("sdpa", "flex"):
-            policy.attention_kernel = kernel
-            logits[kernel] = policy.logits(*row)
+        for policy.attention_kernel in ("sdpa", "flex"):
+            logits[policy.attention_kernel] = policy.logits(row)
     assert torch.isfinite(logits["flex"]).all()
     assert (logits["flex"] - logits["sdpa"]).abs().max() <= 1e-4
 
 
-def test_a_turn_is_a_complex_number_s():
-    """Dimension i and i + head_dim / 2 of a head are a complex number, which position * frequency turns."""
+def test_rope_multiplies_complex_numbers():
+    """Dimensions i and i + head_dim / 2 of a head are a complex number, turned by position * frequency."""
     generator = torch.Generator().manual_seed(3)
     heads = torch.randn(7, 1, 3, 10, generator=generator, dtype=torch.float64)
     positions, frequencies = torch.tensor([0, 1, 2, 3, 0, 1, 2]), torch.rand(5, generator=generator)
-    turned = attention.rotated(heads, *attention.rotation(positions, frequencies, torch.float64))
+    actual = attention.rotated(heads, *attention.rotation(positions, frequencies, torch.float64))
     numbers = torch.complex(*heads.chunk(2, -1))
     expected = numbers * torch.exp(1j * torch.outer(positions.double(), frequencies.double()))[:, None, None]
-    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-6)
 
 
-def test_what_is_beyond_the_slots_that_are_computed_changes_nothing(alone, tmp_path):
-    model = write_random_model(tmp_path)
-    policy = make_policy(model)
+def test_computing_only_the_used_slots_changes_nothing(alone, tmp_path):
+    policy = make_policy(write_random_model(tmp_path))
     sequences = [[3, 1, 4, 1, 5], [9, 2, 6]]
     with torch.no_grad():
         whole, few = (policy(probe.row_tensors(sequences, 40, torch.device("cpu"), slots)) for slots in (40, 8))

@@ -1,54 +1,98 @@
-"""What torch.compile made is read back by whoever needs it next, and is made again where it can't be."""
-
-from __future__ import annotations
+"""A compiled function is written to a file, later processes load it, and a file that can't be used is made again."""
 
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tandem.model import compiled, mcore
 from tandem.model.compiled import Compiled
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
 
-def function(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+def function(x, weight, scale):
     return torch.softmax(x @ weight * scale, -1).sin()
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path_factory.getbasetemp() / "inductor"  # one for all, since torch tries the machine's compiler out
+def files(tmp_path_factory, monkeypatch):
+    """The directory of the files, empty. torch's own cache beside it is kept, because it takes seconds to fill."""
+    directory = tmp_path_factory.getbasetemp() / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
     shutil.rmtree(directory / "tandem", ignore_errors=True)
     return directory / "tandem"
 
 
 @pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """An entry for each time torch.compile was asked."""
-    asked: list[object] = []
-    inner = torch.compile
-
-    def spy(*args: object, **options: object) -> object:
-        asked.append(args)
-        return inner(*args, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "compile", spy)
-    return asked
+def compiles(monkeypatch):
+    """The calls of torch.compile."""
+    calls, compile_function = [], torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **options: calls.append(args) or compile_function(*args, **options)
+    )
+    return calls
 
 
-# FlexAttention as a rank calls it, but for the CPU's missing gradients, for a whole row and for the first 200 slots of
-# it; how far it is from the dense mask's result, and how often torch.compile was asked for it.
+def arguments(rows=8):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (rows, 16))
+    return x, weight, 0.3
+
+
+def output_and_gradients(called, x, weight, scale):
+    output = called(x, weight, scale)
+    return [output, *torch.autograd.grad(output.square().sum(), (x, weight))]
+
+
+def test_a_later_process_loads_the_function_and_its_gradients(compiles, files):
+    made = output_and_gradients(Compiled(function), *arguments())
+    assert len(compiles) == len(list(files.iterdir())) == 1
+    torch.testing.assert_close(made, output_and_gradients(function, *arguments()))
+    loaded = output_and_gradients(Compiled(function), *arguments())
+    assert len(compiles) == 1
+    assert all(torch.equal(one, other) for one, other in zip(loaded, made, strict=True))
+
+
+def test_each_kind_of_arguments_is_compiled_once(compiles, files):
+    both = Compiled(function)
+    for _ in range(2):
+        for kind in (arguments(8), arguments(4)):
+            torch.testing.assert_close(both(*kind), function(*kind))
+        with torch.no_grad():
+            assert not both(*arguments()).requires_grad
+    assert len(compiles) == len(list(files.iterdir())) == 3
+
+
+def test_during_megatrons_import_only_its_own_functions_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(mcore, "_compile", lambda model, **options: (model, options))
+    megatrons = mcore.get_bias_dropout_add
+    assert mcore._compile_unless_megatrons(megatrons) is megatrons
+    assert mcore._compile_unless_megatrons(dynamic=False)(megatrons) is megatrons
+    assert mcore._compile_unless_megatrons(function, dynamic=False) == (function, {"dynamic": False})
+
+
+def test_what_makes_another_kind():
+    x, weight, scale = arguments()
+    calls = [(x, weight, scale), arguments(4), (x, weight.t(), scale), (x.detach(), weight, scale), (x, weight, 0.5),
+             (x.double(), weight.double(), scale)]  # fmt: skip
+    kinds = {compiled._kind(call) for call in calls}
+    with torch.no_grad():
+        kinds.add(compiled._kind((x, weight, scale)))
+    assert len(kinds) == 7
+
+
+# FlexAttention as a rank calls it, without the gradients that the CPU lacks, for a whole row and for its first 200
+# slots. Prints how often torch.compile was called, not at all by Megatron's import, and whether the result is that of
+# the dense mask.
 ATTENTION = """
 import sys, torch
 from types import SimpleNamespace
+calls, compile_function = [], torch.compile
+torch.compile = lambda *args, **options: calls.append(args) or compile_function(*args, **options)
 from tandem.model.attention import TreeAttention, rotation, tree_params
-asked, inner = [], torch.compile
-torch.compile = lambda *args, **options: asked.append(args) or inner(*args, **options)
 generator = torch.Generator().manual_seed(0)
 query = torch.randn(300, 1, 4, 16, generator=generator).to(sys.argv[1])
 key, value = torch.randn(300, 1, 2, 32, generator=generator).to(sys.argv[1]).chunk(2, -1)
@@ -58,79 +102,43 @@ furthest = 0.0
 with torch.no_grad():
     for slots in (300, 300, 200):
         positions, frequencies = torch.arange(slots) % 100, torch.rand(8, generator=generator)
-        turns = rotation(positions.to(query.device), frequencies.to(query.device), torch.float32)
+        rotations = rotation(positions.to(query.device), frequencies.to(query.device), torch.float32)
         first = [tensor[:slots] for tensor in (query, key, value)]
         flex, dense = (
-            attention(*first, None, packed_seq_params=tree_params(ends, kernel, turns)) for kernel in ("flex", "sdpa")
+            attention(*first, None, packed_seq_params=tree_params(ends, kernel, rotations))
+            for kernel in ("flex", "sdpa")
         )
         assert flex.shape == dense.shape == (slots, 1, 64)
         furthest = max(furthest, float((flex - dense).abs().max()))
-print(len(asked), furthest < (1e-5 if sys.argv[1] == "cpu" else 1e-2))
+print(len(calls), furthest < (1e-5 if sys.argv[1] == "cpu" else 1e-2))
 """
 
 
-def arguments(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor, float]:
-    generator = torch.Generator().manual_seed(rows)
-    return (
-        torch.randn(rows, 16, generator=generator, requires_grad=True),
-        torch.randn(16, 16, generator=generator, requires_grad=True),
-        0.3,
-    )
-
-
-def results(called: object, x: torch.Tensor, weight: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    output = called(x, weight, scale)  # type: ignore[operator]
-    return [output, *torch.autograd.grad(output.square().sum(), (x, weight))]
-
-
-def test_another_process_reads_what_was_compiled_and_its_gradients(compiles: list[object], files: Path) -> None:
-    expected = results(function, *arguments())
-    made = results(Compiled(function), *arguments())
-    assert len(compiles) == len(list(files.iterdir())) == 1
-    torch.testing.assert_close(made, expected)
-    read = results(Compiled(function), *arguments())
-    assert len(compiles) == 1
-    assert all(torch.equal(mine, other) for mine, other in zip(read, made, strict=True))
-
-
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_attention_is_compiled_by_the_first_process_alone(where: str) -> None:
-    told = []
+def test_only_the_first_process_compiles_the_attention(where):
+    outputs = []
     for _ in range(2):
         command = [sys.executable, "-W", "ignore", "-c", ATTENTION, where]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        told.append(ran.stdout.split())
-    assert told == [["1", "True"], ["0", "True"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs.append(done.stdout.split())
+    assert outputs == [["1", "True"], ["0", "True"]]
 
 
-def test_each_kind_of_arguments_is_compiled_once(compiles: list[object], files: Path) -> None:
-    compiled = Compiled(function)
-    x, weight, scale = arguments()
-    for _ in range(2):
-        for kind in ((x, weight, scale), arguments(4), (x, weight.t(), scale), (x.detach(), weight, scale),
-                     (x, weight, 0.5), (x.double(), weight.double(), scale)):  # fmt: skip
-            torch.testing.assert_close(compiled(*kind), function(*kind))
-        with torch.no_grad():
-            assert not compiled(x, weight, scale).requires_grad
-    assert len(compiles) == len(list(files.iterdir())) == 7
-
-
-@pytest.mark.parametrize("damage", [b"", b"not a pickle", None])
-def test_a_file_that_is_damaged_is_written_again(compiles: list[object], files: Path, damage: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda file: b"", lambda file: b"not a pickle", lambda file: file[: len(file) // 2]]
+)
+def test_a_damaged_file_is_written_again(compiles, files, damage):
     made = Compiled(function)(*arguments())
     (file,) = files.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.warns(UserWarning, match="can't be used, compiling again"):
-        again = Compiled(function)(*arguments())
-    assert torch.equal(made, again)
-    assert len(compiles) == 2
+        assert torch.equal(Compiled(function)(*arguments()), made)
     assert torch.equal(Compiled(function)(*arguments()), made)
     assert len(compiles) == 2
 
 
-def test_where_nothing_can_be_written_it_is_compiled_all_the_same(compiles: list[object], files: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_no_error(files):
     files.parent.mkdir(exist_ok=True)
     files.write_text("in the way")
     with pytest.warns(UserWarning, match="can't be written"):
@@ -139,15 +147,18 @@ def test_where_nothing_can_be_written_it_is_compiled_all_the_same(compiles: list
     torch.testing.assert_close(made, function(*arguments()))
 
 
-def test_what_decides_about_the_code_decides_about_the_file(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = Compiled(function)
-    x, weight, scale = arguments()
-    seen = {compiled._digest((), (x, weight, scale))}
+def test_everything_that_changes_the_compilers_output_changes_the_file(monkeypatch):
+    compiled_function, digests = Compiled(function), set()
+
+    def digest(kind=()):
+        digests.add(compiled_function._digest(kind, arguments()))
+        return len(digests)
+
+    assert digest() == 1
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    seen.add(compiled._digest((), (x, weight, scale)))
+    assert digest() == 2
     monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    seen.add(compiled._digest((), (x, weight, scale)))
+    assert digest() == 2
     monkeypatch.setattr(torch, "__version__", "9")
-    seen.add(compiled._digest((), (x, weight, scale)))
-    seen.add(compiled._digest((1,), (x, weight, scale)))
-    assert len(seen) == 4
+    assert digest() == 3
+    assert digest(kind=(1,)) == 4

@@ -50,20 +50,20 @@ def groups(draw):
 
 
 def separate(batch: list[Group]) -> list[tuple[list[int], list[int], list[float]]]:
-    """(tokens, trained slots, advantages) of each linear sequence, from the contract: a turn that continues the
-    one before is of the same sequence."""
-    found = []
+    """(tokens, trained slots, advantages) of each linear sequence: a turn that continues the one before belongs to the
+    same sequence."""
+    sequences = []
     for trajectory in (t for group in batch for t in group.trajectories):
         tokens: list[int] = []
         for turn in trajectory.turns:
             if not tokens or turn.prompt_token_ids[: len(tokens)] != tokens:
                 trained: list[int] = []
-                found.append((tokens := [], trained, []))
+                sequences.append((tokens := [], trained, []))
             tokens[:] = turn.prompt_token_ids
             trained += range(len(tokens), len(tokens) + len(turn.token_ids))
             tokens += turn.token_ids
-            found[-1][2].extend([trajectory.advantage] * len(turn.token_ids))
-    return found
+            sequences[-1][2].extend([trajectory.advantage] * len(turn.token_ids))
+    return sequences
 
 
 def loss(outputs, advantages):
@@ -106,7 +106,6 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
 
 def test_every_log_prob_in_a_deep_tree(policy):
     """By hand: root 5 6, below it 7 8 (with 9 and 10 11 below that) and 12; padding."""
-
     tokens = [5, 6, 7, 8, 9, 10, 11, 12, 0, 0]
     row = RowTensors(
         tokens=torch.tensor(tokens),

@@ -1,4 +1,4 @@
-"""The reader of safetensors files against safetensors' own, and what is wrong with a file."""
+"""The reader of safetensors files against safetensors' own writer, and files that are damaged."""
 
 import json
 import struct
@@ -45,12 +45,12 @@ def whole(stored, target):
 @pytest.mark.parametrize("threads", [1, 4])
 def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, monkeypatch):
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
-    found = read_headers([file])
-    assert {name: (stored.dtype, stored.shape) for name, stored in found.items()} == {
+    stored = read_headers([file])
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()} == {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     }
     targets = {name: torch.full_like(tensor, 9.0) for name, tensor in tensors.items()}
-    fill_targets([whole(found[name], targets[name]) for name in targets], threads=threads)
+    fill_targets([whole(stored[name], target) for name, target in targets.items()], threads=threads)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name], tensor), name
 
@@ -58,17 +58,12 @@ def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, m
 @pytest.mark.parametrize("chunk_bytes", [1, 2**25])
 def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatch):
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
-    found = read_headers([file])
+    stored = read_headers([file])["f32"]
     rows = torch.zeros(16, 10, dtype=torch.float64)  # of another dtype
     columns = torch.zeros(48, 4)
     blocks = torch.zeros(6, 12, 10)  # groups of 12 rows, of which this tensor has 8: rows 2 to 9
-    fill_targets(
-        [
-            Piece(found["f32"], 16 * 10, 10, rows),
-            Piece(found["f32"], 0, 10, columns, slice(3, 7)),
-            Piece(found["f32"], 0, 8 * 10, blocks[:, 2:10]),
-        ]
-    )
+    pieces = [Piece(stored, 16 * 10, 10, rows), Piece(stored, 0, 10, columns, slice(3, 7))]
+    fill_targets([*pieces, Piece(stored, 0, 8 * 10, blocks[:, 2:10])])
     assert torch.equal(rows, tensors["f32"][16:32].double())
     assert torch.equal(columns, tensors["f32"][:, 3:7])
     expected = torch.zeros(6, 12, 10)
@@ -76,32 +71,28 @@ def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatc
     assert torch.equal(blocks, expected)
 
 
-def test_small_neighbours_are_read_together(file, tensors, monkeypatch):
+def test_small_neighbours_are_read_together(file, monkeypatch):
     reads, preadv = [], safetensors_reader.os.preadv
     monkeypatch.setattr(safetensors_reader.os, "preadv", lambda *args: reads.append(args[-1]) or preadv(*args))
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", 1000)
     save_file({f"{i:03}": torch.full((10,), float(i)) for i in range(100)}, file)
-    found = read_headers([file])
-    stack = torch.zeros(100, 10)
-    fill_targets([whole(found[f"{i:03}"], stack[i]) for i in range(100)])
+    stored, stack = read_headers([file]), torch.zeros(100, 10)
+    fill_targets([whole(stored[f"{i:03}"], stack[i]) for i in range(100)])
     assert torch.equal(stack, torch.arange(100.0)[:, None].expand(-1, 10))
     assert len(reads) == 4  # 25 tensors of 40 bytes each
 
 
-def test_nothing_to_do():
+def test_no_pieces():
     fill_targets([])
-
-
-def rewrite(file, change):
-    """`change` is given the parsed header and the data, and returns the bytes that are the file then."""
-    raw = file.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    file.write_bytes(change(json.loads(raw[8 : 8 + length]), raw[8 + length :]))
 
 
 def joined(header, data):
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def with_x(header, data, **entry):
+    return joined(header | {"x": entry}, data)
 
 
 @pytest.mark.parametrize(
@@ -113,24 +104,26 @@ def joined(header, data):
         (lambda h, d: struct.pack("<Q", 4) + b"[[[[", "can't be read"),
         (lambda h, d: struct.pack("<Q", 2) + b"[]", "can't be read"),
         (lambda h, d: joined(h, d[:-1]), "ends at byte"),
-        (lambda h, d: joined(h | {"x": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}, d), "dtype F4"),
-        (lambda h, d: joined(h | {"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, d), "does not fill"),
-        (lambda h, d: joined(h | {"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, d), "does not fill"),
-        (lambda h, d: joined(h | {"x": {"shape": [1]}}, d), "can't be read"),
+        (lambda h, d: with_x(h, d, dtype="F4", shape=[1], data_offsets=[0, 1]), "dtype F4"),
+        (lambda h, d: with_x(h, d, dtype="F32", shape=[3], data_offsets=[0, 8]), "does not fill"),
+        (lambda h, d: with_x(h, d, dtype="F32", shape=[1], data_offsets=[-4, 0]), "does not fill"),
+        (lambda h, d: with_x(h, d, shape=[1]), "can't be read"),
     ],
 )
 def test_a_file_that_is_not_whole_is_named(file, change, says):
-    rewrite(file, change)
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    file.write_bytes(change(json.loads(raw[8 : 8 + length]), raw[8 + length :]))
     with pytest.raises(InvalidInput, match=says) as refused:
         read_headers([file])
     assert str(file) in str(refused.value)
 
 
 def test_a_file_that_becomes_shorter_is_named(file, tensors):
-    found = read_headers([file])
+    pieces = [whole(stored, torch.zeros_like(tensors[name])) for name, stored in read_headers([file]).items()]
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidInput, match="it ends at byte"):
-        fill_targets([whole(stored, torch.zeros_like(tensors[name])) for name, stored in found.items()], threads=4)
+        fill_targets(pieces, threads=4)
     file.unlink()
     with pytest.raises(InvalidInput, match="can't be read"):
-        fill_targets([whole(found["f32"], torch.zeros_like(tensors["f32"]))])
+        fill_targets(pieces)

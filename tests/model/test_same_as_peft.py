@@ -1,4 +1,4 @@
-"""Our LoRA is PEFT's: files in both directions, logits, and every gradient."""
+"""Our LoRA is PEFT's: files in both directions, logits and every gradient, also on experts, which PEFT can't adapt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.func import functional_call
 
 from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import CheckpointDamaged
-from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
 from tandem.families.identity import write_identity_adapter
 from tandem.families.registry import read_arch
+from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
-from tiny import write_random_model
+from tiny import MOE, write_random_model
 
 TOKENS = torch.randint(0, 260, (70,), generator=torch.Generator().manual_seed(5))
 
@@ -24,19 +26,49 @@ SHAPES = [
     LoraShape(rank=13, alpha=32.0, targets=("q_proj", "v_proj", "up_proj")),
     LoraShape(rank=8, alpha=4.0, targets=("k_proj", "gate_proj", "down_proj", "o_proj")),
 ]
+EXPERT_SHAPES = [
+    LoraShape(rank=4, alpha=10.0),
+    LoraShape(rank=8, alpha=3.0, targets=("gate_proj", "up_proj", "down_proj")),
+    LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
+    LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
+]
+ATTENTION = LoraShape(rank=4, alpha=10.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+def name_of(lora):
+    return f"r{lora.rank}a{lora.alpha}x{len(lora.targets)}"
 
 
 def base(directory):
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def loss_of(logits: torch.Tensor) -> torch.Tensor:
-    """Some function of all next-token log-probs, weighted unevenly."""
-    logp = torch.log_softmax(logits[:-1], -1).gather(-1, TOKENS[1:, None]).squeeze(-1)
-    return (logp * torch.linspace(-1.0, 2.0, len(logp))).mean()
+def loss(logprobs):
+    """A function of all next-token log-probs that weighs each differently."""
+    return (logprobs * torch.linspace(-1.0, 2.0, len(logprobs))).mean()
 
 
-@pytest.mark.parametrize("lora", SHAPES, ids=lambda lora: f"r{lora.rank}a{lora.alpha}x{len(lora.targets)}")
+def loss_of_logits(logits):
+    return loss(torch.log_softmax(logits[:-1], -1).gather(-1, TOKENS[1:, None]).squeeze(-1))
+
+
+def assert_same(policy, logits, plain, expected_gradients):
+    """The policy has these logits, with its adapter and without, and these gradients of `loss`, by PEFT key."""
+    with torch.no_grad():
+        assert (logits - plain).abs().max() > 0.5  # the adapter does something
+        assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4
+        with policy.adapter_disabled():
+            assert (all_logits(policy, TOKENS) - plain).abs().max() <= 1e-4
+        assert (all_logits(policy, TOKENS) - logits).abs().max() <= 1e-4  # the adapter is on again
+    loss(policy(linear_row(TOKENS)).logprobs).backward()
+    actual = {}
+    for name, gradient in gradients(policy).items():
+        actual |= policy.gather(name, gradient)
+    assert_close(actual, expected_gradients, 1e-4)
+    assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
+
+
+@pytest.mark.parametrize("lora", SHAPES, ids=name_of)
 def test_an_adapter_that_peft_saved(alone, tmp_path, lora):
     model = write_random_model(tmp_path / "model")
     config = peft.LoraConfig(
@@ -44,64 +76,106 @@ def test_an_adapter_that_peft_saved(alone, tmp_path, lora):
     )
     theirs = peft.get_peft_model(base(model), config)
     torch.manual_seed(2)
-    for name, parameter in theirs.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    adapter = {name: parameter for name, parameter in theirs.named_parameters() if "lora_" in name}
+    for parameter in adapter.values():
+        torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     theirs.save_pretrained(tmp_path / "adapter")
+    logits, plain = theirs(TOKENS[None]).logits[0], base(model)(TOKENS[None]).logits[0]
+    loss_of_logits(logits).backward()
+    their_gradients = {name.replace(".default", ""): parameter.grad for name, parameter in adapter.items()}
+    assert_same(make_policy(model, lora, tmp_path / "adapter"), logits, plain, their_gradients)
 
-    ours = make_policy(model, lora, tmp_path / "adapter")
-    expected = theirs(TOKENS[None]).logits[0]
-    with torch.no_grad():
-        plain = base(model)(TOKENS[None]).logits[0]
-        assert (expected - plain).abs().max() > 0.5  # the adapter does something
-        assert (all_logits(ours, TOKENS) - expected).abs().max() <= 1e-4
-        with ours.adapter_disabled():
-            assert (all_logits(ours, TOKENS) - plain).abs().max() <= 1e-4
-        assert (all_logits(ours, TOKENS) - expected).abs().max() <= 1e-4  # it is on again
 
-    loss_of(expected).backward()
-    outputs = ours(linear_row(TOKENS.numpy()))
-    (outputs.logprobs * torch.linspace(-1.0, 2.0, len(outputs.logprobs))).mean().backward()
-    their_gradients = {
-        name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters() if "lora_" in name
+def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str, torch.Tensor]:
+    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's tensors."""
+    weights = dict(model.named_parameters())
+    for key in (key for key in adapter if "lora_A" in key):
+        path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = lora.alpha / lora.rank * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
+        if ".experts." not in path:
+            weights[path + ".weight"] = weights[path + ".weight"] + delta
+            continue
+        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj [experts, hidden, in]
+        block, expert, projection = path.rsplit(".", 2)
+        name = f"{block}.down_proj" if projection == "down_proj" else f"{block}.gate_up_proj"
+        first = len(delta) if projection == "up_proj" else 0
+        whole_delta = torch.zeros_like(weights[name])
+        whole_delta[int(expert), first : first + len(delta)] = delta
+        weights[name] = weights[name] + whole_delta
+    return weights
+
+
+@pytest.mark.parametrize("lora", EXPERT_SHAPES, ids=name_of)
+def test_an_adapter_on_experts(alone, tmp_path, lora):
+    model = write_random_model(tmp_path / "model", family="qwen3_moe")
+    directory = write_random_adapter(tmp_path / "adapter", model, lora)
+    adapter = {
+        key: value.clone().requires_grad_()
+        for key, value in read_adapter(directory, read_arch(str(model)), lora, torch.device("cpu")).items()
     }
-    assert_close(gradients(ours), their_gradients, 1e-4)
-    assert all(parameter.grad is None for parameter in ours.parameters())  # the base is frozen
+    reference = base(model).requires_grad_(False)
+    logits = functional_call(reference, merged(reference, adapter, lora), (TOKENS[None],)).logits[0]
+    loss_of_logits(logits).backward()
+    expected = {key: tensor.grad for key, tensor in adapter.items()}
+    assert_same(make_policy(model, lora, directory), logits, reference(TOKENS[None]).logits[0], expected)
 
 
-@pytest.mark.parametrize("lora", SHAPES, ids=lambda lora: f"r{lora.rank}a{lora.alpha}x{len(lora.targets)}")
-def test_an_adapter_that_we_saved(alone, tmp_path, lora):
-    model = write_random_model(tmp_path / "model", tie_word_embeddings=True)
+@pytest.mark.parametrize(("family", "lora"), [*(("qwen3", lora) for lora in SHAPES), ("qwen3_moe", ATTENTION)])
+def test_an_adapter_that_we_saved(alone, tmp_path, family, lora):
+    model = write_random_model(tmp_path / "model", family=family, tie_word_embeddings=True)
     ours = make_policy(model, lora, write_random_adapter(tmp_path / "first", model, lora))
     saved = tmp_path / "saved"
     saved.mkdir()
     save_file(ours.adapter_tensors(), saved / WEIGHTS_FILE)
     write_adapter_config(saved, lora, str(model))
     assert (saved / WEIGHTS_FILE).read_bytes() == (tmp_path / "first" / WEIGHTS_FILE).read_bytes()
-
     theirs = peft.PeftModel.from_pretrained(base(model), saved)
     with torch.no_grad():
-        expected, actual = theirs(TOKENS[None]).logits[0], all_logits(ours, TOKENS)
-    assert (actual - expected).abs().max() <= 1e-4
+        assert (all_logits(ours, TOKENS) - theirs(TOKENS[None]).logits[0]).abs().max() <= 1e-4
 
 
-def test_the_identity_adapter_in_peft_and_in_ours_is_the_base_model(alone, tmp_path):
-    model = write_random_model(tmp_path / "model")
-    lora = LoraShape(rank=4, alpha=8)
-    adapter = tmp_path / "adapter"
+def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tmp_path):
+    model, lora = write_random_model(tmp_path / "model", family="qwen3_moe"), SHAPES[0]
+    adapter = write_random_adapter(tmp_path / "adapter", model, lora)
+    policy = make_policy(model, lora, adapter)
+    assert len(policy.lora_parameters()) == 2 * 2 * 7  # layers, A and B, targets
+    stack = policy.lora_parameters()["base_model.model.model.layers.1.mlp.experts.*.down_proj.lora_B.weight"]
+    assert stack.shape == (MOE["num_experts"], 32, lora.rank)
+    whole = policy.adapter_tensors()
+    assert {key: tuple(tensor.shape) for key, tensor in whole.items()} == adapter_shapes(policy.arch, lora)
+    assert "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_A.weight" in whole
+    for name, parameter in policy.lora_parameters().items():
+        assert torch.equal(policy.shard(name, whole.__getitem__), parameter.data), name
+    save_file(whole, tmp_path / "saved")
+    assert (tmp_path / "saved").read_bytes() == (adapter / WEIGHTS_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_identity_adapter_changes_nothing(alone, tmp_path, family):
+    model, lora, adapter = write_random_model(tmp_path / "model", family=family), SHAPES[0], tmp_path / "adapter"
     adapter.mkdir()
     write_identity_adapter(adapter, read_arch(str(model)), lora, base_model=str(model), seed=7)
+    policy = make_policy(model, lora, adapter)
     with torch.no_grad():
+        ours = all_logits(policy, TOKENS)
+        with policy.adapter_disabled():
+            assert torch.equal(all_logits(policy, TOKENS), ours)
         plain = base(model)(TOKENS[None]).logits[0]
-        theirs = peft.PeftModel.from_pretrained(base(model), adapter)(TOKENS[None]).logits[0]
-        ours = all_logits(make_policy(model, lora, adapter), TOKENS)
-    assert torch.equal(theirs, plain)
-    assert (ours - plain).abs().max() <= 1e-4
+        assert (ours - plain).abs().max() <= 1e-4
+        if family == "qwen3":
+            assert torch.equal(peft.PeftModel.from_pretrained(base(model), adapter)(TOKENS[None]).logits[0], plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_only_the_adapter_is_trainable(alone, tmp_path, family):
+    policy = make_policy(write_random_model(tmp_path, family=family))
+    trainable = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
+    assert trainable == {id(parameter) for parameter in policy.lora_parameters().values()}
+    assert {parameter.dtype for parameter in policy.lora_parameters().values()} == {torch.float32}
 
 
 def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):
-    model = write_random_model(tmp_path / "model")
-    lora = SHAPES[0]
+    model, lora = write_random_model(tmp_path / "model"), SHAPES[0]
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "good", model, lora, seed=1))
     before = policy.adapter_tensors()
     bad = write_random_adapter(tmp_path / "bad", model, lora, seed=2)

@@ -1,4 +1,4 @@
-"""The base model computes what transformers computes, in fp32, whatever its shape."""
+"""The base model computes what transformers computes, in fp32, whatever its shape; and its files are checked."""
 
 from __future__ import annotations
 
@@ -54,85 +54,80 @@ def test_same_logits(alone, tmp_path, config):
     assert (actual - expected).abs().max() <= 1e-4
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def policy(alone, model):
+    return make_policy(model)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_elements", [1, 5 * 260, 2**26])
-def test_items_log_probs_and_entropies(alone, tmp_path, monkeypatch, temperature, chunk_elements):
+def test_items_log_probs_and_entropies(model, policy, monkeypatch, temperature, chunk_elements):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
-    model = write_random_model(tmp_path, seed=3)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    policy = make_policy(model)
-    tokens = torch.randint(0, 260, (40,))
-    trained = [3, 4, 5, 17, 17, 39]
+    tokens, trained = torch.randint(0, 260, (40,)), [3, 4, 5, 17, 17, 39]
     with torch.no_grad():
         logp = torch.log_softmax(reference(tokens[None]).logits[0].double() / temperature, -1)
-        outputs = policy(linear_row(tokens.numpy(), trained, padding=9), temperature=temperature)
+        outputs = policy(linear_row(tokens, trained, padding=9), temperature=temperature)
     sources = torch.tensor(trained) - 1
     assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
     torch.testing.assert_close(outputs.logprobs.double(), logp[sources, tokens[trained]], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(outputs.entropy.double(), -(logp.exp() * logp).sum(-1)[sources], atol=2e-5, rtol=1e-5)
 
 
-def test_a_row_without_items_takes_part_in_backward(alone, tmp_path):
-    policy = make_policy(write_random_model(tmp_path))
+def test_a_row_without_items_takes_part_in_backward(policy):
     outputs = policy(linear_row([1, 2, 3], trained=[]))
     assert outputs.logprobs.shape == outputs.entropy.shape == (0,)
     (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
 
 
-def test_padding_changes_nothing_and_is_never_nan(alone, tmp_path):
-    policy = make_policy(write_random_model(tmp_path))
-    plain, padded = linear_row([5, 6, 7, 8]), linear_row([5, 6, 7, 8], padding=60)
-    logits = policy.logits(padded.tokens, padded.positions, padded.subtree_end)
+def test_padding_changes_nothing_and_is_never_nan(policy):
+    logits = policy.logits(linear_row([5, 6, 7, 8], padding=60))
     assert torch.isfinite(logits).all()
-    torch.testing.assert_close(logits[:4], policy.logits(plain.tokens, plain.positions, plain.subtree_end))
+    torch.testing.assert_close(logits[:4], policy.logits(linear_row([5, 6, 7, 8])))
 
 
-def sharded(directory):
+def test_files_with_an_index(policy, model, tmp_path):
     """The same model in two files and an index, as big models come."""
-    tensors = load_file(directory / "model.safetensors")
+    tensors, tokens = load_file(model / "model.safetensors"), torch.arange(30)
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, members in parts.items():
-        save_file({name: tensors[name] for name in members}, directory / file)
+        save_file({name: tensors[name] for name in members}, tmp_path / file)
     weight_map = {name: file for file, members in parts.items() for name in members}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (directory / "model.safetensors").unlink()
-
-
-def test_sharded_files(alone, tmp_path):
-    model = write_random_model(tmp_path)
-    tokens = torch.arange(30)
-    expected = all_logits(make_policy(model), tokens)
-    sharded(model)
-    assert torch.equal(all_logits(make_policy(model), tokens), expected)
-
-
-def drop(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def misshape(tensors):
-    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 32)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert torch.equal(all_logits(make_policy(tmp_path), tokens), all_logits(policy, tokens))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [(drop, "no tensor model.layers.1.mlp.up_proj"), (misshape, "k_proj.weight has the shape")]
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 32)}),
+            "k_proj.weight has the shape",
+        ),
+    ],
 )
-def test_a_base_that_lacks_something_is_refused(alone, tmp_path, change, says):
-    model = write_random_model(tmp_path)
-    tensors = load_file(model / "model.safetensors")
+def test_a_base_model_with_a_missing_or_misshapen_tensor_is_refused(alone, tmp_path, change, says):
+    file = write_random_model(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
     change(tensors)
-    save_file(tensors, model / "model.safetensors")
+    save_file(tensors, file)
     with pytest.raises(InvalidInput, match=says):
-        make_policy(model)
+        make_policy(tmp_path)
 
 
-def test_a_truncated_or_absent_base_is_refused(alone, tmp_path):
-    model = write_random_model(tmp_path)
-    path = model / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
+def test_a_truncated_or_absent_base_model_is_refused(alone, tmp_path):
+    file = write_random_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(InvalidInput, match="can't be read"):
-        make_policy(model)
-    path.unlink()
+        make_policy(tmp_path)
+    file.unlink()
     with pytest.raises(InvalidInput, match="has neither"):
-        make_policy(model)
+        make_policy(tmp_path)

@@ -193,14 +193,14 @@ class Policy(nn.Module):
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
-        return self._outputs(row, self._hidden(row.tokens, row.positions, row.subtree_end), temperature)
+        return self._outputs(row, self._hidden(row), temperature)
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
         the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
         decoder = self.gpt.decoder
-        hidden, _ = decoder.layers[0](**self._decoder_inputs(row.tokens, row.positions, row.subtree_end))
+        hidden, _ = decoder.layers[0](**self._decoder_inputs(row))
         self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
@@ -216,29 +216,27 @@ class Policy(nn.Module):
         )
         return ItemOutputs(logprobs, entropy)
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
+    def logits(self, row: RowTensors) -> torch.Tensor:
         """All logits of one row, fp32 [S, vocabulary] on every rank; for tests with small rows."""
-        local = self._head(self._hidden(tokens, positions, subtree_end))
+        local = self._head(self._hidden(row))
         return gather_from_tensor_model_parallel_region(local, group=self._tp_group).float()
 
-    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor) -> torch.Tensor:
+    def _hidden(self, row: RowTensors) -> torch.Tensor:
         """Final hidden states [S, hidden]."""
-        return self.gpt.decoder(**self._decoder_inputs(tokens, positions, subtree_end))[:, 0]
+        return self.gpt.decoder(**self._decoder_inputs(row))[:, 0]
 
-    def _decoder_inputs(
-        self, tokens: torch.Tensor, positions: torch.Tensor, subtree_end: torch.Tensor
-    ) -> dict[str, Any]:
+    def _decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
-        embedded = self.gpt.embedding(input_ids=tokens[None], position_ids=None)
+        embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         if torch.is_grad_enabled():
             # Under full recompute Megatron runs a layer whose input needs no gradient without a graph. The embedding is
             # frozen, so nothing would be trained, silently.
             embedded = embedded.detach().requires_grad_()
-        rotations = rotation(positions, self._inv_freq, embedded.dtype)
+        rotations = rotation(row.positions, self._inv_freq, embedded.dtype)
         return {
             "hidden_states": embedded,
             "attention_mask": None,
-            "packed_seq_params": tree_params(subtree_end, self.attention_kernel, rotations),
+            "packed_seq_params": tree_params(row.subtree_end, self.attention_kernel, rotations),
         }
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
