@@ -25,6 +25,13 @@ def build() -> Json:
     model = ("Model", 'label_values(vllm:num_requests_running{namespace=~"$namespace",pod=~"$pod"}, model_name)')
     return dashboard(
         "tandem-inference", "Tandem / Inference", "What vLLM does, and which policy it serves.",
+        *_now(), *_requests(), *_latency(), *_samples(), *_serving_what_is_trained(),
+        extra={"model_name": model},
+    )  # fmt: skip
+
+
+def _now() -> list[Json]:
+    return [
         row("Now"),
         stat("vLLM", "Whether vLLM's metrics answer: `up`.", "none",
              query('min(up{job="tandem-vllm",@pod})', "vLLM", kind="instant"), texts=UP_DOWN),
@@ -42,6 +49,11 @@ def build() -> Json:
              "Red as TandemVLLMErrors.", "percentunit", query("max(tandem:vllm_5xx:ratio5m{@pod})", "5xx",
                                                               kind="instant"),
              limits=[(RED, LIMITS["TandemVLLMErrors"])], none="no requests"),
+    ]  # fmt: skip
+
+
+def _requests() -> list[Json]:
+    return [
         row("Requests"),
         timeseries("Running and waiting", "`vllm:num_requests_running`; `vllm:num_requests_waiting_by_reason`: "
                    "capacity means that the KV cache or the batch is full.", "short",
@@ -57,12 +69,12 @@ def build() -> Json:
                    query(f"sum by (pod) (rate(vllm:generation_tokens_total{{{VLLM}}}[$__rate_interval]))",
                          "{{pod}} generated"), defaults={"min": 0}),
         timeseries("Tokens per engine step", "Mean of `vllm:iteration_tokens_total`: how well batches are filled. "
-                   "Its count is the engine's heartbeat; standing still while requests run is TandemVLLMEngineHung.",
+                   "Its count is the engine's heartbeat; if it stops while requests run, TandemVLLMEngineHung fires.",
                    "short",
                    query(mean("iteration_tokens_total"), "{{pod}} tokens"),
                    query(f"sum by (pod) (rate(vllm:iteration_tokens_total_count{{{VLLM}}}[$__rate_interval]))",
                          "{{pod}} steps/s"), none="no requests", defaults={"min": 0}),
-        timeseries("KV cache", "`vllm:kv_cache_usage_perc`. Dashed: TandemVLLMKVThrash, when requests are evicted, "
+        timeseries("KV cache", "`vllm:kv_cache_usage_perc`. Dashed: TandemVLLMKVThrash, if requests are evicted "
                    "too.",
                    "percentunit", query(f"vllm:kv_cache_usage_perc{{{VLLM}}}", "{{pod}}"), defaults={"min": 0,
                                                                                                      "max": 1},
@@ -73,12 +85,18 @@ def build() -> Json:
                                 "{{pod}}"),
                    defaults={"min": 0}),
         timeseries("Prefix cache hits", "Share of looked-up tokens that were there: `vllm:prefix_cache_hits_total` of "
-                   "`vllm:prefix_cache_queries_total`. Groups share prompts, so high; it falls after each new step.",
+                   "`vllm:prefix_cache_queries_total`. It is high, because groups share prompts, and falls after each "
+                   "new step.",
                    "percentunit",
                    query(f"sum by (pod) (rate(vllm:prefix_cache_hits_total{{{VLLM}}}[$__rate_interval])) / "
                          f"sum by (pod) (rate(vllm:prefix_cache_queries_total{{{VLLM}}}[$__rate_interval]))",
                          "{{pod}}"),
                    none="no requests", defaults={"min": 0, "max": 1}),
+    ]  # fmt: skip
+
+
+def _latency() -> list[Json]:
+    return [
         row("Latency"),
         quantiles("To the first token", "time_to_first_token_seconds", "From arrival to the first token", width=6),
         quantiles("Between tokens", "inter_token_latency_seconds", "From one token to the next", width=6),
@@ -89,11 +107,16 @@ def build() -> Json:
                    *(query(mean(f"request_{part}_time_seconds"), "{{pod}} " + part)
                      for part in ("queue", "prefill", "decode")), stack="normal", width=6, none="no requests",
                    defaults={"min": 0}),
+    ]  # fmt: skip
+
+
+def _samples() -> list[Json]:
+    return [
         row("Samples"),
-        heatmap("Length of answers", "Tokens generated per request: `vllm:request_generation_tokens`. Drift is learnt.",
-                "short", query(f"sum by (le) "
-                               f"(increase(vllm:request_generation_tokens_bucket{{{VLLM}}}[$__rate_interval]))",
-                               "{{le}}", kind="heatmap"), none="no requests"),
+        heatmap("Length of answers", "Tokens generated per request: `vllm:request_generation_tokens`. Training "
+                "causes a drift.", "short",
+                query(f"sum by (le) (increase(vllm:request_generation_tokens_bucket{{{VLLM}}}[$__rate_interval]))",
+                      "{{le}}", kind="heatmap"), none="no requests"),
         timeseries("Why answers end", "Shares of `vllm:request_success_total`: length is an answer cut off "
                    "(TandemTruncationHigh above 30 % for half an hour), abort a client that left.", "percentunit",
                    query(f"sum by (finished_reason) (rate(vllm:request_success_total{{{VLLM}}}[$__rate_interval]))",
@@ -110,13 +133,18 @@ def build() -> Json:
         timeseries("Answers by status", "`http_requests_total` of vLLM's server.", "reqps",
                    query('sum by (pod, status) (rate(http_requests_total{job="tandem-vllm",@pod}[$__rate_interval]))',
                          "{{pod}} {{status}}"), width=12, none="no requests", defaults={"min": 0}),
+    ]  # fmt: skip
+
+
+def _serving_what_is_trained() -> list[Json]:
+    return [
         row("Serving what is trained"),
         timeseries("Steps trained and served", "Newest step of each run: `tandem_policy_version`.", "short",
                    query("max by (side, run) (tandem_policy_version{@ns})", "{{run}} {{side}}"),
                    custom={"lineInterpolation": "stepAfter"}, none="no run"),
-        timeseries("Behind", "Steps by which what is served is behind: `tandem:policy_lag:steps`. TandemPolicyLag "
-                   "after 15 minutes above 0.", "short", query("tandem:policy_lag:steps{@ns}", "{{run}}"), none="no "
-                   "run",
+        timeseries("Behind", "How many steps vLLM is behind the newest checkpoint: `tandem:policy_lag:steps`. "
+                   "TandemPolicyLag after 15 minutes above 0.", "short",
+                   query("tandem:policy_lag:steps{@ns}", "{{run}}"), none="no run",
                    custom={"lineInterpolation": "stepAfter"}, defaults={"min": 0}),
         timeseries("Publishing", "Mean seconds of each stage, over an hour: `tandem_publish_duration_seconds`. "
                    "since_checkpoint is from the commit to served; TandemPublishSlow from 30 s of one other stage.",
@@ -139,11 +167,10 @@ def build() -> Json:
         timeline("Sleep", "The engine's state: `vllm:engine_sleep_state`. It sleeps only while a job of a trainer that "
                  "shares its GPUs runs.", "none",
                  query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{sleep_state}}"), width=6,
-                 height=6, texts={"0": ("no", GREY), "1": ("yes", "green")}, none="not told"),
+                 height=6, texts={"0": ("no", GREY), "1": ("yes", "green")}, none="not exported"),
         table("KV cache configuration", "`vllm:cache_config_info`.", query("vllm:cache_config_info{@pod}",
                                                                            kind="table"),
               columns={"pod": "Pod", "num_gpu_blocks": "Blocks", "block_size": "Tokens per block",
                        "cache_dtype": "Type", "gpu_memory_utilization": "Memory utilization",
                        "enable_prefix_caching": "Prefix caching"}, width=24, height=4),
-        extra={"model_name": model},
-    )  # fmt: skip
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Limits that panels share with alerts; tests/monitoring compares them with the rules. Alert -> its threshold."""
+"""The thresholds of alerts that panels show; tests/monitoring compares them with the rules."""
 
 LIMITS: dict[str, float] = {
     "TandemGPUMemoryNearlyFull": 0.97,

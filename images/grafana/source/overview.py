@@ -1,4 +1,4 @@
-"""Is everything well, what runs now, and does it learn?"""
+"""Whether everything works, which job runs, and how training goes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from panels import (
 
 def build() -> Json:
     return dashboard(
-        "tandem-overview", "Tandem / Overview", "Is everything well, what runs now, and does it learn?",
+        "tandem-overview", "Tandem / Overview", "Whether everything works, which job runs, and how training goes.",
+        *_now(), *_learning(), *_gpus(), *_containers(),
+    )  # fmt: skip
+
+
+def _now() -> list[Json]:
+    return [
         row("Now"),
-        stat("Targets", "What Prometheus scrapes: `up` of each container's metrics and of vLLM's own.", "none",
+        stat("Targets", "Whether each container's exporter and vLLM answer Prometheus: `up`.", "none",
              query('max by (job) (up{job=~"tandem-.*",@ns})', "{{job}}", kind="instant"), width=8, texts=UP_DOWN,
              options={"colorMode": "background"}),
-        stat("Jobs", "Jobs that wait and that run: `tandem_jobs` of the controller.", "short",
+        stat("Jobs", "Queued and running jobs: `tandem_jobs`.", "short",
              query("sum by (state) (tandem_jobs{@ns})", "{{state}}", kind="instant"), width=4),
         stat("Step", "Optimizer steps that the running job has done, and has in all: `tandem_train_step`, "
              "`tandem_train_steps`.", "short", query("tandem_train_step{@pod}", "done", kind="instant"),
@@ -38,7 +44,7 @@ def build() -> Json:
              "TandemTrainerStuck waits for four mean steps, 15 minutes at least.", "s",
              query("time() - tandem_train_last_step_timestamp_seconds{@pod}", "age", kind="instant"), none="no job",
              limits=[(RED, LIMITS["TandemTrainerStuck"])]),
-        stat("Served behind trained", "Steps by which what vLLM serves is behind what is trained, the worst run: "
+        stat("Served behind trained", "How many steps vLLM is behind the newest checkpoint, for the worst run: "
              "`tandem:policy_lag:steps`. One for some seconds is normal.", "short",
              query("max(tandem:policy_lag:steps{@ns})", "steps", kind="instant"), none="no run",
              limits=[(YELLOW, LIMITS["TandemPolicyLag"] + 1)]),
@@ -51,8 +57,13 @@ def build() -> Json:
               "GPU is empty.", query("tandem_job_info{@pod}", kind="table"),
               columns={"run": "Run", "kind": "Kind", "job_id": "Job", "pod": "Pod", "namespace": "Namespace"},
               width=12, height=7, none="no job"),
+    ]  # fmt: skip
+
+
+def _learning() -> list[Json]:
+    return [
         row("Learning"),
-        timeseries("Reward", "Mean reward of the last optimizer step, and one standard deviation about it: "
+        timeseries("Reward", "Mean reward of the last optimizer step, and one standard deviation around it: "
                    "`tandem_train_reward_mean`, `tandem_train_reward_std`.", "short",
                    query("tandem_train_reward_mean{@pod}", "mean"),
                    query("tandem_train_reward_mean{@pod} + tandem_train_reward_std{@pod}", "+ std"),
@@ -66,9 +77,14 @@ def build() -> Json:
         timeseries("Policy versions", "Newest step of each run, made and served: `tandem_policy_version`.", "short",
                    query("max by (side, run) (tandem_policy_version{@ns})", "{{run}} {{side}}"),
                    custom={"lineInterpolation": "stepAfter"}, none="no run"),
+    ]  # fmt: skip
+
+
+def _gpus() -> list[Json]:
+    return [
         row("GPUs"),
-        bars("Memory in use", "Share of each device's memory in use, by anybody: `tandem:gpu_memory_used:ratio`. Red "
-             "as TandemGPUMemoryNearlyFull.", "percentunit",
+        bars("Memory in use", "Share of each device's memory in use, by any process: `tandem:gpu_memory_used:ratio`. "
+             "Red as TandemGPUMemoryNearlyFull.", "percentunit",
              query(gpu("tandem:gpu_memory_used:ratio{@gpu}"), "{{pod}} {{gpu}}", kind="instant"), width=8,
              limits=[(YELLOW, 0.85), (RED, LIMITS["TandemGPUMemoryNearlyFull"])], defaults={"min": 0, "max": 1},
              none="no GPU"),
@@ -76,6 +92,11 @@ def build() -> Json:
               "percentunit", query(gpu("tandem_gpu_utilization_ratio{@gpu}"), "{{pod}} {{gpu}}"), width=16,
               defaults={"min": 0, "max": 1, "color": {"mode": "continuous-BlPu"}}, none="no GPU",
               options={"showValue": "never", "rowHeight": 0.9, "colWidth": 1, "legend": {"showLegend": False}}),
+    ]  # fmt: skip
+
+
+def _containers() -> list[Json]:
+    return [
         row("Containers"),
         timeline("Programs", "Whether each program runs: `tandem_supervisor_process_up`.", "none",
                  query("tandem_supervisor_process_up{@pod}", "{{pod}} {{program}}"), width=16, texts=UP_DOWN),
@@ -91,4 +112,4 @@ def build() -> Json:
         stat("Training", "Whether a job is running: `tandem_train_active`.", "none",
              query("max(tandem_train_active{@pod})", "active", kind="instant"), width=4,
              texts={"0": ("idle, GPU free", GREY), "1": ("a job runs", "green")}),
-    )  # fmt: skip
+    ]  # fmt: skip

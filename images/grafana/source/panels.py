@@ -1,4 +1,4 @@
-"""Panels and dashboards as Grafana's JSON model has them, with what all of ours have in common.
+"""Panels and dashboards in Grafana's JSON model, with the parts that all our dashboards share.
 
 Queries are PromQL, where @ns, @pod and @gpu stand for the matchers of the dashboard's variables.
 """
@@ -47,7 +47,7 @@ def gpu(expr: str) -> str:
 def panel(kind: str, title: str, text: str, unit: str, *queries: Json, width: int = 8, height: int = 8,
           limits: list[tuple[str, float]] | None = None, texts: dict[str, tuple[str, str]] | None = None,
           none: str = "no data", **more: Any) -> Json:  # fmt: skip
-    """A panel without a place.
+    """A panel, without its position in the dashboard.
 
     `text`: what it shows and from which metrics; `limits`: (colour, from this value on), green below; `texts`: words
     and colours for values; `more`: `options` of the panel, `custom` and further defaults of its fields.
