@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import tiny_model
-import yaml
 
 from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, SHARED, Compose, docker
 from tandem.config import Settings
@@ -471,15 +470,3 @@ def test_no_image_floats():
                 assert tag, name
                 assert tag != "latest", name
     assert ":latest" not in (ROOT / "Dockerfile").read_text()
-
-
-def test_prometheus_scrapes_where_the_containers_listen():
-    scraped = yaml.safe_load((ROOT / "images/prometheus/prometheus.yml").read_text())["scrape_configs"]
-    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in scraped}
-    exposed = {
-        "tandem-controller": ["controller:8080"],
-        "tandem-trainer": ["trainer:9400"],
-        "tandem-inference": ["inference:9401"],
-        "tandem-vllm": ["inference:8000"],
-    }
-    assert targets == exposed

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
+import httpx
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as PrometheusCollector
@@ -43,14 +42,10 @@ def scrape(page: PrometheusCollector) -> Scraped:
     return Scraped(generate_latest(page).decode())
 
 
-def fetch(url: str, accept: str = "") -> tuple[int, str, str]:
+def fetch(url: str, accept: str = "*/*") -> tuple[int, str, str]:
     """(status, content type, body)."""
-    request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.status, answer.headers["Content-Type"], answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers["Content-Type"], error.read().decode()
+    answer = httpx.get(url, headers={"Accept": accept}, timeout=10)
+    return answer.status_code, answer.headers["Content-Type"], answer.text
 
 
 class Exported:
@@ -79,9 +74,13 @@ def opener(spool: Spool) -> Callable[[], Spool]:
 
 
 def until[T](what: str, check: Callable[[], T], timeout: float = 20.0) -> T:
-    """The first true answer of `check`."""
-    end = time.monotonic() + timeout
-    while not (answer := check()):
-        assert time.monotonic() < end, f"not within {timeout} s: {what}"
+    """The first true answer of `check`; until then it may fail an assertion, or find no server."""
+    end, last = time.monotonic() + timeout, ""
+    while time.monotonic() < end:
+        try:
+            if answer := check():
+                return answer
+        except (AssertionError, httpx.TransportError) as error:
+            last = f"{type(error).__name__}: {error}"
         time.sleep(0.02)
-    return answer
+    raise AssertionError(f"not within {timeout} s: {what}; {last}")

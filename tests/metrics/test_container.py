@@ -7,23 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from metrics.metric_tools import Exported
-from spool.spool_tools import spool_with_run
+from metrics.metric_tools import Exported, opener
 from tandem.config import Settings
 from tandem.metrics.build import BuildCollector
+from tandem.metrics.exporter import make_collectors
 from tandem.metrics.supervisor import SupervisorCollector
 from tandem.metrics.volumes import VolumesCollector
 from tandem.spool import Spool
 from tandem.supervise.supervisord import Status
 
 
-def test_a_missing_volume_is_a_failure_and_the_others_are_exported(tmp_path: Path) -> None:
-    spool = spool_with_run(tmp_path / "spool")
-
-    def opened() -> Spool:
-        return Spool(spool.root, writable=False)
-
-    exported = Exported(VolumesCollector(opened, {"tmp": tmp_path, "cache": tmp_path / "none"}))
+def test_a_missing_volume_is_a_failure_and_the_others_are_exported(volume: Spool, tmp_path: Path) -> None:
+    exported = Exported(VolumesCollector(opener(volume), {"tmp": tmp_path, "cache": tmp_path / "none"}))
     seen = exported.collect()
     assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp", "shared"}
     status = os.statvfs(tmp_path)
@@ -31,28 +26,27 @@ def test_a_missing_volume_is_a_failure_and_the_others_are_exported(tmp_path: Pat
     free = pytest.approx(status.f_bavail * status.f_frsize, abs=2**30)
     assert seen.get("tandem_volume_free_bytes", volume="tmp") == free
     assert seen.get("tandem_volume_write_probe_seconds", volume="shared") > 0
-    spool.root.rename(tmp_path / "gone")
+    volume.root.rename(tmp_path / "gone")
     seen = exported.collect()
     assert seen.get("tandem_collector_success", collector="volumes") == 0
     assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp"}
-    (tmp_path / "gone").rename(spool.root)
+    (tmp_path / "gone").rename(volume.root)
     assert exported.works("volumes")
 
 
-def test_a_full_volume_can_be_read_and_has_no_probe(tmp_path: Path, monkeypatch) -> None:
-    root = spool_with_run(tmp_path / "spool").root
-
+def test_a_full_volume_can_be_read_and_has_no_probe(volume: Spool, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tandem.spool.fs.write_all", full)
-    exported = Exported(VolumesCollector(lambda: Spool(root, writable=False), {}))
+    exported = Exported(*make_collectors(Settings(root=volume.root, device="cpu"), ("trainer",)))
     for _ in range(2):  # also between two probes
         seen = exported.collect()
+        assert seen.get("tandem_policy_version", side="trainer", run="r") == 0
         assert seen.get("tandem_collector_success", collector="volumes") == 0
         assert seen.get("tandem_volume_write_probe_seconds", volume="shared") is None
         assert seen.get("tandem_volume_free_bytes", volume="shared") is not None
-    assert not [path for path in root.iterdir() if path.name.startswith(".tmp")]
+    assert not [path for path in volume.root.iterdir() if path.name.startswith(".tmp")]
 
 
 def test_programs_their_states_and_restarts(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from metrics.metric_tools import Exported, Scraped, fetch, until
-from spool.spool_tools import spool_with_run
+from metrics.metric_tools import Scraped, fetch, until
 from tandem.config import Settings
 from tandem.metrics.exporter import exported_sides, make_collectors
 from tandem.metrics.server import MetricsServer
@@ -39,18 +38,11 @@ def exporter(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[
     process = subprocess.Popen(COMMAND, env=variables)
     url = f"http://127.0.0.1:{port}"
     try:
-        until("the exporter answers", lambda: _answers(url))
+        until("the exporter answers", lambda: fetch(f"{url}/health")[0] == 200)
         yield process, url
     finally:
         process.kill()
         process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return fetch(f"{url}/health")[0] == 200
-    except OSError:
-        return False
 
 
 def test_it_starts_without_the_volume_and_stops_on_sigterm(tmp_path: Path) -> None:
@@ -119,14 +111,3 @@ def test_the_role_decides_what_is_collected_and_of_which_devices(role, without, 
     everything = {"build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes"}
     assert collectors.keys() == everything - without
     assert list(collectors["nvml"]._selected) == list(devices)
-
-
-def test_a_full_volume_can_still_be_read(tmp_path, monkeypatch) -> None:
-    settings = Settings(root=spool_with_run(tmp_path / "spool").root)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tandem.spool.fs.write_all", full)
-    (policy,) = (made for made in make_collectors(settings, ("trainer",)) if made.name == "policy")
-    assert Exported(policy).collect().get("tandem_policy_version", side="trainer", run="r") == 0

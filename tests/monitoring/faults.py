@@ -22,13 +22,13 @@ Change = Callable[[Stack], None]
 NONE: set[str] = set()
 
 
-@dataclass(frozen=True, eq=False)
-class Fault:
+@dataclass(frozen=True)
+class Case:
     name: str
     base: Callable[[], Stack]
     expected: dict[int, set[str]]
-    """Minute -> the alerts that fire then, and no others. Usually a minute before the alert, and one after."""
-    changes: tuple[Change, ...]
+    """Minute -> the alerts that fire then, and no others. For a fault a minute before the alert, and one after."""
+    changes: tuple[Change, ...] = ()
 
     def stack(self) -> Stack:
         stack = self.base()
@@ -37,11 +37,11 @@ class Fault:
         return stack
 
 
-FAULTS: list[Fault] = []
+FAULTS: list[Case] = []
 
 
 def fault(name: str, base: Callable[[], Stack], expected: dict[int, set[str]], *changes: Change) -> None:
-    FAULTS.append(Fault(name, base, expected, changes))
+    FAULTS.append(Case(name, base, expected, changes))
 
 
 def setting(target: str, name: str, value: Value, **labels: str) -> Change:

@@ -7,14 +7,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
-from monitoring.faults import FAULTS
+from monitoring.faults import FAULTS, NONE, Case
 from monitoring.prometheus_tools import PROMETHEUS, ROOT, RULES, promtool
 from monitoring.series import MINUTES, Stack
 from monitoring.stacks import idle, on_cpu, resident, resident_idle, sharing, starting, training
@@ -29,17 +28,8 @@ def alerts() -> dict[str, dict]:
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
-@dataclass(frozen=True)
-class Case:
-    """At each minute of `expected` exactly those alerts fire."""
-
-    name: str
-    stack: Callable[[], Stack]
-    expected: dict[int, set[str]]
-
-
 def quiet(stack: Callable[[], Stack], *minutes: int) -> Case:
-    return Case(stack.__name__, stack, {minute: set() for minute in minutes})
+    return Case(stack.__name__, stack, dict.fromkeys(minutes, NONE))
 
 
 # Ranges with a promise for hours (a drift is measured over 6.5 h) run to the end, the others as long as they differ.
@@ -52,7 +42,6 @@ HEALTHY = [
     quiet(sharing, 30, 45, 55, 70, 95, 105, 370, 399, MINUTES),
     quiet(on_cpu, 5, 60, 120),
 ]
-BROKEN = [Case(fault.name, fault.stack, fault.expected) for fault in FAULTS]
 
 
 def _test(case: Case) -> dict:
@@ -92,7 +81,7 @@ def runs(tmp_path_factory) -> Iterator[list[Future[str]]]:
     """promtool on the healthy stacks and on two halves of the faults, at the same time: each process uses one core."""
     with ThreadPoolExecutor() as pool:
         yield [pool.submit(_run, tmp_path_factory.mktemp("cases"), cases)
-               for cases in (HEALTHY, BROKEN[::2], BROKEN[1::2])]  # fmt: skip
+               for cases in (HEALTHY, FAULTS[::2], FAULTS[1::2])]  # fmt: skip
 
 
 @pytest.fixture
@@ -123,9 +112,9 @@ def test_nothing_fires_on_a_healthy_stack(runs):
 
 
 def test_every_alert_fires_in_some_case_and_waits_in_another():
-    assert set().union(*(names for case in BROKEN for names in case.expected.values())) == set(alerts())
+    assert set().union(*(names for case in FAULTS for names in case.expected.values())) == set(alerts())
     waits = {name for name, rule in alerts().items() if rule.get("for")}
-    for case in BROKEN:
+    for case in FAULTS:
         for earlier, later in itertools.pairwise(case.expected.values()):
             waits -= later - earlier
     assert not waits, "no case shows that these do not fire before their `for` is over"

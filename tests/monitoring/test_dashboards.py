@@ -8,9 +8,11 @@ import sys
 
 import pytest
 import yaml
+from images.grafana.source.limits import LIMITS
 
 from monitoring.dashboards import DASHBOARDS, GRAFANA, metrics, panels
 from monitoring.prometheus_tools import PROMETHEUS
+from monitoring.series import TARGETS
 from monitoring.test_alerts import alerts
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -81,11 +83,6 @@ def test_a_panel_says_what_it_shows(name, panel):
 
 
 def test_limits_are_those_of_the_alerts():
-    sys.path.insert(0, str(GRAFANA / "source"))
-    try:
-        from limits import LIMITS
-    finally:
-        sys.path.remove(str(GRAFANA / "source"))
     for alert, limit in LIMITS.items():
         rule = alerts()[alert]
         text = rule["expr"].replace("256 * 1024^2", str(256 * 2**20))
@@ -103,15 +100,8 @@ def test_grafana_is_provisioned_with_them():
 
 def test_targets_have_the_labels_that_rules_and_dashboards_join_on():
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-    found = {}
+    found = []
     for job in config["scrape_configs"]:
-        (static,) = job["static_configs"]
-        (target,) = static["targets"]
-        found[job["job_name"]] = (target, static["labels"]["pod"], static["labels"]["role"])
-        assert static["labels"]["namespace"] == "compose"
-    assert found == {
-        "tandem-controller": ("controller:8080", "controller", "controller"),
-        "tandem-trainer": ("trainer:9400", "trainer", "trainer"),
-        "tandem-inference": ("inference:9401", "inference", "inference"),
-        "tandem-vllm": ("inference:8000", "inference", "inference"),
-    }
+        ((static,), name) = job["static_configs"], job["job_name"]
+        found += [{"job": name, **static["labels"], "instance": target} for target in static["targets"]]
+    assert found == list(TARGETS.values())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 from images.grafana.vllm_metrics import VLLM_METRICS
 
 from monitoring.dashboards import metrics, queries, resolved, rules
@@ -81,3 +84,20 @@ def test_every_query_parses(tmp_path):
     (tmp_path / "queries.yml").write_text(json.dumps({"groups": [{"name": "dashboards", "rules": parsed}]}))
     done = promtool("check", "rules", "queries.yml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllms_names_and_labels_are_in_its_source():
+    root = Path(find_spec("vllm").submodule_search_locations[0])
+    source = (root / "v1/metrics/loggers.py").read_text()
+    for metric in VLLM_METRICS:
+        if metric.name == "http_requests_total":
+            continue  # its server's, by prometheus_fastapi_instrumentator
+        # prometheus_client adds a counter's _total itself
+        name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+        made = re.search(rf"(_\w+_cls)\(\s*name=\"{name}\"|name = \"{name}\"", source)
+        assert made, f"vLLM has no {name}"
+        assert made[1] is None or made[1] == f"_{metric.kind}_cls", name
+        for label in metric.labels:
+            known = re.search(rf"\"{label}\"", source) or metric.name == "vllm:cache_config_info"
+            assert known, (name, label)
