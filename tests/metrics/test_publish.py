@@ -84,8 +84,8 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
     assert seen.get("tandem_publish_duration_seconds_sum", stage="since_checkpoint") == 4
     train_one(volume)
-    serve(volume, 3, refused=4)
-    for _ in range(2):
+    for _ in range(2):  # the publisher tries again, and writes its record again
+        serve(volume, 3, refused=4)
         assert exported.collect().by("outcome", "tandem_publish_total") == {"served": 2, "refused": 1}
     job = train_one(volume)
     serve(volume, 5)
