@@ -36,18 +36,16 @@ def test_everything_a_device_reports_has_its_uuid(nvml):
         "pci_bus_id": "00000000:19:00.0", "mig_profile": "",
     }  # fmt: skip
     assert seen.get("tandem_gpu_info", **info) == 1
-    parts = {part: seen.get(f"tandem_gpu_memory_{part}_bytes", uuid="GPU-a") for part in
-             ("total", "free", "reserved", "used")}  # fmt: skip
-    assert parts == {"total": 100 * GIB, "free": 59 * GIB, "reserved": GIB, "used": 40 * GIB}
+    for part, size in {"total": 100, "free": 59, "reserved": 1, "used": 40}.items():
+        assert seen.get(f"tandem_gpu_memory_{part}_bytes", uuid="GPU-a") == size * GIB
     assert seen.get("tandem_gpu_utilization_ratio", uuid="GPU-b") == 0.37
     assert seen.get("tandem_gpu_temperature_celsius", uuid="GPU-b") == 61
     assert seen.get("tandem_gpu_energy_joules_total", uuid="GPU-b") == 5000.5
     assert seen.get("tandem_gpu_power_limit_watts", uuid="GPU-b") == 700
     assert seen.get("tandem_gpu_compute_processes", uuid="GPU-b") == 1
     assert seen.get("tandem_gpu_ecc_uncorrected_errors_total", uuid="GPU-b") == 2
-    throttled = {labels["reason"]: seen.get("tandem_gpu_throttle_active", **labels)
-                 for labels in seen.all("tandem_gpu_throttle_active") if labels["uuid"] == "GPU-a"}  # fmt: skip
-    assert throttled == {"hw_thermal": 0, "sw_thermal": 0, "hw_power_brake": 0, "sw_power_cap": 1}
+    throttled = {"hw_thermal": 0, "sw_thermal": 0, "hw_power_brake": 0, "sw_power_cap": 1}
+    assert seen.by("reason", "tandem_gpu_throttle_active") == throttled
 
 
 def test_an_answer_that_is_not_supported_is_left_out_and_no_failure(nvml):

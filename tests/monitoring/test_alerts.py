@@ -86,7 +86,9 @@ def runs(tmp_path_factory) -> Iterator[list[Future[str]]]:
 
 @pytest.fixture
 def faults(runs) -> str:
-    return runs[1].result() + runs[2].result()
+    printed = [run.result() for run in runs[1:]]
+    assert all("alertname" in part for part in printed), f"promtool did not run: {printed}"
+    return "".join(printed)
 
 
 def test_the_files_are_valid(tmp_path):
@@ -102,7 +104,6 @@ def test_the_files_are_valid(tmp_path):
 
 def test_each_fault_fires_its_alerts_and_no_others(faults):
     wrong = re.findall(r"expr: \"group by [^\n]*time: [^\n]*\n[^\n]*\n[^\n]*", faults)
-    assert "alertname" in faults, f"promtool did not run: {faults[-2000:]}"
     assert not wrong, "\n".join(wrong)
 
 
