@@ -20,7 +20,7 @@ def up(
 ) -> None:
     """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
 
-    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the directory where everything is kept. Exit status: 0 stopped; 2
+    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 2
     wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
     from tandem.supervise.up import up as start  # late: only this command needs supervisord
@@ -29,7 +29,7 @@ def up(
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
     try:
         if chosen is None:
-            raise InvalidInput(f"{role!r} is no role; use one of {', '.join(get_args(Role))}", field="--role")
+            raise InvalidInput(f"{role!r} is not a role; use one of {', '.join(get_args(Role))}", field="--role")
         status = start(load_settings(), chosen)
     except InvalidInput as error:
         print_error(error, json=False)
@@ -48,7 +48,7 @@ def runner() -> None:
 
 
 def serve() -> None:
-    """Run vLLM as the deployment's settings say."""
+    """Run vLLM with the deployment's settings."""
     _become("tandem.inference.server.serve")
 
 
@@ -58,10 +58,10 @@ def publisher() -> None:
 
 
 def exporter() -> None:
-    """Run the exporter: what Prometheus scrapes of the trainer and of inference."""
+    """Run the exporter: it serves the metrics of the trainer or of inference to Prometheus."""
     _become("tandem.metrics.exporter")
 
 
 def _become(module: str) -> None:
-    """This process becomes the program, so that signals and the exit status are its own."""
+    """Replace this process by the program, so that the program gets the signals and sets the exit status."""
     os.execv(sys.executable, [sys.executable, "-m", module])

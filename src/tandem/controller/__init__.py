@@ -1,1 +1,1 @@
-"""The HTTP API: it checks what comes in, writes it to the spool, and tells what the spool says. No GPU, no torch."""
+"""The HTTP API: it validates requests, writes them to the spool, and reports the spool's state. No GPU, no torch."""

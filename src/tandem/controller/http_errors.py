@@ -60,7 +60,7 @@ def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every kind of exception in the one shape."""
+    """Answer every kind of exception with an `ErrorBody`."""
 
     @app.exception_handler(TandemError)
     async def _tandem_error(_: Request, error: TandemError) -> JSONResponse:

@@ -122,7 +122,7 @@ class _TrainRequest(Record):
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
     deadline_seconds: float = Field(default=3600.0, gt=0, description="limit of one attempt")
-    stall_seconds: float = Field(default=600.0, gt=0, description="ranks without progress for this long hang")
+    stall_seconds: float = Field(default=600.0, gt=0, description="ranks without progress for this long count as hung")
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 
