@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tandem.controller.app import create_app
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, Probe, Served
 from tandem.system import ports
+from waiting import until
 
 KEY = "key-one"
 BASE_MODEL = "models/tiny"
@@ -32,15 +33,6 @@ def make_root(root: Path) -> Path:
     Spool.create(root)
     write_tiny_qwen3(root / BASE_MODEL, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
     return root
-
-
-def until(what: str, check: Callable[[], Any], timeout: float = 20.0) -> Any:
-    """The first true answer of `check`."""
-    deadline = time.monotonic() + timeout
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.02)
-    return answer
 
 
 class Server:

@@ -10,14 +10,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+import waiting
 from tandem.client import Tandem
 from tandem.system import ports
 
@@ -56,13 +57,7 @@ print(*found)
 """
 
 
-def until[T](what: str, check: Callable[[], T], timeout: float, poll: float = 0.3) -> T:
-    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}"
-        time.sleep(poll)
-    return answer
+until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 
 
 def no_engine() -> str | None:

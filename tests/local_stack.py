@@ -6,11 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import tiny_model
@@ -18,6 +15,7 @@ import tiny_model
 from tandem.client import Tandem
 from tandem.spool import Spool
 from tandem.system import ports
+from waiting import until
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
 # `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.
@@ -40,15 +38,6 @@ PROGRAMS = {
     "exporter": "tandem.metrics.exporter",
     "forkserver": "tandem.trainer.launch.forkserver",
 }
-
-
-def until(what: str, check: Callable[[], Any], timeout: float, poll: float = 0.1) -> Any:
-    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}"
-        time.sleep(poll)
-    return answer
 
 
 def free_ports(count: int) -> list[str]:

@@ -11,9 +11,10 @@ from itertools import count
 
 import pytest
 
-from api_server import claim, fail, groups, rl_request, run_one, serve, sft_request, until
+from api_server import claim, fail, groups, rl_request, run_one, serve, sft_request
 from tandem.cli.train import apply_setting, read_request
 from tandem.errors import InvalidInput
+from waiting import until
 
 _numbers = count()
 

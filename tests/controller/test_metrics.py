@@ -7,8 +7,9 @@ import uuid
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server import KEY, Server, claim, rl_request, sft_request, until
+from api_server import KEY, Server, claim, rl_request, sft_request
 from tandem.metrics.catalogue import CATALOGUE
+from waiting import until
 
 
 def scrape(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

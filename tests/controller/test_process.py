@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api_server import KEY, Process, claim, make_root, rl_request, succeed, until, work
+from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
 from tandem.client import Tandem
 from tandem.spool import Spool
+from waiting import until
 
 CHAT = [{"messages": [{"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "maybe"}]}]
 

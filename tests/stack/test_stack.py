@@ -22,10 +22,11 @@ import httpx
 import numpy as np
 import pytest
 
-from local_stack import DEVICES, LocalStack, free_ports, until
+from local_stack import DEVICES, LocalStack, free_ports
 from tandem.errors import SpoolUnusable
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system import processes
+from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tandem.system import ports, processes
+from waiting import until
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -39,12 +39,9 @@ class Up:
     def text(self) -> str:
         return self.out.read_text()
 
-    def until(self, wanted: str, timeout: float = 30, count: int = 1) -> None:
-        end = time.monotonic() + timeout
-        while self.text().count(wanted) < count:
-            assert time.monotonic() < end, f"no {wanted!r} in\n{self.text()}"
-            assert self.process.poll() is None, f"ended before {wanted!r}:\n{self.text()}"
-            time.sleep(0.05)
+    def until(self, wanted: str, count: int = 1) -> None:
+        until(repr(wanted), lambda: self.text().count(wanted) >= count or self.process.poll() is not None)
+        assert self.text().count(wanted) >= count, f"ended before {wanted!r}"
 
     def left(self) -> list[processes.Process]:
         return processes.marked("TANDEM_ROOT", str(self.root))
@@ -67,4 +64,5 @@ class Up:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        print(f"---- {self.out.name}", self.text(), sep="\n")  # shown where the test failed
         processes.kill_all(self.left, timeout=10)

@@ -17,6 +17,7 @@ from tandem.supervise.health import problems, stopped_loops
 from tandem.supervise.supervisord import Status
 from tandem.system import liveness, ports
 from tandem.system.role import runtime_dir
+from waiting import until
 
 
 def check(environment, role):
@@ -30,20 +31,14 @@ def check(environment, role):
     return done.returncode, done.stdout.strip()
 
 
-def until(environment, role, wanted):
-    end = time.monotonic() + 30
-    while (answer := check(environment, role)) != wanted:
-        assert time.monotonic() < end, answer
-        time.sleep(0.2)
-
-
 def named(*names):
     return tuple({"name": name, "module": f"fake_program {name}"} for name in names)
 
 
 def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_path):
     stack = up(role="trainer", programs=named("runner", "other"))
-    until(stack.environment, "trainer", (1, "the runner does not hold the spool's lock"))
+    unlocked = 1, "the runner does not hold the spool's lock"
+    until("both run", lambda: check(stack.environment, "trainer") == unlocked)
     lock = Spool(tmp_path).paths.runner_lock
     with Spool(tmp_path).runner_lock("me"):
         for _ in range(2):  # a check leaves the lock as it is
@@ -77,7 +72,7 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
     stack = up(role="inference", programs=named("vllm", "publisher"), TANDEM_API_KEY="first second")
     url = f"http://127.0.0.1:{stack.ports[1]}"
     refused = f"{url}/health does not answer: [Errno 111] Connection refused"
-    until(stack.environment, "inference", (1, refused))
+    until("both run", lambda: check(stack.environment, "inference") == (1, refused))
     answers = {"/health": (500, {})}
     with server(stack.ports[1], answers) as requests:
         assert check(stack.environment, "inference") == (1, f"{url}/health answers 500")

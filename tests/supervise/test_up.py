@@ -4,13 +4,13 @@ import json
 import os
 import re
 import signal
-import time
 
 import pytest
 
 from supervise.tandem_up import AB, Up
 from tandem.system import ports, processes
 from tandem.system.role import runtime_dir
+from waiting import until
 
 
 def both_run(stack: Up) -> Up:
@@ -22,9 +22,7 @@ def both_run(stack: Up) -> Up:
 def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
     stack = both_run(up(TANDEM_ADMIN_TOKEN="s3cret" + "x" * 37, FAKE_A="orphans"))
     stack.until("a | orphaned", count=3)
-    end = time.monotonic() + 10
-    while [process for process in processes.descendants(stack.process.pid) if process.zombie]:
-        assert time.monotonic() < end, "orphans are not reaped"
+    until("orphans are reaped", lambda: not any(p.zombie for p in processes.descendants(stack.process.pid)))
     os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
     stack.until("a runs", count=2)
     stack.until("ended: terminated by SIGKILL; crash 1 of 1")
@@ -50,7 +48,7 @@ def test_a_crash_loop_ends_with_71_and_names_the_program(up):
 
 
 def test_a_program_that_cannot_start_ends_with_70(up):
-    stack = up(FAKE_A="start-fails", FAKE_CRASHES="8")
+    stack = up(FAKE_A="start-fails", FAKE_CRASHES="8", FAKE_RETRIES="0")
     assert stack.wait() == 70
     assert "a can't be started" in stack.text()
     assert stack.left() == []
@@ -74,10 +72,7 @@ def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
     stack = both_run(up())
     stack.process.kill()
     stack.process.wait()
-    end = time.monotonic() + 10
-    while stack.left():
-        assert time.monotonic() < end, stack.left()
-        time.sleep(0.1)
+    until("nothing is left", lambda: not stack.left())
 
 
 def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
@@ -93,7 +88,7 @@ def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
 
 @pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
 def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how, says):
-    stack = up(programs=(AB[0], AB[1] | {"essential": False}), FAKE_B=how)
+    stack = up(programs=(AB[0], AB[1] | {"essential": False}), FAKE_B=how, FAKE_RETRIES="0")
     stack.until(says)
     stack.until("b | b runs", count=stack.text().count("b | b runs") + 1)
     assert stack.text().count(says) == 1
