@@ -30,6 +30,8 @@ class MoE:
 
 @dataclass(frozen=True)
 class Arch:
+    """Sizes are numbers of elements unless noted."""
+
     model_type: str
     num_layers: int
     hidden_size: int

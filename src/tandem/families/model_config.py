@@ -61,7 +61,9 @@ class ModelConfig:
         return kind(value)
 
     def invalid(self, problem: str) -> InvalidInput:
+        """The error to raise for a wrong value."""
         return InvalidInput(f"{self.source}: {problem}", field="base_model")
 
     def unsupported(self, variant: str) -> UnknownArchitecture:
+        """The error to raise for a variant that would give other logits."""
         return UnknownArchitecture(f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model")

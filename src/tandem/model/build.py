@@ -23,7 +23,7 @@ from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]
 
-# GPTModel warns at every build that HybridModel is its successor, which is of no use to a reader of a job's log.
+# GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 

@@ -69,7 +69,7 @@ class Experts(MegatronModule):
         """x [N, hidden] and probs [N], in the order of `TokenOrder`, whose groups end at `ends` -> [N, hidden] and, for
         Megatron, no bias."""
         gate, up = self._project(x, self.fc1, ("gate_proj", "up_proj"), ends).chunk(2, dim=-1)
-        # The last product is linear, and the rows before it are shorter than those after it.
+        # The last product is linear, so probabilities may come before it, where rows are shorter.
         inner = silu(gate) * up * probs[:, None]
         return self._project(inner, self.fc2, ("down_proj",), ends), None
 
