@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 from tandem.spool import Spool
-from tandem.system.processes import die_with_parent
 
 
 def preload():
@@ -22,7 +21,6 @@ def preload():
 
 
 def main(root: Path, job_id: str, attempt: int) -> int:
-    die_with_parent()
     spool = Spool(root)
     _, job = spool.jobs.get(job_id)
     rank, work = int(os.environ["RANK"]), spool.paths.work_dir(job_id, attempt)

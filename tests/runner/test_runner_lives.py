@@ -148,10 +148,10 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
     stack.until_logged("can't write the event released", 30)
     time.sleep(1)
     assert stack.runner.poll() is None
-    for name in ("logs", "leases", "events"):
-        restore(name)
+    restore("events")
     stack.until_logged("can't record the job's end", 40)
-    restore("failed")
+    for name in ("logs", "leases", "failed"):
+        restore(name)
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert stack.kinds(job_id) == ["claimed", "released", "failed"]

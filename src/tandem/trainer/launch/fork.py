@@ -54,8 +54,9 @@ class ForkServer:
             with contextlib.suppress(ConnectionError):
                 if packet := self._socket.recv(1 << 16):
                     message = json.loads(packet)
-                    if "ready" in message:
-                        log.info("fork server is ready", pid=self.pid, **message["ready"])
+                    if ready := message.get("ready"):
+                        report = log.warning if ready["threads"] else log.info
+                        report("fork server is ready", pid=self.pid, **ready)
                     elif message["work"] == self._work:  # otherwise it is about an earlier launch, which was killed
                         self._exit = message["exited"]
                     continue

@@ -7,8 +7,9 @@ Forking is safe because of three rules:
 - No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 (set by `launch.fork`) the
   imports look for devices without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp would wait for its
-  other threads forever. The runner logs the names of the threads. (With GPUs there is a second one, NVML's: it waits
-  for the driver's events, and nvmlShutdown does not end it.)
+  other threads forever. The runner logs a warning with their names. (With GPUs there is one of NVML's: it waits for
+  the driver's events, and nvmlShutdown does not end it. CUDA's threads have such names too, but a server that touched
+  CUDA would not go unnoticed: its children can't use a device.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads (store, rendezvous, logs)
   when it forks. So the ranks' parent, the leader, is our own. It sets the agent's environment and acts like the agent:
   after the first failure it ends the other ranks, and it restarts none. The ranks' connections wait in the listening
@@ -48,8 +49,10 @@ def main() -> None:
     entry = importlib.import_module(entry_name)
     if hasattr(entry, "preload"):
         entry.preload()
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads)}
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    names = [(task / "comm").read_text().strip() for task in others]
+    threads = [name for name in names if not name.startswith("cuda")]  # NVML's
+    ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads) or None}
     runner.send(json.dumps({"ready": ready}).encode())
     while request := runner.recv(1 << 16):
         launch = Launch.from_json(request)
