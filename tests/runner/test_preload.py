@@ -1,5 +1,4 @@
-"""What a process that ranks are forked from imports and sets up: nothing of it may ask CUDA anything, since a process
-that has cannot fork one that uses a GPU."""
+"""The imports of the fork server make no call to CUDA: a process that made one can't fork a child that uses a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-# torch asks the runtime how many devices there are before it asks for anything else; once, it keeps the answer.
-ASKED = """
+# Before any other call torch asks the runtime how many devices there are, once, and keeps the answer.
+RUNTIME = """
 #include <stdio.h>
-int cudaGetDeviceCount(int *count) { fputs("CUDA is asked\\n", stderr); *count = 0; return 100; }
+int cudaGetDeviceCount(int *count) { fputs("CUDA is called\\n", stderr); *count = 0; return 100; }
 """
-# A GPU as NVML tells of it: what the fork server sees.
+# NVML finds a GPU, as it does for the fork server.
 PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True
@@ -24,16 +23,16 @@ torch.cuda.device_count = lambda: 1
 from tandem.trainer.rank import worker
 worker.preload()
 assert "torch._inductor.compile_fx" in sys.modules
-assert torch.utils._triton.has_triton.cache_info().currsize == 0, "with no GPU to be seen the answer was no"
+assert torch.utils._triton.has_triton.cache_info().currsize == 0, "without a visible GPU it would remember False"
 print("preloaded", file=sys.stderr)
 torch._C._cuda_getDeviceCount()
 """
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_what_is_preloaded_asks_cuda_nothing(tmp_path: Path) -> None:
-    source, library = tmp_path / "asked.c", tmp_path / "asked.so"
-    source.write_text(ASKED)
+def test_preload_makes_no_call_to_cuda(tmp_path: Path) -> None:
+    source, library = tmp_path / "runtime.c", tmp_path / "runtime.so"
+    source.write_text(RUNTIME)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     environment = os.environ | {
         "LD_PRELOAD": str(library), "TANDEM_DEVICE": "cuda", "TANDEM_ROOT": str(tmp_path),
@@ -41,5 +40,5 @@ def test_what_is_preloaded_asks_cuda_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", PRELOAD]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    told = [line for line in ran.stderr.splitlines() if line in ("preloaded", "CUDA is asked")]
-    assert told == ["preloaded", "CUDA is asked"], ran.stderr[-3000:]
+    lines = [line for line in ran.stderr.splitlines() if line in ("preloaded", "CUDA is called")]
+    assert lines == ["preloaded", "CUDA is called"], ran.stderr[-3000:]

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from runner.runner_stack import Stack, alive
+from tandem.supervise.programs import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
 
@@ -61,6 +62,11 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     stack.start()
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2)
+
+
+def test_supervisord_gives_the_runner_enough_time_to_stop():
+    (runner,) = (program for program in PROGRAMS["trainer"] if program.name == "runner")
+    assert runner.stop_seconds > loop.STOP_SECONDS
 
 
 @pytest.mark.parametrize("launch", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])

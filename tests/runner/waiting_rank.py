@@ -1,4 +1,4 @@
-"""A rank that waits for as long as its job's name says."""
+"""A rank that sleeps for as many seconds as its job is named."""
 
 import time
 from pathlib import Path
