@@ -51,7 +51,7 @@ def test_an_rl_job_from_queue_to_served(client, server, run):
     job = client.train_rl(run, groups(3), packing={"sequence_length": 64}, labels={"who": "me"}, loss={"policy": "ppo"})
     assert (job.state, job.kind, job.run, job.attempt, job.spec.base_step) == ("queued", "rl", run, 0, 0)
     assert (job.spec.data.num_groups, job.spec.loss.policy) == (3, "ppo")
-    with PackedBatch.open(server.spool.absolute(job.spec.data.path)) as batch:
+    with PackedBatch.open(server.spool.paths.data_dir(job.spec.id)) as batch:
         assert len(batch) == job.spec.data.num_rows
     assert client.get_run(run).pending == [job.id]
 

@@ -39,11 +39,7 @@ def run(
 ) -> PackedData:
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
     return prepare_rl(
-        groups,
-        vocab_size=vocab_size,
-        advantage=AdvantageSettings.model_validate(advantage),
-        packing=packing,
-        out=out,
+        groups, vocab_size=vocab_size, advantage=AdvantageSettings.model_validate(advantage), packing=packing, out=out
     )
 
 

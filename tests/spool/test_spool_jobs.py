@@ -99,17 +99,17 @@ def test_the_chain_of_base_steps(spool):
         assert tree(spool.root) == before
     assert submit(spool, "c", base_step=2).spec.base_step == 2
     a = spool.queue.claim("me")
-    assert spool.jobs.next_base("r") == 3
+    assert spool.queue.next_base("r") == 3
     commit(spool, a)  # a is still running, and its checkpoint is there: it does not count twice
-    assert spool.jobs.next_base("r") == 3
+    assert spool.queue.next_base("r") == 3
     spool.queue.finish(a, succeeded(a))
-    assert spool.jobs.next_base("r") == 3
+    assert spool.queue.next_base("r") == 3
     b = spool.queue.claim("me")
     assert b.spec.id == "b"
     spool.queue.finish(b, failed())
     # c can't start from 2, which nobody makes: what comes next starts where the chain ends.
     assert [job.spec.id for _, job in spool.jobs.pending("r")] == ["c"]
-    assert spool.jobs.next_base("r") == 1
+    assert spool.queue.next_base("r") == 1
 
 
 @pytest.mark.parametrize("change", ["id", "run", "base_step", "fingerprint", "raise"])
@@ -182,7 +182,7 @@ def test_a_queued_job_is_cancelled_at_once(spool):
         assert types(spool, "j") == ["cancelled"]
         assert places(spool, "j") == ["cancelled", "events"]
     assert spool.queue.claim("me") is None
-    assert spool.jobs.next_base("r") == 0
+    assert spool.queue.next_base("r") == 0
 
 
 def test_a_running_job_is_cancelled_when_its_attempt_ends(spool):
@@ -346,7 +346,7 @@ def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool):
     path = spool.root / "jobs/queued/j.json"
     path.write_text(job.model_copy(update={"result": result}).model_dump_json())
     assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
-    assert spool.jobs.next_base("r") == 0
+    assert spool.queue.next_base("r") == 0
     assert spool.queue.claim("me") is None
     assert types(spool, "j") == ["cancelled"]
     assert places(spool, "j") == ["cancelled", "events"]

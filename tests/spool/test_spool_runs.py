@@ -83,14 +83,7 @@ def test_commit_says_all_that_the_manifest_holds(spool):
     job = spool.queue.claim("runner")
     staged = stage(spool, job)
     manifest = spool.checkpoints.commit(
-        staged,
-        "r",
-        1,
-        "j",
-        topology={"tp": 2},
-        versions={"torch": "2"},
-        metrics={"loss": 0.5},
-        probe=PROBE,
+        staged, "r", 1, "j", topology={"tp": 2}, versions={"torch": "2"}, metrics={"loss": 0.5}, probe=PROBE
     )
     assert not staged.exists()
     assert spool.checkpoints.path("r", 1) == spool.root / "runs/r/checkpoints/00000001"

@@ -196,18 +196,12 @@ def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
         moved = Spool(root)
         assert moved.checkpoints.verify("r", 1).step == 1
         job = moved.queue.claim("runner")
-        assert moved.absolute(job.spec.data.path) == moved.paths.data_dir("j") == root / "jobs/data/j"
+        assert root / job.spec.data.path == moved.paths.data_dir("j") == root / "jobs/data/j"
         assert (moved.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
         commit(moved, job)
         assert moved.queue.finish(job, succeeded(job)) == "succeeded"
         for name, content in tree(root).items():
             assert content is None or str(tmp_path).encode() not in content, name
-
-
-@pytest.mark.parametrize("bad", ["../x", "/etc/passwd", "runs/../../x"])
-def test_paths_do_not_leave_the_root(tmp_path, bad):
-    with pytest.raises(InvalidInput):
-        Spool.create(tmp_path).absolute(bad)
 
 
 BAD_NAMES = ["", ".", "..", "../r", "a/b", "/etc", "a\n", "a\0", "-a", ".a", "a" * 65, "é", " a"]

@@ -7,8 +7,8 @@ import tarfile
 from pathlib import Path
 
 from tandem.errors import InvalidInput
-from tandem.spool.checkpoints import verify_files
 from tandem.spool.fs import new_ulid
+from tandem.spool.manifest import verify_files
 from tandem.spool.schema import Manifest
 
 

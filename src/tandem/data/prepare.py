@@ -22,12 +22,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def prepare_rl(
-    groups: Sequence[Group],
-    *,
-    vocab_size: int,
-    advantage: AdvantageSettings,
-    packing: PackingSettings,
-    out: Path,
+    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path
 ) -> PackedData:
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
@@ -77,12 +72,7 @@ def prepare_rl(
 
 
 def prepare_sft(
-    examples: Sequence[SFTExample],
-    *,
-    tokenizer_path: str,
-    vocab_size: int,
-    packing: PackingSettings,
-    out: Path,
+    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path
 ) -> PackedData:
     """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
 

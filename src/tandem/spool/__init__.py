@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from tandem.errors import InvalidInput, SpoolUnusable
+from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
-from tandem.spool.hold import HoldRecord
 from tandem.spool.jobs import Jobs
-from tandem.spool.leases import Leases
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths
 from tandem.spool.queue import Queue
-from tandem.spool.runner_lock import hold_runner_lock
-from tandem.spool.runs import Runs
+from tandem.spool.runner import HoldRecord, Leases, hold_runner_lock
+from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION
-from tandem.spool.served import ServedRecords
 
 __all__ = ["Spool"]
 
@@ -32,14 +28,14 @@ class Spool:
         """Opens an existing spool. SpoolUnusable if it can't be read or, with `writable`, is read-only or full."""
         self.root = Path(root).absolute()
         self.paths = Paths(self.root)
-        self.runs = Runs(self)
-        self.checkpoints = Checkpoints(self)
-        self.jobs = Jobs(self)
+        self.runs = Runs(self.paths)
+        self.served = ServedRecords(self.runs)
+        self.events = Events(self.paths)
+        self.jobs = Jobs(self.paths, self.events)
+        self.checkpoints = Checkpoints(self.runs, self.jobs)
+        self.leases = Leases(self.paths, self.jobs)
+        self.hold = HoldRecord(self.paths)
         self.queue = Queue(self)
-        self.leases = Leases(self)
-        self.events = Events(self)
-        self.served = ServedRecords(self)
-        self.hold = HoldRecord(self)
         self.check()
         if writable:
             self.check_writable()
@@ -53,8 +49,10 @@ class Spool:
         try:
             with fs.volume_errors(paths.root):
                 for directory in (*reversed(paths.root.parents), paths.root, *paths.directories):
-                    if not directory.is_dir() and _make_directory(directory):
-                        made.append(directory)
+                    if not directory.is_dir():
+                        with suppress(FileExistsError):  # another process makes it at the same moment
+                            directory.mkdir()
+                            made.append(directory)
                 for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
                     if not fs.exists(file):
                         file.touch()
@@ -101,27 +99,10 @@ class Spool:
             with suppress(OSError):
                 path.unlink()
 
-    def absolute(self, relative: str) -> Path:
-        """A record's relative path in this container; InvalidInput if it leads out of the root."""
-        if Path(relative).is_absolute() or ".." in Path(relative).parts:
-            raise InvalidInput(f"{relative!r} is not a path inside the spool", field="path")
-        return self.root / relative
-
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
         """Serialises changes of a job and its events. Take it after `runs.lock`, never before."""
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
         """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is another."""
-        return hold_runner_lock(self.paths.runner_lock, runner)
-
-
-def _make_directory(path: Path) -> bool:
-    """False if another process makes it at the same moment."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        if path.is_dir():
-            return False
-        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path)) from None
-    return True
+        return hold_runner_lock(self.paths, runner)

@@ -1,19 +1,16 @@
 """Events of jobs: `jobs/events/<id>.jsonl`, one JSON object per line, appended under the job's lock."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from tandem.spool import fs
+from tandem.spool.locks import file_lock
+from tandem.spool.paths import Paths
 from tandem.spool.schema import TERMINAL, Event, EventType
-
-if TYPE_CHECKING:
-    from tandem.spool import Spool
 
 _TAIL_BYTES = 65536
 
@@ -21,8 +18,8 @@ _TAIL_BYTES = 65536
 class Events:
     """Any process may append to any job; `seq` counts 0, 1, 2, … without gaps over all of them."""
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
 
     def append(self, job_id: str, type: EventType, *, attempt: int = 0, **data: Any) -> Event:  # noqa: A002
         """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null.
@@ -30,8 +27,8 @@ class Events:
         Ends a line that a dead writer left unterminated; readers skip that line. Raises SpoolUnusable, and then the
         file is as before.
         """
-        path = self._spool.paths.events_file(job_id)
-        with self._spool.job_lock(job_id), fs.volume_errors(path):
+        path = self._paths.events_file(job_id)
+        with file_lock(self._paths.job_lock(job_id)), fs.volume_errors(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 size = os.fstat(fd).st_size
@@ -57,13 +54,13 @@ class Events:
 
     def read(self, job_id: str, after: int = -1) -> list[Event]:
         """Events with `seq` > `after`, in order; empty if the job has none (yet)."""
-        content = fs.read_bytes(self._spool.paths.events_file(job_id)) or b""
+        content = fs.read_bytes(self._paths.events_file(job_id)) or b""
         return [event for event in _parse(content)[0] if event.seq > after]
 
     def since(self, job_id: str, offset: int) -> tuple[list[Event], int]:
         """Events of the complete lines from byte `offset` on, and the offset to go on from."""
         try:
-            with self._spool.paths.events_file(job_id).open("rb") as file:
+            with self._paths.events_file(job_id).open("rb") as file:
                 file.seek(offset)
                 content = file.read()
         except FileNotFoundError:

@@ -4,10 +4,7 @@ Every write goes to a temporary name beside its target (`.tmp-…`, which listin
 then the directory is fsynced. So a name that exists is complete. A failed write removes its temporary name.
 """
 
-from __future__ import annotations
-
 import errno
-import hashlib
 import os
 import shutil
 import time
@@ -51,8 +48,7 @@ def volume_errors(path: Path) -> Iterator[None]:
         if error.errno not in _REMEDIES:
             raise
         problem, remedy = _REMEDIES[error.errno]
-        name = errno.errorcode[error.errno]
-        raise SpoolUnusable(f"can't use {path}: {problem} ({name}); {remedy}") from error
+        raise SpoolUnusable(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}") from error
 
 
 def fsync_dir(directory: Path) -> None:
@@ -74,13 +70,11 @@ def fsync_tree(directory: Path) -> None:
         for here, _, files in os.walk(directory, topdown=False):
             shared = Path(here).stat().st_mode & 0o666
             for name in files:
-                fd = os.open(Path(here, name), os.O_RDONLY)
-                try:
-                    if shared & ~os.fstat(fd).st_mode:
-                        os.fchmod(fd, os.fstat(fd).st_mode | shared)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                with Path(here, name).open("rb") as file:
+                    mode = os.fstat(file.fileno()).st_mode
+                    if shared & ~mode:
+                        os.fchmod(file.fileno(), mode | shared)
+                    os.fsync(file.fileno())
             fsync_dir(Path(here))
 
 
@@ -96,15 +90,12 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then.
     """
-    temporary = path.parent / f"{TEMPORARY}{path.name}.{new_ulid()}"
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.{new_ulid()}")
     with volume_errors(path):
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with temporary.open("xb") as file:
+                write_all(file.fileno(), data)
+                os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -168,20 +159,15 @@ def remove_file(path: Path) -> None:
         fsync_dir(path.parent)
 
 
-def remove_tree(directory: Path) -> bool:
-    """Removes a directory if it exists; False if something of it stays (NFS keeps files that are still mapped).
+def remove_tree(directory: Path) -> None:
+    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
 
     Renames it to a temporary name first, so that nobody finds half of it.
     """
-    doomed = directory.parent / f"{TEMPORARY}{directory.name}.{new_ulid()}"
-    try:
+    doomed = directory.with_name(f"{TEMPORARY}{directory.name}.{new_ulid()}")
+    with suppress(OSError):
         directory.rename(doomed)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    shutil.rmtree(doomed, ignore_errors=True)
-    return not exists(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def names(directory: Path) -> list[str]:
@@ -224,15 +210,9 @@ def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
     return None if content is None else model.model_validate_json(content)
 
 
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's content, lower-case hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def older_than(path: Path, seconds: float) -> bool:
     """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
-    clock = path.parent / f"{TEMPORARY}clock.{new_ulid()}"
+    clock = path.with_name(f"{TEMPORARY}clock.{new_ulid()}")
     with volume_errors(path):
         try:
             clock.touch(exist_ok=False)

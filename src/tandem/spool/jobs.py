@@ -5,35 +5,32 @@ then the strongest counts (terminal over running over queued). A job with a resu
 and has ended once its terminal event is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from tandem.errors import NotFound, SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.paths import beat_files, is_job_id
+from tandem.spool.events import Events
+from tandem.spool.locks import file_lock
+from tandem.spool.paths import Paths, is_job_id, rank_files
 from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobState
-
-if TYPE_CHECKING:
-    from tandem.spool import Spool
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
 JobList = list[tuple[JobState, Job]]
 
 
 class Jobs:
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, paths: Paths, events: Events) -> None:
+        self._paths = paths
+        self._events = events
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
         """The job and its state; NotFound (field `id`) if there is none."""
         located = self.locate(job_id, sure=False)
         if located is None:  # the job may have moved between two reads
-            with self._spool.job_lock(job_id):
+            with file_lock(self._paths.job_lock(job_id)):
                 located = self.locate(job_id)
         if located is None:
             raise not_found(job_id)
@@ -53,27 +50,19 @@ class Jobs:
         """Queued and running jobs of the run, in the order of their base steps."""
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
 
-    def next_base(self, run: str) -> int:
-        """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
-        step = self._spool.checkpoints.newest(run)
-        for _, job in self.pending(run):
-            if job.result is None and job.spec.base_step == step:
-                step += 1
-        return step
-
     def ids(self, state: JobState) -> Sequence[str]:
         """Ids in one state's directory, listed once: a job that moves meanwhile may be in two states, or in none."""
-        names = fs.names(self._spool.paths.state_dir(state))
+        names = fs.names(self._paths.state_dir(state))
         ids = (name.removesuffix(".json") for name in names if name.endswith(".json"))
         return [job_id for job_id in ids if is_job_id(job_id)]
 
     def cancel_requested(self, job_id: str) -> bool:
-        return fs.exists(self._spool.paths.cancel_file(job_id))
+        return fs.exists(self._paths.cancel_file(job_id))
 
     def beats(self, job_id: str, attempt: int) -> dict[int, Beat]:
         """The last heartbeat of each rank that has a readable one."""
         beats: dict[int, Beat] = {}
-        for rank, path in beat_files(self._spool.paths.work_dir(job_id, attempt)).items():
+        for rank, path in rank_files(self._paths.work_dir(job_id, attempt), "beat").items():
             with suppress(ValidationError):
                 beats[rank] = Beat.model_validate_json(fs.read_bytes(path, sure=False) or b"")
         return dict(sorted(beats.items()))
@@ -85,7 +74,7 @@ class Jobs:
         """
         located: tuple[JobState, Job] | None = None
         for directory in _STATES:
-            path = self._spool.paths.job_file(directory, job_id)
+            path = self._paths.job_file(directory, job_id)
             if (content := fs.read_bytes(path, sure=sure)) is not None:
                 try:
                     located = directory, Job.model_validate_json(content)
@@ -109,7 +98,7 @@ class Jobs:
 
     def _state(self, directory: JobState, job: Job) -> JobState:
         """The job's state as everybody sees it: terminal exactly when the terminal event is written."""
-        if job.result is None or directory in TERMINAL or not self._spool.events.ended(job.spec.id):
+        if job.result is None or directory in TERMINAL or not self._events.ended(job.spec.id):
             return directory
         return job.result.state
 

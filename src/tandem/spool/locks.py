@@ -4,8 +4,6 @@ A record lock belongs to the process. It doesn't keep two threads apart, and clo
 it. So each lock file has a thread lock beside it, and only this module opens it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

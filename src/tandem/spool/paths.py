@@ -1,11 +1,9 @@
 """Where jobs and locks lie on the volume, and which names may become paths. (Inside a run: `runs`, `checkpoints`.)"""
 
-from __future__ import annotations
-
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from tandem.errors import InvalidInput
 from tandem.spool.schema import PENDING, TERMINAL, JobState
@@ -32,23 +30,14 @@ def beat_file(work: Path, rank: int) -> Path:
     return work / f"beat.{rank}"
 
 
-def beat_files(work: Path) -> dict[int, Path]:
-    """The heartbeats that exist, by rank."""
-    return _by_rank(work.glob("beat.*"))
-
-
 def error_file(work: Path, rank: int) -> Path:
-    """The JobError of a rank that raised."""
+    """The JobError of a rank that raised, in the attempt's work directory."""
     return work / f"error.{rank}.json"
 
 
-def error_files(work: Path) -> dict[int, Path]:
-    """The JobErrors that exist, by rank."""
-    return _by_rank(work.glob("error.*.json"))
-
-
-def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
-    return {int(rank): path for path in paths if (rank := path.name.split(".")[1]).isdigit()}
+def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
+    """The files of this kind that exist, by rank."""
+    return {int(rank): path for path in work.glob(f"{kind}.*") if (rank := path.name.split(".")[1]).isdigit()}
 
 
 def staged_checkpoint(work: Path) -> Path:
@@ -91,7 +80,7 @@ class Paths:
 
     def work_dir(self, job_id: str, attempt: int) -> Path:
         """The files of one attempt; made by `claim`, removed when the attempt ends."""
-        return self.all_work_dirs(job_id) / str(int(attempt))
+        return self._of_job("work", job_id) / str(attempt)
 
     def all_work_dirs(self, job_id: str) -> Path:
         return self._of_job("work", job_id)

@@ -27,18 +27,21 @@ class Queue:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._paths = spool.paths
+        self._jobs = spool.jobs
+        self._events = spool.events
 
-    # ---------------------------------------------------------------- submit
+    def next_base(self, run: str) -> int:
+        """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
+        step = self._spool.checkpoints.newest(run)
+        for _, job in self._jobs.pending(run):
+            if job.result is None and job.spec.base_step == step:
+                step += 1
+        return step
 
     def submit(
-        self,
-        make: Callable[[str, int, Path], JobSpec],
-        *,
-        run: str,
-        job_id: str | None,
-        fingerprint: str,
-        base_step: int | None,
-    ) -> tuple[Job, bool]:
+        self, make: Callable[[str, int, Path], JobSpec], *,
+        run: str, job_id: str | None, fingerprint: str, base_step: int | None,
+    ) -> tuple[Job, bool]:  # fmt: skip
         """Queues a job; returns it and whether it is new.
 
         `make(id, base_step, directory)` writes the job's data into `directory` and returns its specification, whose
@@ -50,13 +53,12 @@ class Queue:
             if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
                 return known, False
             new_id = fs.new_ulid() if job_id is None else job_id
-            expected = self._spool.jobs.next_base(run)
+            expected = self.next_base(run)
             if base_step is not None and base_step != expected:
-                pending = len(self._spool.jobs.pending(run))
+                newest, pending = self._spool.checkpoints.newest(run), len(self._jobs.pending(run))
+                problem = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
                 raise Conflict(
-                    f"run {run!r} goes on from step {expected}, not {base_step}: its newest checkpoint is "
-                    f"{self._spool.checkpoints.newest(run)} and {pending} jobs are queued or running",
-                    field="base_step",
+                    f"run {run!r} goes on from step {expected}, not {base_step}: {problem}", field="base_step"
                 )
             data = self._paths.data_dir(new_id)
             with fs.staging(data.parent) as staged, fs.volume_errors(data):
@@ -80,7 +82,7 @@ class Queue:
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:
-            _, job = self._spool.jobs.get(job_id)
+            _, job = self._jobs.get(job_id)
         except NotFound:
             return None
         if (job.spec.run, job.spec.fingerprint) != (run, fingerprint):
@@ -99,8 +101,6 @@ class Queue:
             fs.remove_tree(data)
             raise
 
-    # ---------------------------------------------------------------- claim
-
     def claim(self, runner: str) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job.
 
@@ -108,7 +108,7 @@ class Queue:
         attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still queued.
         """
         with file_lock(self._paths.claim_lock):
-            pending = self._spool.jobs.scan(PENDING)
+            pending = self._jobs.scan(PENDING)
             busy = {job.spec.run for directory, job in pending if directory == "running"}
             first: dict[str, Job] = {}
             for directory, job in sorted(pending, key=lambda item: item[1].spec.base_step):
@@ -118,7 +118,7 @@ class Queue:
                     first.setdefault(job.spec.run, job)
             for candidate in sorted(first.values(), key=lambda job: (job.spec.created, job.spec.id)):
                 with self._spool.job_lock(candidate.spec.id):
-                    located = self._spool.jobs.locate(candidate.spec.id)
+                    located = self._jobs.locate(candidate.spec.id)
                     # It may have been cancelled since the scan.
                     if located is not None and located[0] == "queued" and located[1].result is None:
                         return self._start(located[1], runner)
@@ -134,7 +134,7 @@ class Queue:
                 work.mkdir(parents=True)
             self._spool.leases.write(job, runner, "claimed", [])
             fs.write_json_atomic(running, job)  # from here on the job is claimed
-            self._spool.events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
+            self._events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
         except BaseException:
             for path in (running, self._paths.lease_file(job_id)):
                 with suppress(OSError):
@@ -144,8 +144,6 @@ class Queue:
         with suppress(SpoolUnusable):  # the file in running/ is stronger than one that stays here
             fs.remove_file(self._paths.job_file("queued", job_id))
         return job
-
-    # ---------------------------------------------------------------- cancel, requeue, finish
 
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job at once; asks the runner to stop a running one. Returns the state after that."""
@@ -169,17 +167,17 @@ class Queue:
                 return self._end(directory, current, current.result)
             if directory == "running":
                 _check_attempt(job, current)
-                if self._spool.jobs.cancel_requested(job_id):
+                if self._jobs.cancel_requested(job_id):
                     return self._end(directory, current, _cancelled("cancelled while it ran"))
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
                 running = self._paths.job_file("running", job_id)
                 fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
-                events = self._spool.events.read(job_id)
+                events = self._events.read(job_id)
                 if not any(event.type == "requeued" and event.attempt == current.attempt for event in events):
                     reason = error.model_dump(exclude={"log_tail"})
-                    self._spool.events.append(job_id, "requeued", attempt=current.attempt, error=reason)
+                    self._events.append(job_id, "requeued", attempt=current.attempt, error=reason)
                 fs.move_file(running, self._paths.job_file("queued", job_id))
             _remove(self._paths.lease_file(job_id))
             fs.remove_tree(self._paths.all_work_dirs(job_id))
@@ -199,7 +197,7 @@ class Queue:
             return self._end(directory, current, result)
 
     def _located(self, job_id: str) -> tuple[JobState, Job]:
-        located = self._spool.jobs.locate(job_id)
+        located = self._jobs.locate(job_id)
         if located is None:
             raise not_found(job_id)
         return located
@@ -214,9 +212,9 @@ class Queue:
         else:
             result = job.result
         if directory not in TERMINAL:
-            if not self._spool.events.ended(job_id):
+            if not self._events.ended(job_id):
                 data = result.model_dump(exclude={"state"}, exclude_none=True)
-                self._spool.events.append(job_id, result.state, attempt=job.attempt, **data)
+                self._events.append(job_id, result.state, attempt=job.attempt, **data)
             fs.move_file(file, self._paths.job_file(result.state, job_id))
         self.clear(job_id)
         return result.state

@@ -1,19 +1,13 @@
 """What a new runner does about the jobs and files that a dead runner left."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem.errors import CheckpointDamaged, NotFound
-from tandem.spool import fs
+from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
-
-if TYPE_CHECKING:
-    from tandem.spool import Spool
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.
 STALE_SECONDS = 3600.0
@@ -25,13 +19,10 @@ def recover(spool: Spool, runner: str) -> JobList:
     A running job with a result is finished; one that made its checkpoint succeeded; the others are requeued (see
     `Queue.requeue`). Returns the jobs that moved, with their new states. Removes what dead processes left.
     """
-    moved: JobList = []
-    for state in ("running", "queued"):
-        for job_id in spool.jobs.ids(state):
-            if (job := _recover_job(spool, job_id, runner)) is not None:
-                moved.append(job)
+    ids = [*spool.jobs.ids("running"), *spool.jobs.ids("queued")]
+    moved = [_recover_job(spool, job_id, runner) for job_id in ids]
     _remove_remains(spool)
-    return moved
+    return [job for job in moved if job is not None]
 
 
 def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job] | None:

@@ -1,26 +1,21 @@
-"""Runs: `runs/<run>/`, made whole by one rename."""
-
-from __future__ import annotations
+"""Runs: `runs/<run>/`, made whole by one rename, and what vLLM serves of them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tandem.errors import Conflict, NotFound
 from tandem.spool import fs
-from tandem.spool.checkpoints import write_manifest
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import is_run_name, step_name
-from tandem.spool.schema import Manifest, RunSpec
-
-if TYPE_CHECKING:
-    from tandem.spool import Spool
+from tandem.spool.manifest import write_manifest
+from tandem.spool.paths import Paths, is_run_name, step_name
+from tandem.spool.schema import Manifest, RunSpec, Served
 
 
 class Runs:
-    def __init__(self, spool: Spool) -> None:
-        self._paths = spool.paths
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
 
     def directory(self, name: str) -> Path:
         """The run's directory; NotFound (field `run`) if there is none."""
@@ -30,20 +25,13 @@ class Runs:
             raise NotFound(f"there is no run {name!r}; runs are: {known}", field="run")
         return path
 
-    def create(self, spec: RunSpec, write_adapter: Callable[[Path], None]) -> RunSpec:
-        """Makes a run with its checkpoint of step 0, whose adapter files `write_adapter(directory)` writes.
+    def create(self, spec: RunSpec, write_files: Callable[[Path], None], **details: Any) -> RunSpec:
+        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `details`: more
+        fields of its manifest.
 
         Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it does.
         """
-
-        def fill(checkpoint: Path) -> None:
-            write_adapter(checkpoint)
-            write_manifest(checkpoint, Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}))
-
-        return self.make(spec, fill)
-
-    def make(self, spec: RunSpec, fill_checkpoint: Callable[[Path], None]) -> RunSpec:
-        """As `create`; `fill_checkpoint(directory)` writes all files of step 0, the manifest included."""
+        manifest = Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}, **details)
         target = self._paths.run_dir(spec.name)
         taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")
         if fs.exists(target):
@@ -54,7 +42,8 @@ class Runs:
             (staged / "discarded").mkdir()
             checkpoint = staged / "checkpoints" / step_name(0)
             checkpoint.mkdir(parents=True)
-            fill_checkpoint(checkpoint)
+            write_files(checkpoint)
+            write_manifest(checkpoint, manifest)
             fs.fsync_tree(staged)
             try:
                 fs.rename_dir(staged, target)
@@ -80,3 +69,26 @@ class Runs:
     def lock(self, name: str) -> AbstractContextManager[int]:
         """Serialises changes of the run's chain: submit, rollback, fork."""
         return file_lock(self.directory(name) / "lock")
+
+
+class ServedRecords:
+    """`runs/<run>/served.json`: what vLLM serves of a run. All methods raise NotFound (field `run`) without the run."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def _path(self, run: str) -> Path:
+        return self._runs.directory(run) / "served.json"
+
+    def get(self, run: str) -> Served | None:
+        """The run's record, or None before the first publication."""
+        return fs.read_record(self._path(run), Served)
+
+    def put(self, run: str, served: Served) -> None:
+        """Replaces the record, durably."""
+        fs.write_json_atomic(self._path(run), served)
+
+    def changed(self, run: str) -> float | None:
+        """When the record was last written, Unix seconds by the volume's clock; None without one."""
+        path = self._path(run)
+        return path.stat().st_mtime if path.exists() else None

@@ -1,6 +1,6 @@
-"""What all records share: the base class, and the types of the names."""
+"""What all records share: the base class, the types of the names, and the states of a job."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,10 @@ RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
 JobId = Annotated[str, Field(pattern=JOB_ID_PATTERN)]
+
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+PENDING: tuple[JobState, ...] = ("queued", "running")
+TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class Record(BaseModel):

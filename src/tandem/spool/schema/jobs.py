@@ -1,15 +1,11 @@
-"""Records of a job: its specification, its state and its result."""
+"""Records of a job: its specification, its state, its result and its events."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.spool.schema.base import JobId, Record, RunName
 from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
-
-JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-PENDING: tuple[JobState, ...] = ("queued", "running")
-TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
 class _JobSpec(Record):
@@ -68,3 +64,22 @@ class Job(Record):
     stopped: int = 0  # attempts that ended because the runner stopped; they don't count against max_attempts
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None
+
+
+EventType = Literal[
+    "claimed", "slept", "started", "loaded", "step", "checkpoint", "served", "released", "woken", "requeued",
+    "succeeded", "failed", "cancelled",
+]  # fmt: skip
+
+
+class Event(BaseModel):
+    """One line of `jobs/events/<id>.jsonl`. `data` holds the fields of this type of event (docs/jobs.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seq: int  # 0, 1, 2, ... within the job
+    time: float  # Unix seconds
+    job: str
+    type: EventType
+    attempt: int = 0
+    data: dict[str, Any] = Field(default_factory=dict)

@@ -83,7 +83,7 @@ class _Session:
         pids, sizes = parallel.gather_objects(os.getpid()), self._topology.sizes()
         self._event("started", pids=pids, topology=sizes, versions=self._versions, device=str(self._device))
         with self.phases.phase("data"):
-            batch = PackedBatch.open(self._spool.absolute(self._assignment.job.data.path))
+            batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id))
         with batch:
             sequences = probe.choose(batch)
 

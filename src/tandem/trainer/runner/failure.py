@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.spool.paths import error_files
+from tandem.spool.paths import rank_files
 from tandem.spool.schema import JobError
 from tandem.system.processes import describe_exit
 
@@ -21,7 +21,7 @@ def rank_errors(work: Path) -> list[tuple[int, JobError]]:
     A rank whose peer failed reports a broken connection, and does so later.
     """
     errors: list[tuple[bool, float, int, JobError]] = []
-    for rank, path in error_files(work).items():
+    for rank, path in rank_files(work, "error").items():
         try:
             error = JobError.model_validate_json(path.read_bytes())
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))

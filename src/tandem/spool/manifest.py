@@ -1,0 +1,64 @@
+"""A checkpoint's files and `manifest.json`, which lists their sizes and hashes: written and verified."""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.spool import fs
+from tandem.spool.schema import Manifest
+from tandem.spool.schema.runs import FileEntry
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    """Hashes every file under `directory` and writes `manifest.json` with `files` filled in.
+
+    InvalidInput (field: the file) if the directory holds anything but plain files and directories.
+    """
+    paths = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path} is not a plain file, so it can't be part of a checkpoint", field=name)
+        if path.is_file() and name != MANIFEST:
+            paths[name] = path
+    hashes = _hashes(paths)
+    files = {name: FileEntry(size=path.stat().st_size, sha256=hashes[name]) for name, path in paths.items()}
+    manifest = manifest.model_copy(update={"files": files})
+    fs.write_json_atomic(directory / MANIFEST, manifest)
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Compares every file with the manifest; CheckpointDamaged names each that is missing, truncated or altered."""
+    paths = {name: directory / name for name in manifest.files}
+    sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    hashes = _hashes({name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size})
+    damage = []
+    for name, entry in manifest.files.items():
+        if name not in sizes:
+            damage.append(f"{name} is missing")
+        elif (size := sizes[name]) < entry.size:
+            damage.append(f"{name} is truncated ({size} of {entry.size} bytes)")
+        elif size > entry.size:
+            damage.append(f"{name} is altered ({size} bytes instead of {entry.size})")
+        elif hashes[name] != entry.sha256:
+            damage.append(f"{name} is altered (its sha256 differs)")
+    if damage:
+        raise CheckpointDamaged(
+            f"checkpoint {directory}: {'; '.join(damage)}. Restore it from a copy, or roll the run back"
+        )
+
+
+def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each file, lower-case hex; four files at a time."""
+
+    def sha256(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
