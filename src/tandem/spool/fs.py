@@ -5,6 +5,7 @@ then the directory is fsynced. So a name that exists is complete. A failed write
 """
 
 import errno
+import hashlib
 import os
 import shutil
 import time
@@ -208,6 +209,12 @@ def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
     content = read_bytes(path)
     return None if content is None else model.model_validate_json(content)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's content, lower-case hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def older_than(path: Path, seconds: float) -> bool:

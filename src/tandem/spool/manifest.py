@@ -1,6 +1,5 @@
 """A checkpoint's files and `manifest.json`, which lists their sizes and hashes: written and verified."""
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,11 +53,6 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 of each file, lower-case hex; four files at a time."""
-
-    def sha256(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
+    """SHA-256 of each file, four files at a time."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
+        return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
