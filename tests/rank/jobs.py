@@ -1,6 +1,5 @@
-"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, a new one, or under torchrun."""
+"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, in a new one, or in two."""
 
-import os
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from ranks import run_ranks
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.families.identity import write_identity_adapter
@@ -154,25 +154,14 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
     return schema.JobError.model_validate_json(error_file(work, 0).read_text())
 
 
-def run_torchrun(
-    spool: Spool, tensor_parallel: dict[str, int], *, ranks: int
-) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
-    """Run jobs of different runs one after the other in the same ranks, to pay for torch's import once.
+def run_two_ranks(spool: Spool, tensor_parallel: dict[str, int]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
+    """Run jobs of different runs one after the other in the same two ranks, to pay for torch's import once.
 
     `tensor_parallel`: job -> how many of the ranks share its model. Returns each job's checkpoint and last beats.
     """
     jobs = [claim(spool, job_id) for job_id in tensor_parallel]
-    path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
-         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost",
-         str(Path(__file__).with_name("rank_of_jobs.py")), str(spool.root),
-         *(f"{job_id}={tp}" for job_id, tp in tensor_parallel.items())],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_TRAINER_RANKS": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
-             "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    script = str(Path(__file__).with_name("rank_of_jobs.py"))
+    run_ranks(2, script, str(spool.root), *(f"{job_id}={tp}" for job_id, tp in tensor_parallel.items()))
     beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 

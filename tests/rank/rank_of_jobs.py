@@ -1,16 +1,22 @@
-"""One rank under torchrun that runs several jobs in turn: rank_of_jobs.py <spool> <job>=<tensor parallel size> ..."""
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<tensor parallel size> ..."""
 
 import os
 import sys
+from pathlib import Path
 
+from torch.distributed import TCPStore
+
+sys.path.append(str(Path(__file__).parents[1]))
 from rank import jobs
 from tandem.model import parallel
 from tandem.trainer.rank import session, worker
 
-session.device = jobs.gpu_like()  # type: ignore[assignment]  # ranks rehearse together
+# The ranks of all jobs meet in one store, as with torchrun's agent.
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
+os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"]}
+session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
 parallel.reading_group = parallel.data_parallel_group  # and share the reading
 for argument in sys.argv[2:]:
-    job_id, tensor_parallel = argument.split("=")
-    os.environ["TANDEM_TENSOR_PARALLEL"] = tensor_parallel
+    job_id, os.environ["TANDEM_TENSOR_PARALLEL"] = argument.split("=")
     if status := worker.main(sys.argv[1], job_id, 1):
         sys.exit(status)

@@ -1,4 +1,4 @@
-"""Two ranks under torchrun compute what one computes: data-parallel with uneven rows, and tensor-parallel."""
+"""Two ranks compute what one computes: data-parallel with uneven rows, and tensor-parallel."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
         rows = {"grad_accumulation_sequences": 2} if topology == "tp" else {}
         submit(spool, f"{topology}-{kind}", kind, models[kind], **rows)
     tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in PAIRS}
-    ran = jobs.run_torchrun(spool, tensor_parallel, ranks=2)
+    ran = jobs.run_two_ranks(spool, tensor_parallel)
     for kind, topology in PAIRS:
         job = f"{topology}-{kind}"
         made[kind, topology] = jobs.steps_of(spool, job), *ran[job]

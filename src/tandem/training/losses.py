@@ -122,11 +122,6 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     return -torch.minimum(free, bounded), ratio.detach(), bounded.detach() < free.detach()
 
 
-def truncated_importance(old: Tensor, sampler: Tensor, cap: float) -> Tensor:
-    """`min(exp(old - sampler), cap)`, detached, [items]: corrects for tokens having been drawn by another engine."""
-    return log_ratio(old, sampler).exp().clamp(max=cap).detach()
-
-
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in nats.
 
@@ -158,14 +153,13 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     sums["kl_sampler"] = kl_estimate(items.sampler_logprobs, detached, "k3")
     sums["logprob_difference"] = (detached - items.sampler_logprobs).abs()
     if loss.tis_cap is not None:
-        tis = truncated_importance(items.old_logprobs, items.sampler_logprobs, loss.tis_cap)
-        per_item = tis * per_item
-        sums["tis"] = tis
+        # min(exp(old - sampler), cap): corrects for tokens having been drawn by another engine.
+        sums["tis"] = log_ratio(items.old_logprobs, items.sampler_logprobs).exp().clamp(max=loss.tis_cap).detach()
+        per_item = sums["tis"] * per_item
     if items.reference_logprobs is not None:
-        kl = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)
-        sums["kl_reference"] = kl
+        sums["kl_reference"] = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)
         if loss.kl_coef:
-            per_item = per_item + loss.kl_coef * kl
+            per_item = per_item + loss.kl_coef * sums["kl_reference"]
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
     return _output(items, per_item, sums, {"ratio": ratio.max()})
