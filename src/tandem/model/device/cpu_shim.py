@@ -12,11 +12,12 @@ from torch.utils._device import _device_constructors
 
 
 class _Stream:
-    """A CUDA stream of a device that has only one queue, whose work is always finished."""
+    """A CUDA stream, or an event in it, of a device that has only one queue, whose work is always finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, *_: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> Any:
+        return self
 
     record_event = synchronize = wait_stream
 
