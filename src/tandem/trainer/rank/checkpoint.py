@@ -33,7 +33,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Contents[T]:
-    """What a checkpoint's two files hold, by name: uncut tensors, or (T is StoredTensor) where they lie."""
+    """The uncut tensors of a checkpoint's two files, by name; with T = StoredTensor, their places in the files."""
 
     adapter: dict[str, T]
     optimizer: dict[str, T] | None  # None if the checkpoint was never trained
@@ -51,7 +51,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
     if OPTIMIZER_FILE not in manifest.files:
         if step > 0 or (manifest.origin is not None and manifest.origin.step > 0):
             raise CheckpointDamaged(
-                f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, without which training can't be continued; "
+                f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and training can't continue without it; "
                 "roll the run back to an older step"
             )
         return Contents(adapter, None)
@@ -111,10 +111,10 @@ def write(saved: Contents[Tensor], previous: Path, directory: Path) -> None:
         shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
 
         def write_file(name: str, tensors: dict[str, Tensor]) -> None:
-            # Not with safetensors' own writer, which reports a full disk without its error number.
+            # safetensors' own writer reports a full disk without its error number.
             content = save(tensors, metadata={"format": "pt"})
             (directory / name).write_bytes(content)
-            # Nor with its reader, which leaks a number per tensor (0.8.0).
+            # Compared as bytes, because safetensors' reader leaks memory for each tensor (0.8.0).
             if (directory / name).read_bytes() != content:
                 raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
 

@@ -59,7 +59,7 @@ class ModelLoader:
     checked: Future[checkpoint.Contents[StoredTensor] | None]
     """The checkpoint to start from; None if the kept model has its state."""
     rehearse: Callable[[Policy], None] | None
-    """Runs once what is slower in a process's first pass than in later ones; None: nothing is warmed up."""
+    """Runs a short pass, because a process's first pass is slow. None: nothing is warmed up."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
@@ -81,7 +81,7 @@ class ModelLoader:
                 model = self._build() if kept is None else self._restore(kept)
             state_loaded = self._pool.submit(on_device(self._load_state), model)
             if self._warm_ups:
-                with phases.phase("rehearsal"):  # what is left of it
+                with phases.phase("rehearsal"):
                     for task in self._warm_ups:
                         task.result()
             with phases.phase("base_weights"):
@@ -91,7 +91,7 @@ class ModelLoader:
                     self._read_base_weights(lambda: unread).result()
             with phases.phase("state"):
                 state_loaded.result()
-                memory.release_cached()  # which reading and rehearsing have used
+                memory.release_cached()  # reading and rehearsing leave unused memory
         return model
 
     def _build(self) -> LoadedModel:
@@ -157,7 +157,7 @@ def _short_switch_interval() -> Iterator[None]:
 
 @torch.no_grad()
 def _load_cublas() -> None:
-    """Do what a process's first matrix product and first tensor-parallel collective do. Leaves no device memory."""
+    """Do the first matrix product and the first tensor-parallel collective. Leaves no device memory allocated."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
     parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
     device.synchronize()
