@@ -104,7 +104,7 @@ class AdapterOptimizer:
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient, in which a replicated parameter counts once.
 
-        A collective of the model-parallel ranks, which all get the same. NaN or infinite if any gradient is.
+        A collective of the model-parallel ranks; all get the same. NaN or infinite if any gradient is.
         """
         square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
         for part in self._optimizer.chained_optimizers:

@@ -13,8 +13,7 @@ from tandem.spool.schema import RankMemory
 class MemoryWatch:
     """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
 
-    It alone resets the allocator's peaks. It never waits for the device: before the device has started it reports
-    nothing.
+    Nothing else resets the allocator's peaks. It reports nothing before the device has started, and never waits for it.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
             with session.phases.phase("offload"):
                 state.offload()
     except torch.OutOfMemoryError:
-        session.heartbeat.write("out of memory")  # with what was in use
+        session.heartbeat.write("out of memory")  # it records how much was in use
         raise
     session.heartbeat.write("leave")
     if state is None:
@@ -55,6 +55,8 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
 
 
 class _Session:
+    """One rank's part of one attempt; see `run_rank`."""
+
     def __init__(self, spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState) -> None:
         self._spool, self._settings, self._job_id, self._attempt = spool, settings, job_id, attempt
         self._state = state
