@@ -18,8 +18,6 @@ from tandem.spool.runner import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION
 
-__all__ = ["Spool"]
-
 
 class Spool:
     """A spool, for many processes at once."""

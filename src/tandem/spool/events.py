@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,26 +29,22 @@ class Events:
         file is as before.
         """
         path = self._paths.events_file(job_id)
-        with file_lock(self._paths.job_lock(job_id)), fs.volume_errors(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        lock = file_lock(self._paths.job_lock(job_id))
+        with lock, fs.volume_errors(path), path.open("a+b", buffering=0) as file:
+            fd, size = file.fileno(), file.tell()
+            last, terminated = _last_event(fd, size)
+            seq = 0 if last is None else last.seq + 1
+            event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
+            # ASCII only: many readers end a line at U+2028 and its like.
+            content = json.dumps(json.loads(event.model_dump_json()))
             try:
-                size = os.fstat(fd).st_size
-                last, terminated = _last_event(fd, size)
-                seq = 0 if last is None else last.seq + 1
-                event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
-                # ASCII only: many readers end a line at U+2028 and its like.
-                content = json.dumps(json.loads(event.model_dump_json()))
-                line = ("" if terminated else "\n") + content + "\n"
-                try:
-                    fs.write_all(fd, line.encode())
-                    os.fsync(fd)
-                except BaseException:
-                    os.ftruncate(fd, size)
-                    if size == 0:
-                        path.unlink()
-                    raise
-            finally:
-                os.close(fd)
+                fs.write_all(fd, (("" if terminated else "\n") + content + "\n").encode())
+                os.fsync(fd)
+            except BaseException:
+                os.ftruncate(fd, size)
+                if size == 0:
+                    path.unlink()
+                raise
             if size == 0:
                 fs.fsync_dir(path.parent)
             return Event.model_validate_json(content)
@@ -55,7 +52,7 @@ class Events:
     def read(self, job_id: str, after: int = -1) -> list[Event]:
         """Events with `seq` > `after`, in order; empty if the job has none (yet)."""
         content = fs.read_bytes(self._paths.events_file(job_id)) or b""
-        return [event for event in _parse(content)[0] if event.seq > after]
+        return [event for event in _parse(content) if event.seq > after]
 
     def since(self, job_id: str, offset: int) -> tuple[list[Event], int]:
         """Events of the complete lines from byte `offset` on, and the offset to go on from."""
@@ -65,25 +62,20 @@ class Events:
                 content = file.read()
         except FileNotFoundError:
             return [], offset
-        events, used = _parse(content)
-        return events, offset + used
+        return _parse(content), offset + content.rfind(b"\n") + 1
 
     def ended(self, job_id: str) -> bool:
         """Whether the job's terminal event is written."""
         return any(event.type in TERMINAL for event in self.read(job_id))
 
 
-def _parse(content: bytes) -> tuple[list[Event], int]:
-    """The events of the complete lines, and the bytes of these lines. Skips lines that a dead writer left half
-    written."""
-    end = content.rfind(b"\n") + 1
+def _parse(content: bytes) -> list[Event]:
+    """The events of the complete lines, without lines that a dead writer left half written."""
     events = []
-    for line in content[:end].split(b"\n"):
-        try:
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValidationError):
             events.append(Event.model_validate_json(line))
-        except ValidationError:
-            continue
-    return events, end
+    return events
 
 
 def _last_event(fd: int, size: int) -> tuple[Event | None, bool]:
@@ -91,7 +83,6 @@ def _last_event(fd: int, size: int) -> tuple[Event | None, bool]:
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")
-        events, _ = _parse(content if terminated else content + b"\n")
-        if events:
+        if events := _parse(content if terminated else content + b"\n"):
             return events[-1], terminated
     return None, terminated

@@ -31,9 +31,7 @@ class Jobs:
         located = self.locate(job_id, sure=False)
         if located is None:  # the job may have moved between two reads
             with file_lock(self._paths.job_lock(job_id)):
-                located = self.locate(job_id)
-        if located is None:
-            raise not_found(job_id)
+                located = self.located(job_id)
         return self._state(*located), located[1]
 
     def list(self, run: str | None = None, states: Collection[JobState] | None = None) -> JobList:
@@ -83,6 +81,12 @@ class Jobs:
                     raise SpoolUnusable(f"{problem}: {error}") from error
         return located
 
+    def located(self, job_id: str) -> tuple[JobState, Job]:
+        """As `locate`; NotFound (field `id`) if there is no such job."""
+        if (located := self.locate(job_id)) is None:
+            raise NotFound(f"there is no job {job_id!r}", field="id")
+        return located
+
     def scan(self, directories: Sequence[JobState]) -> JobList:
         """The jobs in these directories, each with the strongest directory that has it.
 
@@ -101,7 +105,3 @@ class Jobs:
         if job.result is None or directory in TERMINAL or not self._events.ended(job.spec.id):
             return directory
         return job.result.state
-
-
-def not_found(job_id: str) -> NotFound:
-    return NotFound(f"there is no job {job_id!r}", field="id")

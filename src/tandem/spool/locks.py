@@ -52,19 +52,17 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextmanager
-def file_lock(path: Path, *, blocking: bool = True, reentrant: bool = True) -> Iterator[int]:
+def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor.
 
-    The same thread may take it again unless `reentrant` is False. Not blocking: LockHeldError if somebody holds it.
-    SpoolUnusable if the volume is read-only or has no locks.
+    The same thread may take it again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the
+    volume is read-only or has no locks.
     """
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
         raise LockHeldError(b"")
     try:
-        if lock.depth and not reentrant:
-            raise LockHeldError(os.pread(lock.fd, 4096, 0))
         if not lock.depth:
             lock.fd = _open_locked(path, blocking)
         lock.depth += 1

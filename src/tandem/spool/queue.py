@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.jobs import not_found
 from tandem.spool.locks import file_lock
 from tandem.spool.schema import PENDING, TERMINAL, Job, JobError, JobResult, JobSpec, JobState
 
@@ -148,7 +147,7 @@ class Queue:
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job at once; asks the runner to stop a running one. Returns the state after that."""
         with self._spool.job_lock(job_id):
-            directory, job = self._located(job_id)
+            directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
                 fs.write_atomic(self._paths.cancel_file(job_id), b"")
                 return directory
@@ -162,7 +161,7 @@ class Queue:
         """
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
-            directory, current = self._located(job_id)
+            directory, current = self._jobs.located(job_id)
             if current.result is not None:
                 return self._end(directory, current, current.result)
             if directory == "running":
@@ -189,18 +188,12 @@ class Queue:
         what a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt.
         """
         with self._spool.job_lock(job.spec.id):
-            directory, current = self._located(job.spec.id)
+            directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
                 if directory != "running":
                     raise Conflict(f"job {job.spec.id!r} is {directory}, so it can't be finished", field="id")
                 _check_attempt(job, current)
             return self._end(directory, current, result)
-
-    def _located(self, job_id: str) -> tuple[JobState, Job]:
-        located = self._jobs.locate(job_id)
-        if located is None:
-            raise not_found(job_id)
-        return located
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
@@ -237,10 +230,8 @@ def _remove(*paths: Path) -> None:
 
 def _check_attempt(job: Job, current: Job) -> None:
     if job.attempt != current.attempt:
-        raise Conflict(
-            f"job {job.spec.id!r} is in attempt {current.attempt}, so the end of attempt {job.attempt} is ignored",
-            field="id",
-        )
+        problem = f"is in attempt {current.attempt}, so the end of attempt {job.attempt} is ignored"
+        raise Conflict(f"job {job.spec.id!r} {problem}", field="id")
 
 
 def _cancelled(message: str) -> JobResult:

@@ -56,20 +56,16 @@ def made_checkpoint(spool: Spool, job: Job) -> bool:
 
 def _remove_remains(spool: Spool) -> None:
     """Removes files of ended jobs, and stale files that belong to no job or to an unfinished write."""
-    jobs, runs = spool.paths.jobs, spool.paths.runs
     for kind in ("data", "work", "leases", "cancel"):
-        for name in fs.names(jobs / kind):
+        directory = spool.paths.jobs / kind
+        for name in fs.names(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
             if is_job_id(job_id):
                 with spool.job_lock(job_id):
-                    _remove_remains_of(spool, job_id, jobs / kind / name)
-    parents = [spool.root, runs, *(jobs / name for name in fs.names(jobs))]
-    for run in fs.names(runs):
-        parents += [runs / run, runs / run / "checkpoints"]
-    for parent in parents:
-        if parent.is_dir():
-            for path in parent.glob(f"{fs.TEMPORARY}*"):
-                _remove_if_stale(path)
+                    _remove_remains_of(spool, job_id, directory / name)
+    for depth in range(4):  # down to runs/<run>/checkpoints/
+        for path in spool.root.glob("*/" * depth + f"{fs.TEMPORARY}*"):
+            _remove_if_stale(path)
 
 
 def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:

@@ -22,7 +22,7 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
     path = paths.runner_lock
     with ExitStack() as stack:
         try:
-            fd = stack.enter_context(file_lock(path, blocking=False, reentrant=False))
+            fd = stack.enter_context(file_lock(path, blocking=False))
         except LockHeldError as error:
             raise SpoolUnusable(
                 f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one runner; stop that one "
