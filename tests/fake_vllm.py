@@ -1,6 +1,6 @@
-"""What the publisher uses of vLLM's HTTP interface, with a one-line language model that adapters really change.
+"""A fake vLLM: the part of its HTTP API that Tandem uses, and a one-line language model that adapters change.
 
-For the publisher's own logic, at thousands of times the real one's speed; the slow tests hold both to the same tests.
+It answers thousands of times faster than the real one, which `test_real_vllm.py` holds to the same behaviour.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ API_KEY, ADMIN_TOKEN = "key", "token"
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 
 
-def effect(adapter: Path | None) -> float:
+def effect(adapter: Path) -> float:
     """How far an adapter moves the log-probs; 0 for the identity."""
-    if adapter is None:
-        return 0.0
     weights = load_file(adapter / "adapter_model.safetensors")
     return float(sum(value.sum() for name, value in weights.items() if "lora_B" in name))
 
@@ -38,15 +36,15 @@ def logprobs(tokens: Sequence[int], moved: float) -> list[float]:
 
 
 class FakeVllm:
-    def __init__(self, version: str = "0.32.0") -> None:
-        self.version = version
+    def __init__(self) -> None:
+        self.version = "0.32.0"
         self.adapters: dict[str, tuple[str, float]] = {}
         self.in_use: set[str] = set()
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
         self.asleep = False
-        self.dead = False  # the engine; the server answers on
-        self.on_sleep: Callable[[], None] = lambda: None  # before it sleeps; what it raises is the answer 500
+        self.dead = False  # the engine; the server still answers
+        self.on_sleep: Callable[[], None] = lambda: None  # called before it sleeps; an exception is answered by 500
         self.on_wake: Callable[[], None] = lambda: None
         self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -57,7 +55,7 @@ class FakeVllm:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self, port: int = 0) -> None:
-        """Empty, as a vLLM that has just started; on the same port every time."""
+        """Start without adapters, on the port of the last time."""
         self._port = port or self._port
         self.adapters.clear()
         self.asleep = self.dead = False
@@ -134,7 +132,7 @@ class FakeVllm:
                 found = self.adapters.pop(body["lora_name"], None)
                 return (200, "Success") if found else (404, {"error": {"message": "cannot be found"}})
             case "/reset_prefix_cache":
-                return 200, {"success": True}
+                return 200, {"success": True} if self.version >= "0.32" else ""
             case "/v1/completions":
                 return self._complete(body)
             case "/metrics":
@@ -142,7 +140,7 @@ class FakeVllm:
         return 404, {"error": {"message": "no such route"}}
 
     def _sleep(self, path: str) -> tuple[int, Any]:
-        """One call after another, as the engine does them."""
+        """The engine does one call after another."""
         with self._engine:
             if self.dead:
                 return 500, {"error": {"message": "EngineCore encountered an issue"}}

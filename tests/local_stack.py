@@ -1,4 +1,4 @@
-"""The whole stack in a temporary directory, as `tandem up` starts it, and the means to hurt it."""
+"""The whole stack in a temporary directory, started by `tandem up`, and the means to kill its programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICES = (
     if os.environ.get("TANDEM_TEST_DEVICE") == "cuda"
     else {"TANDEM_DEVICE": "cpu"}
 )
-# What a process of each program has on its command line.
+# A word on the command line of each program's processes.
 PROGRAMS = {
     "controller": "tandem.controller",
     "runner": "tandem.trainer.runner",

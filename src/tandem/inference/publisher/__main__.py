@@ -9,8 +9,8 @@ import time
 
 from pydantic import ValidationError
 
-from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.config import load_settings
+from tandem.errors import InvalidInput, TandemError
 from tandem.inference.publisher.publisher import Publisher
 from tandem.system import liveness
 from tandem.system.logs import Log, configure
@@ -27,9 +27,9 @@ def main() -> None:
     # The publisher may die at any point, so SIGTERM ends it at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        settings = Settings()
+        settings = load_settings()
         client = VllmClient(settings)
-    except (ValidationError, OSError) as error:
+    except (InvalidInput, OSError) as error:
         log.error(f"the publisher can't start: {error}")
         sys.exit(2)
     log.info("started", pid=os.getpid(), root=settings.root, vllm=client.url)

@@ -65,14 +65,6 @@ def movement(
     return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
 
 
-def nearer_to_reference(served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]) -> str:
-    """The movement in words, if vLLM serves the reference's weights beyond what rounding explains; else empty."""
-    moved = movement(served, checkpoint, reference)
-    if moved is None or moved[0] + MARGIN * moved[1] >= 0.5:
-        return ""
-    return f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
-
-
 def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float) -> Verification:
     """Compare what vLLM serves as `model` with the trainer's `probe`, or with the base model if there is none (step 0).
 
@@ -111,8 +103,10 @@ def _nearer_to_a_reference(served: Sequence[float], expected: Sequence[float], p
         reference = _flat(rows)
         if len(reference) != len(served):
             return f"the probe is malformed: {len(reference)} log-probs of {name} for {len(served)} predictions"
-        if moved := nearer_to_reference(served, expected, reference):
-            return f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's ({moved})"
+        moved = movement(served, expected, reference)
+        if moved is not None and moved[0] + MARGIN * moved[1] < 0.5:
+            share = f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
+            return f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's ({share})"
     return ""
 
 

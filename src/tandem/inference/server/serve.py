@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pydantic import ValidationError
-
-from tandem.config import Settings
+from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
 from tandem.inference.server.command import server_command
 from tandem.inference.server.wait_for_gpu import wait_for_gpu
@@ -23,9 +21,9 @@ def main() -> None:
     """
     configure()
     try:
-        settings = Settings()
+        settings = load_settings()
         command = server_command(settings)
-    except (ValidationError, InvalidInput, OSError) as error:
+    except (InvalidInput, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2)
     try:
