@@ -277,9 +277,10 @@ def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
 @pytest.fixture(scope="module")
 def killed(stack: LocalStack) -> str:
     """vLLM is killed while the publisher loads a checkpoint. The checkpoint's job."""
+    engine = engine_of(stack.pids("vllm")[0])
     job = submit(stack)
     seen(stack, job, "checkpoint")
-    engine = engine_of(stack.kill("vllm"))
+    stack.kill("vllm")
     until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
     return job
 
