@@ -84,7 +84,7 @@ def test_refusals_name_the_field_on_stderr(tandem):
 
 def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     monkeypatch.setenv("TANDEM_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("tandem.cli.runs.PATIENCE", 0.2)
+    monkeypatch.setattr("tandem.cli.common.PATIENCE", 0.2)
     status, _, err = tandem("run", "list")
     assert status == 5
     assert "TANDEM_URL" in err

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 import pytest
 
 from api_server import tree
-from tandem.cli.checks import installation
+from tandem.cli import checks_machine
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_packages_that_every_process_compiles_again(doctor, monkeypatch, tmp_pat
     torch = tmp_path / "torch" / "__init__.py"
     torch.parent.mkdir()
     torch.touch()
-    monkeypatch.setattr(installation, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    monkeypatch.setattr(checks_machine, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert "bytecode" not in doctor()[1], "the first process writes it"

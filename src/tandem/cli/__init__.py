@@ -1,14 +1,12 @@
 """The `tandem` command."""
 
-from __future__ import annotations
-
 import sys
 
 import typer
 
 import tandem
-from tandem.cli import checkpoints, doctor, jobs, memory, preflight, programs, runs, smoke, train
-from tandem.cli.output import Json, exit_code, print_error, show
+from tandem.cli import doctor, jobs, memory, programs, runs, smoke, train
+from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.errors import TandemError
 
 __all__ = ["app", "main"]
@@ -38,12 +36,12 @@ app.command("train")(train.train)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
 app.command("memory")(memory.memory)
-app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(runs.checkpoints, name="checkpoints")
 app.command("doctor")(doctor.doctor)
-app.command("preflight")(preflight.preflight)
+app.command("preflight")(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")
-for _command in (programs.controller, programs.runner, programs.serve, programs.publisher, programs.exporter):
-    app.command(rich_help_panel="Programs")(_command)
+for _name, (_module, _help) in programs.PROGRAMS.items():
+    app.command(_name, help=_help, rich_help_panel="Programs")(programs.become(_module))
 
 
 @app.command()

@@ -1,18 +1,86 @@
-"""`tandem doctor`: checks a machine and its deployment."""
+"""`tandem doctor` and `tandem preflight`: each runs a list of checks and reports them."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated
 
-from tandem.cli.checks import report, settings_checks
-from tandem.cli.checks.gpus import device_checks
-from tandem.cli.checks.installation import installation_checks
-from tandem.cli.checks.model import model_checks
-from tandem.cli.checks.secrets import keys_checks
-from tandem.cli.checks.services import controller_checks, inference_checks
-from tandem.cli.checks.volume import disk_checks, volume_checks
-from tandem.cli.output import Json
+import typer
+from rich.markup import escape
+
+from tandem.cli.checks_deployment import (
+    controller_checks,
+    gpu_checks,
+    inference_checks,
+    keys_checks,
+    model_checks,
+    required_secrets,
+)
+from tandem.cli.checks_machine import (
+    Check,
+    device_checks,
+    disk_checks,
+    installation_checks,
+    spool_checks,
+    volume_checks,
+)
+from tandem.cli.common import Json, out, show
+from tandem.config import Settings, load_settings
+from tandem.errors import TandemError
+
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(json: Json = False) -> None:
     """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit status 1 on fail."""
     parts = [keys_checks, volume_checks, disk_checks, device_checks, model_checks, controller_checks, inference_checks]
-    report([*installation_checks(), *settings_checks(parts)], json)
+    _report([*installation_checks(), *_settings_checks(parts)], json)
+
+
+def preflight(
+    role: Annotated[
+        str,
+        typer.Option(help="The container that starts: controller, trainer or inference, which has the admin token."),
+    ] = "all",
+    devices_granted: Annotated[
+        bool,
+        typer.Option("--devices-granted", help="A scheduler assigns the GPUs, so the settings need not name them."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail."""
+
+    def secrets_checks(settings: Settings) -> Iterator[Check]:
+        return required_secrets(settings, admin=role in ("all", "inference") or settings.gpu_mode == "shared")
+
+    parts = [secrets_checks, volume_checks, spool_checks, disk_checks, model_checks]
+    _report(_settings_checks(parts if devices_granted else [gpu_checks, *parts]), json)
+
+
+def _settings_checks(parts: Sequence[Callable[[Settings], Iterator[Check]]]) -> Iterator[Check]:
+    """Loads the settings and runs each part with them. An exception in a part is a failed check."""
+    try:
+        settings = load_settings()
+    except TandemError as error:
+        yield Check("fail", "settings", str(error), "correct the variable; docs/settings.md lists all of them")
+        return
+    yield Check("ok", "settings", "every TANDEM_* variable is valid")
+    for part in parts:
+        try:
+            yield from part(settings)
+        except (OSError, TandemError, ValueError) as error:
+            yield Check("fail", part.__name__.removesuffix("_checks"), f"{type(error).__name__}: {error}")
+
+
+def _report(checks: Iterable[Check], json: bool) -> None:
+    """Print the checks; exits with status 1 where one failed."""
+    checks = list(checks)
+    show([check._asdict() for check in checks], json, lambda _: _print(checks))
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def _print(checks: Sequence[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for status, name, found, remedy in checks:
+        out.print(f"[{_COLORS[status]}]{status:<4}[/]  {name:<{width}}  {escape(found)}", soft_wrap=True)
+        if remedy:
+            out.print(f"      {'':<{width}}  → {escape(remedy)}", soft_wrap=True, style="dim")

@@ -1,7 +1,5 @@
 """`tandem jobs` and `tandem logs`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Annotated, cast
@@ -9,14 +7,13 @@ from typing import Annotated, cast
 import typer
 from rich.markup import escape
 
-from tandem.cli.output import PATIENCE, Json, details, err, fields, show, show_line, table, when
+from tandem.cli.common import JobArgument, Json, connect, details, err, fields, show, show_line, table, when
 from tandem.client import Event, JobStatus, Tandem
 from tandem.client.errors import raise_if_failed
 from tandem.errors import InvalidInput
 from tandem.spool.schema import TERMINAL, JobState
 
 app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=True)
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 STATES = ("queued", "running", *TERMINAL)
 _POLL_SECONDS = 0.5
 # Event type -> fields of its data that are printed.
@@ -30,7 +27,6 @@ _FIELDS = {
     "released": ["bytes", "processes"],
     "succeeded": ["step"],
 }
-_METRICS = ["loss", "reward_mean", "grad_norm", "entropy", "tokens_per_second"]
 
 
 @app.command("list")
@@ -46,22 +42,19 @@ def list_jobs(
     for given in state or []:
         if given not in STATES:
             raise InvalidInput(f"{given!r} is not a state; states are {', '.join(STATES)}", field="--state")
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs_table)
+    show(connect().list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs_table)
 
 
 @app.command("show")
 def show_job(job: JobArgument, json: Json = False) -> None:
     """Show a job: its state, its data, and why it failed."""
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.get_job(job), json, job_details)
+    show(connect().get_job(job), json, job_details)
 
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
     """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest step."""
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.cancel(job), json, job_details)
+    show(connect().cancel(job), json, job_details)
 
 
 def logs(
@@ -73,17 +66,17 @@ def logs(
     json: Json = False,
 ) -> None:
     """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is 3 if it fails."""
-    with Tandem(patience=PATIENCE) as tandem:
-        if follow:
-            _follow(tandem, job, json)
-            return
-        text = tandem.logs(job)
-        if lines is not None:
-            text = "".join(text.splitlines(keepends=True)[-lines:])
-        if json:
-            show_line({"job": job, "log": text})
-        else:
-            sys.stdout.write(text)
+    tandem = connect()
+    if follow:
+        _follow(tandem, job, json)
+        return
+    text = tandem.logs(job)
+    if lines is not None:
+        text = "".join(text.splitlines(keepends=True)[-lines:])
+    if json:
+        show_line({"job": job, "log": text})
+    else:
+        sys.stdout.write(text)
 
 
 def _follow(tandem: Tandem, job: str, json: bool) -> None:
@@ -103,8 +96,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
             if json:
                 show_line({"log": text})
             else:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                print(text, end="", flush=True)
         if status.state in TERMINAL:
             raise_if_failed(status)
             return
@@ -115,12 +107,12 @@ def describe(event: Event) -> str:
     """One line about an event, in rich's markup."""
     data = event.data
     if event.type == "step":
-        metrics = fields(data.get("metrics", {}), _METRICS)
+        names = ["loss", "reward_mean", "grad_norm", "entropy", "tokens_per_second"]
+        metrics = fields(data.get("metrics", {}), names)
         return f"[cyan]step {data.get('step')}/{data.get('steps')} {metrics}[/cyan]"
     if event.type == "loaded":
         return f"loaded {fields(data.get('seconds', {}), list(data.get('seconds', {})))}"
-    error = data.get("error") or {}
-    if error:
+    if error := data.get("error"):
         color = "yellow" if event.type == "requeued" else "red"
         return f"[{color}]{event.type}[/{color}] {error.get('type')}: {escape(error.get('message', ''))}"
     color = "green" if event.type in ("succeeded", "served") else "bold"
@@ -128,12 +120,11 @@ def describe(event: Event) -> str:
 
 
 def _jobs_table(jobs: list[JobStatus]) -> object:
-    rows = []
-    for job in jobs:
-        step, attempt = job.spec.base_step, f"{job.attempt}/{job.spec.max_attempts}"
-        error = job.error.type if job.error else None
-        created = when(job.spec.created)
-        rows.append((job.id, job.run, job.kind, _state(job), f"{step} → {step + 1}", attempt, created, error))
+    rows = [
+        (job.id, job.run, job.kind, _state(job), f"{job.spec.base_step} → {job.spec.base_step + 1}",
+         f"{job.attempt}/{job.spec.max_attempts}", when(job.spec.created), job.error.type if job.error else None)
+        for job in jobs
+    ]  # fmt: skip
     return table("Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows)
 
 

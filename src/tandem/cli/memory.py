@@ -1,15 +1,12 @@
 """`tandem memory`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Group
 from rich.table import Table
 
-from tandem.cli.jobs import JobArgument
-from tandem.cli.output import PATIENCE, Json, show, size, table
-from tandem.client import AttemptMemory, Tandem
+from tandem.cli.common import JobArgument, Json, connect, show, size, table
+from tandem.client import AttemptMemory
 from tandem.client.memory import KINDS
 
 _GPU_COLUMNS = dict(zip(KINDS, ("allocated#", "reserved#", "device used#", "host pinned#", "peak#"), strict=True))
@@ -18,8 +15,7 @@ _CPU_COLUMNS = {"allocated": "resident set#", "peak": "peak#"}
 
 def memory(job: JobArgument, json: Json = False) -> None:
     """Show the memory of each rank of a job after each phase, and what was left on the GPUs after its end."""
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.memory(job), json, lambda attempts: report(job, attempts))
+    show(connect().memory(job), json, lambda attempts: report(job, attempts))
 
 
 def report(job: str, attempts: list[AttemptMemory]) -> object:

@@ -1,16 +1,30 @@
 """The programs of the containers, one command each; `tandem up` runs all of them."""
 
-from __future__ import annotations
-
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, get_args
 
 import typer
 
-from tandem.cli.output import print_error
+from tandem.cli.common import print_error
 from tandem.config import load_settings
 from tandem.errors import InvalidInput
+
+# Command -> its module and its help.
+PROGRAMS = {
+    "controller": ("tandem.controller", "Run the HTTP API."),
+    "runner": ("tandem.trainer.runner", "Run the trainer's runner: it claims jobs and starts the ranks that train."),
+    "serve": ("tandem.inference.server.serve", "Run vLLM with the deployment's settings."),
+    "publisher": ("tandem.inference.publisher", "Run the publisher: it loads new steps into vLLM and verifies them."),
+    "exporter": ("tandem.metrics.exporter",
+                 "Run the exporter: it serves the metrics of the trainer or of inference to Prometheus."),
+}  # fmt: skip
+
+
+def become(module: str) -> Callable[[], None]:
+    """A command that replaces this process by a program, which then gets the signals and sets the exit status."""
+    return lambda: os.execv(sys.executable, [sys.executable, "-m", module])
 
 
 def up(
@@ -35,33 +49,3 @@ def up(
         print_error(error, json=False)
         raise typer.Exit(2) from error
     raise typer.Exit(status)
-
-
-def controller() -> None:
-    """Run the HTTP API."""
-    _become("tandem.controller")
-
-
-def runner() -> None:
-    """Run the trainer's runner: it claims jobs and starts the ranks that train."""
-    _become("tandem.trainer.runner")
-
-
-def serve() -> None:
-    """Run vLLM with the deployment's settings."""
-    _become("tandem.inference.server.serve")
-
-
-def publisher() -> None:
-    """Run the publisher: it loads new steps into vLLM and verifies them."""
-    _become("tandem.inference.publisher")
-
-
-def exporter() -> None:
-    """Run the exporter: it serves the metrics of the trainer or of inference to Prometheus."""
-    _become("tandem.metrics.exporter")
-
-
-def _become(module: str) -> None:
-    """Replace this process by the program, so that the program gets the signals and sets the exit status."""
-    os.execv(sys.executable, [sys.executable, "-m", module])

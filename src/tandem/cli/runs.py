@@ -1,16 +1,16 @@
-"""`tandem run`."""
+"""`tandem run` and `tandem checkpoints`."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.output import PATIENCE, Json, details, show, table, when
-from tandem.client import RunStatus, Tandem
+from tandem.cli.common import Json, RunArgument, connect, details, show, size, table, when
+from tandem.client import CheckpointInfo, RunStatus
 
 app = typer.Typer(help="Create runs and look at them. A run is one adapter and all its steps.", no_args_is_help=True)
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
 
 
 @app.command()
@@ -30,29 +30,27 @@ def create(
     lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
     if target:
         lora["targets"] = target
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.create_run(name, base_model=base_model, lora=lora, seed=seed), json, run_details)
+    show(connect().create_run(name, base_model=base_model, lora=lora, seed=seed), json, run_details)
 
 
 @app.command("list")
 def list_runs(json: Json = False) -> None:
     """List all runs."""
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.list_runs(), json, _runs_table)
+    show(connect().list_runs(), json, _runs_table)
 
 
 @app.command("show")
 def show_run(run: RunArgument, json: Json = False) -> None:
     """Show a run: its newest step, what vLLM serves, its queued and running jobs."""
-    with Tandem(patience=PATIENCE) as tandem:
-        show(tandem.get_run(run), json, run_details)
+    show(connect().get_run(run), json, run_details)
 
 
 def _runs_table(runs: list[RunStatus]) -> object:
-    rows = []
-    for run in runs:
-        spec, served = run.spec, run.served.model if run.served else None
-        rows.append((spec.name, run.newest_step, served, len(run.pending), spec.lora.rank, when(spec.created)))
+    rows = [
+        (run.spec.name, run.newest_step, run.served.model if run.served else None, len(run.pending),
+         run.spec.lora.rank, when(run.spec.created))
+        for run in runs
+    ]  # fmt: skip
     return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "created"], rows)
 
 
@@ -74,3 +72,52 @@ def run_details(run: RunStatus) -> object:
             ("queued or running jobs", ", ".join(run.pending) or "none"),
         ],
     )
+
+
+@checkpoints.command("list")
+def list_checkpoints(run: RunArgument, json: Json = False) -> None:
+    """List a run's checkpoints, oldest first."""
+    show(connect().checkpoints(run), json, lambda infos: _checkpoints_table(run, infos))
+
+
+@checkpoints.command()
+def download(
+    run: RunArgument,
+    step: StepArgument,
+    dest: Annotated[Path, typer.Argument(help="The new directory.")],
+    json: Json = False,
+) -> None:
+    """Fetch a checkpoint: PEFT's adapter, the optimizer's state, the manifest. Checks each file's SHA-256."""
+    manifest = connect().download(run, step, dest)
+    total = sum(entry.size for entry in manifest.files.values())
+    done = {"run": run, "step": step, "dest": str(dest), "bytes": total, "files": sorted(manifest.files)}
+    show(done, json, lambda _: f"{run}@{step} is in {dest} ({size(total)}, {len(manifest.files)} files)")
+
+
+@checkpoints.command()
+def fork(
+    run: RunArgument,
+    step: StepArgument,
+    name: Annotated[str, typer.Argument(help="The new run's name.")],
+    json: Json = False,
+) -> None:
+    """Create a run whose step 0 is this checkpoint, optimizer state included."""
+    show(connect().fork(run, step, name), json, run_details)
+
+
+@checkpoints.command()
+def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
+    """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or running jobs."""
+    done = connect().rollback(run, step)
+    gone = ", ".join(map(str, done.discarded)) or "none"
+    show(done, json, lambda _: f"{run} is at step {done.newest_step}; discarded: {gone}")
+
+
+def _checkpoints_table(run: str, infos: list[CheckpointInfo]) -> object:
+    rows = []
+    for info in infos:
+        source = f"forked from {info.origin.run}@{info.origin.step}" if info.origin else info.job
+        loss, reward = (f"{info.metrics[m]:.4g}" if m in info.metrics else None for m in ("loss", "reward_mean"))
+        made = when(info.created), size(info.size), source or "the base model"
+        rows.append((info.step, *made, loss, reward, info.damage))
+    return table(f"Checkpoints of {run}", ["step#", "made", "size#", "by", "loss#", "reward#", "damage"], rows)

@@ -1,7 +1,5 @@
 """`tandem smoke`: tests of a running stack, from a client's side. `helm test` runs these commands."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +7,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from tandem.cli.output import out
+from tandem.cli.common import out
 from tandem.client import Tandem
 from tandem.config import load_settings
 from tandem.errors import NotFound, TandemError, Unreachable

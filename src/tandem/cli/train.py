@@ -1,7 +1,5 @@
 """`tandem train`: makes a job of a file of examples or groups, and shows its progress."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,18 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
+from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, show
 from tandem.cli.jobs import job_details
-from tandem.cli.output import PATIENCE, Json, err, fields, show
-from tandem.cli.runs import RunArgument
 from tandem.client import Event, JobStatus, Tandem
 from tandem.errors import InvalidInput
 
 
 class Wait(StrEnum):
-    """What the command waits for."""
-
     NO = "no"
     JOB = "job"
     SERVED = "served"
@@ -53,7 +48,11 @@ def train(
     ({"messages": [...]}) or a group for RL ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole
     [bold]request[/bold], {"kind": "rl", "groups": [...], "loss": {...}, ...}, as the HTTP API takes it.
     """
-    request = read_request(sys.stdin.read() if file == "-" else _read(Path(file)))
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"can't read {file}: {error}", field="FILE") from error
+    request = read_request(text)
     for assignment in setting or []:
         apply_setting(request, assignment)
     if id is not None:
@@ -67,19 +66,13 @@ def train(
         show(status, json, job_details)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"can't read {path}: {error}", field="FILE") from error
-
-
 def read_request(text: str) -> dict[str, Any]:
     """The training request in a file's text; raises InvalidInput with the line as its field."""
     try:
         content = jsonlib.loads(text)
     except ValueError:
-        return _request_of(_lines(text))
+        lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        return _request_of([(place, _json_of_line(place, line)) for place, line in lines])
     if isinstance(content, list):
         return _request_of([(f"[{i}]", item) for i, item in enumerate(content)])
     if isinstance(content, dict) and ("kind" in content or "groups" in content or "examples" in content):
@@ -87,16 +80,11 @@ def read_request(text: str) -> dict[str, Any]:
     return _request_of([("line 1", content)])
 
 
-def _lines(text: str) -> list[tuple[str, Any]]:
-    """Each line's place and JSON."""
-    items = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                items.append((f"line {number}", jsonlib.loads(line)))
-            except ValueError as error:
-                raise InvalidInput(f"not JSON: {error}", field=f"FILE line {number}") from error
-    return items
+def _json_of_line(place: str, line: str) -> Any:
+    try:
+        return jsonlib.loads(line)
+    except ValueError as error:
+        raise InvalidInput(f"not JSON: {error}", field=f"FILE {place}") from error
 
 
 def _request_of(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -137,14 +125,8 @@ def apply_setting(request: dict[str, Any], assignment: str) -> None:
 def _wait(tandem: Tandem, job: JobStatus, wait: Wait, *, show_progress: bool) -> JobStatus:
     """Wait for the job, or until its step is served, behind a progress bar on stderr."""
     name = f"{job.run}@{job.spec.base_step + 1}"
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[metrics]}"),
-        TimeElapsedColumn(),
-    )
+    texts = "{task.completed:.0f}/{task.total:.0f}", "{task.fields[metrics]}"
+    columns = SpinnerColumn(), "{task.description}", BarColumn(bar_width=30), *texts, TimeElapsedColumn()
     try:
         with Progress(*columns, console=err, disable=not show_progress) as progress:
             task = progress.add_task(f"{name} {job.state}", total=1, metrics="")

@@ -1,6 +1,4 @@
-"""Output of all commands: tables, JSON, errors on stderr, exit statuses."""
-
-from __future__ import annotations
+"""What all commands share: the client, arguments, tables, JSON, errors on stderr, exit statuses."""
 
 import json as jsonlib
 import sys
@@ -14,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.client import Tandem
 from tandem.errors import JobFailed, NotServed, TandemError, Unreachable
 
 # Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
@@ -22,15 +21,20 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, for programs.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+
+
+def connect() -> Tandem:
+    """The client for one command; its connection ends with the process."""
+    return Tandem(patience=PATIENCE)
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
     """Print `data` as one JSON document, or what `render` returns, unless that is None."""
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
-        return
-    rendered = render(data)
-    if rendered is not None:
+    elif (rendered := render(data)) is not None:
         out.print(rendered)
 
 
@@ -51,12 +55,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 def details(title: str, pairs: Sequence[tuple[str, object]]) -> Table:
     """A table of names and values, without the values that are None."""
-    made = Table(title=title, title_justify="left", show_header=False)
-    made.add_column(style="bold")
-    made.add_column()
-    for name, value in pairs:
-        if value is not None:
-            made.add_row(name, escape(str(value)))
+    made = table(title, ["", ""], [(name, value) for name, value in pairs if value is not None])
+    made.show_header, made.columns[0].style = False, "bold"
     return made
 
 
@@ -69,12 +69,8 @@ def size(count: int | None) -> str | None:
     """Bytes with a unit: B, KiB, ..., TiB."""
     if count is None:
         return None
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def print_error(error: Exception, *, json: bool) -> None:

@@ -1,0 +1,161 @@
+"""What `tandem doctor` and `tandem preflight` check of a deployment: secrets, GPU names, the base model, services."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from tandem.cli.checks_machine import Check
+from tandem.client.http import connection
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.families.registry import read_arch
+
+_SHORTEST_SECRET = 16
+
+
+def keys_checks(settings: Settings) -> Iterator[Check]:
+    """Whether this machine has the secrets, and keeps them private. Missing ones may be fine on one's own machine."""
+    for name, file in (("api_key", settings.api_key_file), ("admin_token", settings.admin_token_file)):
+        variable = f"TANDEM_{name.upper()}"
+        secret = settings.secret(name)  # type: ignore[arg-type]
+        if file is not None and file.stat().st_mode & stat.S_IROTH:
+            yield Check("warn", variable, f"every user can read {file}", f"chmod 600 {file}")
+        elif secret:
+            yield Check("ok", variable, "set")
+        elif name == "admin_token":
+            yield Check("warn", variable, "not set", "`tandem up` makes one; separate containers need the same one")
+        elif settings.controller_host in ("127.0.0.1", "localhost", "::1"):
+            yield Check("warn", variable, "not set: only this machine can use the controller", f"set {variable}")
+        else:
+            found = f"not set, and the controller binds to {settings.controller_host}"
+            yield Check("fail", variable, found, f"set {variable}, or TANDEM_CONTROLLER_HOST=127.0.0.1")
+
+
+def required_secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:
+    """Whether the secrets of a deployment's containers are set, long and different; the token only with `admin`."""
+    keys, token = settings.api_keys, settings.secret("admin_token") or ""
+    required = {"TANDEM_API_KEY": keys} | ({"TANDEM_ADMIN_TOKEN": [token] if token else []} if admin else {})
+    for variable, values in required.items():
+        if not values:
+            yield Check("fail", variable, "empty or not set", "run secrets/create, or set it or its _FILE")
+        elif min(map(len, values)) < _SHORTEST_SECRET:
+            yield Check("warn", variable, f"shorter than {_SHORTEST_SECRET} characters", "run secrets/create")
+        else:
+            yield Check("ok", variable, "set")
+    if token and token in keys:
+        found = "is one of the API keys: everybody who may sample could change the served adapters"
+        yield Check("fail", "TANDEM_ADMIN_TOKEN", found, "use a token of its own")
+
+
+def gpu_checks(settings: Settings) -> Iterator[Check]:
+    """Whether the settings name a GPU for each process of trainer and inference; both use the same in shared mode.
+
+    Names are compared as written, without a GPU; the containers that use them check that they exist. The settings
+    themselves refuse equal names, and unequal ones in shared mode.
+    """
+    if settings.device == "cpu":
+        yield Check("ok", "GPUs", "none: TANDEM_DEVICE=cpu")
+        return
+    trainer, inference = settings.trainer_devices, settings.inference_devices
+    names = [*trainer, *inference]
+    if not trainer or not inference:
+        remedy = "set TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
+        yield Check("fail", "GPUs", f"trainer has {trainer}, inference {inference}", remedy)
+        return
+    if len({name.isdigit() for name in names}) > 1:
+        found = f"some are named by index, some by UUID ({', '.join(names)}), so two names may be one device"
+        yield Check("fail", "GPUs", found, "name all by index, or all by UUID (`nvidia-smi -L`)")
+        return
+    # CUDA accepts the beginning of a UUID, so of two different names one may begin with the other.
+    same = [(a, b) for a in trainer for b in inference if not a.isdigit() and (a.startswith(b) or b.startswith(a))]
+    if same and settings.gpu_mode == "dedicated":
+        found = f"trainer's {same[0][0]} and inference's {same[0][1]} may be one device"
+        yield Check("fail", "GPUs", found, "write the UUIDs in full")
+        return
+    for role, variable, processes, devices in (
+        ("TRAINER", "TRAINER_RANKS", settings.trainer_ranks, trainer),
+        ("INFERENCE", "INFERENCE_TENSOR_PARALLEL", settings.inference_tensor_parallel, inference),
+    ):
+        setting = f"TANDEM_{role}_DEVICES={','.join(devices)}"
+        if len(set(devices)) < len(devices):
+            yield Check("fail", "GPUs", f"{setting} names one twice", "name each once")
+        if processes != len(devices):
+            found = f"TANDEM_{variable}={processes}, but {setting} names {len(devices)}"
+            yield Check("fail", "GPUs", found, "each process has one GPU: make the numbers equal")
+    shared = f"{', '.join(trainer)}, shared by trainer and inference"
+    dedicated = f"trainer {', '.join(trainer)}; inference {', '.join(inference)}"
+    yield Check("ok", "GPUs", shared if settings.gpu_mode == "shared" else dedicated)
+
+
+def model_checks(settings: Settings) -> Iterator[Check]:
+    """Configuration, weights and tokenizer; of a hub name only the configuration."""
+    if settings.base_model is None:
+        yield Check("fail", "base model", "TANDEM_BASE_MODEL is not set", "name a Hugging Face directory or a hub name")
+        return
+    model = settings.model_path()
+    try:
+        arch = read_arch(model)
+    except TandemError as error:
+        yield Check("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
+        return
+    found = (
+        f"{model}: {arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}, "
+        f"{arch.max_positions} positions"
+    )
+    yield Check("ok", "base model", found)
+    directory = Path(model)
+    if not directory.is_dir():
+        return
+    if not any(directory.glob("*.safetensors")):
+        yield Check("fail", "base model: weights", f"{directory} has no *.safetensors", "download the whole model")
+    if unreadable := sorted(path.name for path in directory.glob("*") if not os.access(path, os.R_OK)):
+        found = f"uid {os.getuid()} can't read {', '.join(unreadable[:3])}"
+        yield Check("fail", "base model: weights", found, f"make the files readable: chmod -R a+rX {directory}")
+    if not (directory / "tokenizer.json").is_file():
+        remedy = "SFT on messages and vLLM's chat API need one"
+        yield Check("warn", "base model: tokenizer", f"{directory} has no tokenizer.json", remedy)
+
+
+def controller_checks(_: Settings) -> Iterator[Check]:
+    """The controller at TANDEM_URL, with the key from the environment."""
+    arguments = connection(None, None) | {"timeout": 5.0}
+    url = arguments["base_url"]
+    try:
+        with httpx.Client(**arguments) as http:
+            ready, runs = http.get("/readyz"), http.get("/v1/runs")
+    except httpx.HTTPError as error:
+        remedy = "start it (`tandem up`), or set TANDEM_URL to its address"
+        yield Check("warn", "controller", f"{url} does not answer ({type(error).__name__})", remedy)
+        return
+    if ready.status_code != 200:
+        yield Check("fail", "controller", f"{url} is not ready: {ready.text[:300]}", "see its log")
+    elif runs.status_code == 401:
+        yield Check("fail", "controller", f"{url} refuses our key", "set TANDEM_API_KEY to one of its keys")
+    elif runs.status_code != 200:
+        yield Check("fail", "controller", f"{url}/v1/runs answers {runs.status_code}: {runs.text[:300]}", "see its log")
+    else:
+        yield Check("ok", "controller", f"{url}: version {ready.json().get('version')}, {len(runs.json())} runs")
+
+
+def inference_checks(settings: Settings) -> Iterator[Check]:
+    """vLLM's health and its list of models."""
+    url = settings.resolved_inference_url
+    headers = connection(None, None)["headers"]
+    try:
+        health = httpx.get(f"{url}/health", timeout=5.0)
+        models = httpx.get(f"{url}/v1/models", headers=headers, timeout=5.0)
+    except httpx.HTTPError as error:
+        remedy = "start it (`tandem up`; it takes a minute), or set TANDEM_INFERENCE_URL"
+        yield Check("warn", "vLLM", f"{url} does not answer ({type(error).__name__})", remedy)
+        return
+    if health.status_code != 200:
+        remedy = "see its log; supervisord restarts it"
+        yield Check("fail", "vLLM", f"{url}/health answers {health.status_code}", remedy)
+    elif models.status_code != 200:
+        yield Check("fail", "vLLM", f"{url}/v1/models answers {models.status_code}", "set TANDEM_API_KEY to its key")
+    else:
+        names = [model.get("id", "?") for model in models.json().get("data", [])]
+        yield Check("ok", "vLLM", f"{url}: serves {', '.join(names) or 'nothing'}")
