@@ -1,7 +1,5 @@
 """Turns the rewards of a group into advantages."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -9,12 +9,12 @@ A message is trained up to and including its end-of-turn token. White space afte
 sampling stops before it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tandem.data.inputs import Message
 from tandem.errors import InvalidInput
+
+_INSTEAD = "give token_ids and trainable instead of messages"
 
 
 def load_tokenizer(path: str) -> Any:
@@ -34,10 +34,7 @@ def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tupl
     InvalidInput (field below `where`) if the template fails, or if the message can't be told from its prompt.
     """
     if not tokenizer.chat_template:
-        raise InvalidInput(
-            "the base model's tokenizer has no chat template; give token_ids and trainable instead of messages",
-            field=f"{where}.messages",
-        )
+        raise InvalidInput(f"the base model's tokenizer has no chat template; {_INSTEAD}", field=f"{where}.messages")
     plain = [message.model_dump() for message in messages]
     turns = []
     for index, message in enumerate(messages):
@@ -47,11 +44,8 @@ def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tupl
         prompt = _render(tokenizer, plain[:index], field, generation=True)
         whole = _render(tokenizer, plain[: index + 1], field, generation=False)
         if not whole.startswith(prompt):
-            raise InvalidInput(
-                "the chat template renders the messages before this one differently once this message is there, so "
-                "the assistant's tokens are unknown; give token_ids and trainable instead",
-                field=field,
-            )
+            problem = "the chat template renders the messages before this one differently once this message is there"
+            raise InvalidInput(f"{problem}; {_INSTEAD}", field=field)
         turns.append(_tokens(tokenizer, prompt, whole, field))
     return turns
 
@@ -75,11 +69,8 @@ def _tokens(tokenizer: Any, prompt: str, whole: str, field: str) -> tuple[list[i
         completion = whole[len(prompt) :]
         trained = tokenizer.encode(completion, add_special_tokens=False)
         if tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:
-            raise InvalidInput(
-                "a token spans the border between prompt and message, and the tokenizer can't tokenise the message "
-                "alone; give token_ids and trainable instead",
-                field=field,
-            )
+            problem = "a token spans the border to the message, which the tokenizer can't tokenise alone"
+            raise InvalidInput(f"{problem}; {_INSTEAD}", field=field)
     if not prompt_ids:
         raise InvalidInput("the chat template renders nothing before this message", field=field)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

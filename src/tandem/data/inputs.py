@@ -5,13 +5,12 @@ An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
 their log-probs. The trainer trains these ids, and never tokenises the text again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from tandem.errors import InvalidInput
 
@@ -20,9 +19,6 @@ LOGPROB_SLACK = 1e-4
 # vLLM's OpenAI server writes this if it has no log-prob for the sampled token; a ratio against it overflows.
 MISSING_LOGPROB = -9999.0
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
-
-StrictFloat = Annotated[float, Field(strict=True)]
-TokenIds = list[Annotated[int, Field(strict=True)]]
 
 
 class Input(BaseModel):
@@ -39,6 +35,10 @@ def _check_ids(ids: list[int]) -> list[int]:
     return ids
 
 
+StrictFloat = Annotated[float, Field(strict=True)]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_check_ids)]
+
+
 class Turn(Input):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
@@ -47,8 +47,6 @@ class Turn(Input):
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: list[StrictFloat]
-
-    _ids = field_validator("prompt_token_ids", "token_ids")(_check_ids)
 
     @field_validator("logprobs")
     @classmethod
@@ -95,9 +93,7 @@ class AdvantageSettings(Input):
     @classmethod
     def _no_scale_without_baseline(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("baseline") == "none" and data.get("scale", True):
-            raise ValueError(
-                'baseline="none" goes with scale=false only: a raw reward divided by the spread has no use'
-            )
+            raise ValueError('baseline="none" goes with scale=false only: a raw reward is not divided by the spread')
         return data
 
 
@@ -136,11 +132,6 @@ class SFTExample(Input):
             raise ValueError("there is no assistant message, so there is nothing to train")
         return messages
 
-    @field_validator("token_ids")
-    @classmethod
-    def _ids(cls, ids: list[int] | None) -> list[int] | None:
-        return None if ids is None else _check_ids(ids)
-
     @field_validator("trainable")
     @classmethod
     def _trainable(cls, trainable: list[bool] | None, info: ValidationInfo) -> list[bool] | None:
@@ -156,10 +147,9 @@ class SFTExample(Input):
         return trainable
 
     @model_validator(mode="after")
-    def _one_form(self) -> SFTExample:
-        raw = self.token_ids is not None and self.trainable is not None
-        partly = self.token_ids is not None or self.trainable is not None
-        if raw == (self.messages is not None) or partly != raw:
+    def _one_form(self) -> Self:
+        given = [part is not None for part in (self.messages, self.token_ids, self.trainable)]
+        if given not in ([True, False, False], [False, True, True]):
             raise ValueError("give either messages, or token_ids and trainable")
         return self
 
@@ -246,12 +236,7 @@ class TrajectoryBuilder:
     ) -> Trajectory:
         """The trajectory; InvalidInput without a response, or with a NaN reward."""
         try:
-            return Trajectory(
-                turns=self._turns,
-                reward=reward,
-                advantage=advantage,
-                messages=self.messages,
-                metrics=dict(metrics or {}),
-            )
+            more = {"messages": self.messages, "advantage": advantage, "metrics": metrics or {}}
+            return Trajectory.model_validate({"turns": self._turns, "reward": reward, **more})
         except ValidationError as exc:
             raise from_validation_error(exc) from exc

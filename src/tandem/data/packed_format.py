@@ -23,12 +23,10 @@ One `<array>.npy` for each array, and `meta.json`. With R rows of L slots, N ite
 A slot that several trajectories share has one item for each of them. The same arrays give the same bytes.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,15 +81,12 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
     InvalidInput (field: the file) if the arrays contradict the format; SpoolUnusable if the volume can't take them, and
     then `out` may hold some of the files. The caller commits `out` by renaming it.
     """
+    rows, length = arrays["tokens"].shape
     meta = {
-        "format": FORMAT,
-        "vocab_size": vocab_size,
-        "num_rows": arrays["tokens"].shape[0],
-        "sequence_length": arrays["tokens"].shape[1],
-        "num_items": arrays["item_target"].shape[0],
-        "num_trajectories": arrays["trajectory_group"].shape[0],
-        "num_groups": arrays["group_num_items"].shape[0],
-    }
+        "format": FORMAT, "vocab_size": vocab_size, "num_rows": rows, "sequence_length": length,
+        "num_items": len(arrays["item_target"]), "num_trajectories": len(arrays["trajectory_group"]),
+        "num_groups": len(arrays["group_num_items"]),
+    }  # fmt: skip
     _check(arrays, meta, out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -100,13 +95,11 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
                 np.save(file, np.ascontiguousarray(arrays[name]), allow_pickle=False)
         (out / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
     except OSError as exc:
-        raise SpoolUnusable(
-            f"could not write the packed data into {out}: {exc.strerror or exc}; "
-            "check that the volume is writable and has space"
-        ) from exc
+        problem = f"could not write the packed data into {out}: {exc.strerror or exc}"
+        raise SpoolUnusable(f"{problem}; check that the volume is writable and has space") from exc
 
 
-class PackedBatch:
+class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory.
 
     Use it as a context manager or call `close()`. Then the process maps none of these files, so that the directory can
@@ -126,11 +119,10 @@ class PackedBatch:
         self.trajectory_num_items: Int32 = np.array(arrays["trajectory_num_items"])
         self.trajectory_reward: Float32 = np.array(arrays["trajectory_reward"])
         self.group_num_items: Int32 = np.array(arrays["group_num_items"])
-        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}
-        self._closed = False
+        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}  # empty: closed
 
     @classmethod
-    def open(cls, path: Path) -> PackedBatch:
+    def open(cls, path: Path) -> Self:
         """Maps and checks a packed directory.
 
         InvalidInput (field: the file) if a file is missing, unreadable or contradicts the format. Reads all arrays
@@ -152,7 +144,7 @@ class PackedBatch:
 
     def row(self, index: int) -> PackedRow:
         """Row `index` in [0, len)."""
-        if self._closed:
+        if not self._maps:
             raise ValueError(f"packed data in {self.path} is closed")
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
@@ -164,50 +156,38 @@ class PackedBatch:
     def close(self) -> None:
         """Drops every map. May be called again."""
         self._maps.clear()
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 def _read_meta(path: Path) -> dict[str, int]:
-    refuse = partial(InvalidInput, field="meta.json")
     try:
         meta = json.loads((path / "meta.json").read_text())
     except (OSError, ValueError) as exc:
-        raise refuse(f"packed data in {path}: can't read meta.json: {exc}") from exc
+        raise InvalidInput(f"packed data in {path}: can't read meta.json: {exc}", field="meta.json") from exc
     if not isinstance(meta, dict) or set(meta) != _META_KEYS or not all(type(value) is int for value in meta.values()):
-        raise refuse(f"packed data in {path}: meta.json must hold the integers {sorted(_META_KEYS)}")
-    if meta["format"] != FORMAT:
-        raise refuse(
-            f"packed data in {path} has format {meta['format']}, this program reads {FORMAT}: "
-            "controller and trainer must be of the same version"
-        )
-    return meta
-
-
-# ---------------------------------------------------------------- what readers rely on
-
-Require = Callable[[bool | np.bool, str, str], None]  # (condition, the array at fault, what is wrong)
+        problem = f"meta.json must hold the integers {sorted(_META_KEYS)}"
+    elif meta["format"] != FORMAT:
+        problem = f"format {meta['format']} is not {FORMAT}: controller and trainer must be of the same version"
+    else:
+        return meta
+    raise InvalidInput(f"packed data in {path}: {problem}", field="meta.json")
 
 
 def _check(arrays: Arrays, meta: dict[str, int], path: Path) -> None:
     """InvalidInput (field: the file) if the arrays contradict the format. Takes a few passes over the arrays."""
-
-    def require(condition: bool | np.bool, name: str, problem: str) -> None:
-        if not condition:
-            raise InvalidInput(f"packed data in {path}: {problem}", field=f"{name}.npy")
-
-    _check_shapes(arrays, meta, require)
-    _check_rows(arrays, meta, require)
-    _check_items(arrays, require)
-    _check_trajectories(arrays, meta, require)
+    for rules in (_shapes(arrays, meta), _rows(arrays, meta), _items(arrays), _trajectories(arrays, meta)):
+        for holds, name, problem in rules:
+            if not holds:
+                raise InvalidInput(f"packed data in {path}: {problem}", field=f"{name}.npy")
 
 
-def _check_shapes(arrays: Arrays, meta: dict[str, int], require: Require) -> None:
+# Each rule may rely on those before it: whether it holds, the array at fault if not, and what is wrong then.
+Rules = Iterator[tuple[bool | np.bool, str, str]]
+
+
+def _shapes(arrays: Arrays, meta: dict[str, int]) -> Rules:
     keys = {"R": "num_rows", "L": "sequence_length", "N": "num_items", "T": "num_trajectories", "G": "num_groups"}
     sizes = {letter: meta[key] for letter, key in keys.items()} | {"O": meta["num_rows"] + 1}
     for letters, names in _ARRAYS.items():
@@ -215,51 +195,49 @@ def _check_shapes(arrays: Arrays, meta: dict[str, int], require: Require) -> Non
         for name in names:
             array, dtype = arrays[name], np.dtype(_DTYPES[name])
             right = array.shape == shape and array.dtype == dtype
-            require(right, name, f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}")
-            require(array.size > 0, name, f"{name} is empty")
-    require(sizes["L"] >= 2, "tokens", f"rows of {sizes['L']} slots can't hold an item")
+            yield right, name, f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
+            yield array.size > 0, name, f"{name} is empty"
+    yield sizes["L"] >= 2, "tokens", f"rows of {sizes['L']} slots can't hold an item"
 
 
-def _check_rows(arrays: Arrays, meta: dict[str, int], require: Require) -> None:
-    tokens, positions, subtree_end = arrays["tokens"], arrays["positions"], arrays["subtree_end"]
-    used, offsets, items = arrays["row_num_tokens"], arrays["item_offsets"], meta["num_items"]
-    length = meta["sequence_length"]
+def _rows(arrays: Arrays, meta: dict[str, int]) -> Rules:
+    tokens, positions, subtree_end = (arrays[name] for name in _ROW_SLOTS)
+    used, offsets, length = arrays["row_num_tokens"], arrays["item_offsets"], meta["sequence_length"]
     slot = np.arange(length)
-    require(used.min() >= 0 and used.max() <= length, "row_num_tokens", "a row uses more slots than it has")
-    vocabulary = f"[0, {meta['vocab_size']})"
+    yield used.min() >= 0 and used.max() <= length, "row_num_tokens", "a row uses more slots than it has"
     in_vocabulary = tokens.min() >= 0 and tokens.max() < meta["vocab_size"]
-    require(in_vocabulary, "tokens", f"a token id is outside the vocabulary {vocabulary}")
-    require(((positions >= 0) & (positions <= slot)).all(), "positions", "a position is outside its row")
+    yield in_vocabulary, "tokens", f"a token id is outside the vocabulary [0, {meta['vocab_size']})"
+    yield ((positions >= 0) & (positions <= slot)).all(), "positions", "a position is outside its row"
     limit = np.where(slot < used[:, None], used[:, None], slot + 1)
-    require(((subtree_end > slot) & (subtree_end <= limit)).all(), "subtree_end", "a subtree leaves its row")
-    rising = offsets[0] == 0 and offsets[-1] == items and (np.diff(offsets) >= 0).all()
-    require(rising, "item_offsets", f"offsets must rise from 0 to {items}")
+    yield ((subtree_end > slot) & (subtree_end <= limit)).all(), "subtree_end", "a subtree leaves its row"
+    rising = offsets[0] == 0 and offsets[-1] == meta["num_items"] and (np.diff(offsets) >= 0).all()
+    yield rising, "item_offsets", f"offsets must rise from 0 to {meta['num_items']}"
 
 
-def _check_items(arrays: Arrays, require: Require) -> None:
+def _items(arrays: Arrays) -> Rules:
     positions, subtree_end, used = arrays["positions"], arrays["subtree_end"], arrays["row_num_tokens"]
     target, source, sequence = arrays["item_target"], arrays["item_source"], arrays["item_sequence"]
     row = np.repeat(np.arange(len(used)), np.diff(arrays["item_offsets"]))
-    require(((target >= 0) & (target < used[row])).all(), "item_target", "an item trains a slot that is padding")
-    require(((source >= 0) & (source < target)).all(), "item_source", "an item's source is not before its target")
+    yield ((target >= 0) & (target < used[row])).all(), "item_target", "an item trains a slot that is padding"
+    yield ((source >= 0) & (source < target)).all(), "item_source", "an item's source is not before its target"
     linked = (subtree_end[row, source] > target) & (positions[row, source] + 1 == positions[row, target])
-    require(linked.all(), "item_source", "an item's source is not the token before its target in the tree")
+    yield linked.all(), "item_source", "an item's source is not the token before its target in the tree"
     step = np.diff(sequence)
-    require(sequence[0] == 0 and np.isin(step, (0, 1)).all(), "item_sequence", "sequences are not in order")
-    require((step[np.diff(row) > 0] == 1).all(), "item_sequence", "a sequence is split over rows")
-    require((np.diff(target)[step == 0] > 0).all(), "item_target", "a sequence's items are not in order")
+    yield sequence[0] == 0 and np.isin(step, (0, 1)).all(), "item_sequence", "sequences are not in order"
+    yield (step[np.diff(row) > 0] == 1).all(), "item_sequence", "a sequence is split over rows"
+    yield (np.diff(target)[step == 0] > 0).all(), "item_target", "a sequence's items are not in order"
     same_trajectory = np.diff(arrays["item_trajectory"])[step == 0] == 0
-    require(same_trajectory.all(), "item_trajectory", "a sequence belongs to two trajectories")
-    require(np.isfinite(arrays["item_advantage"]).all(), "item_advantage", "an advantage is not finite")
-    require(not np.isinf(arrays["item_logprob"]).any(), "item_logprob", "a log-prob is infinite")
+    yield same_trajectory.all(), "item_trajectory", "a sequence belongs to two trajectories"
+    yield np.isfinite(arrays["item_advantage"]).all(), "item_advantage", "an advantage is not finite"
+    yield not np.isinf(arrays["item_logprob"]).any(), "item_logprob", "a log-prob is infinite"
 
 
-def _check_trajectories(arrays: Arrays, meta: dict[str, int], require: Require) -> None:
+def _trajectories(arrays: Arrays, meta: dict[str, int]) -> Rules:
     trajectory, group = arrays["item_trajectory"], arrays["trajectory_group"]
     trajectories, groups = meta["num_trajectories"], meta["num_groups"]
-    require(trajectory.min() >= 0 and trajectory.max() < trajectories, "item_trajectory", "an unknown trajectory")
-    require(group.min() >= 0 and group.max() < groups, "trajectory_group", "an unknown group")
+    yield trajectory.min() >= 0 and trajectory.max() < trajectories, "item_trajectory", "an unknown trajectory"
+    yield group.min() >= 0 and group.max() < groups, "trajectory_group", "an unknown group"
     counts = np.bincount(trajectory, minlength=trajectories)
-    require((counts == arrays["trajectory_num_items"]).all(), "trajectory_num_items", "counts differ from items")
+    yield (counts == arrays["trajectory_num_items"]).all(), "trajectory_num_items", "counts differ from items"
     counts = np.bincount(group[trajectory], minlength=groups)
-    require((counts == arrays["group_num_items"]).all(), "group_num_items", "counts differ from items")
+    yield (counts == arrays["group_num_items"]).all(), "group_num_items", "counts differ from items"

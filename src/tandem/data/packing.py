@@ -1,19 +1,26 @@
 """Places sequences in rows, and turns rows into the packed arrays."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.data.packed_format import Arrays
+from tandem.data.packed_format import Arrays, Float32, Int32
 from tandem.data.prefix_tree import PrefixTree, lay_out, sort_keys
-from tandem.data.sequences import LinearSequence
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class LinearSequence:
+    """`tokens` [n] int32, of which the last is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
+    rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled."""
+
+    tokens: Int32
+    targets: Int32
+    logprobs: Float32
 
 
 @dataclass(frozen=True)

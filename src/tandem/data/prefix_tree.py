@@ -5,10 +5,9 @@ lengths of neighbours are the whole tree, without nodes. Every common prefix wit
 sampled or not, between trajectories, groups and duplicates: a shared token saves a slot, and the mask costs the same.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -40,9 +39,9 @@ class PrefixTree:
         self._keys = keys
         self._order: list[tuple[bytes, int]] = []
 
-    def empty_copy(self) -> PrefixTree:
+    def empty_copy(self) -> Self:
         """An empty tree over the same sequences."""
-        return PrefixTree(self._tokens, self._keys)
+        return type(self)(self._tokens, self._keys)
 
     @property
     def sequences(self) -> list[int]:

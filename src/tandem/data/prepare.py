@@ -1,11 +1,8 @@
-"""Makes a job's packed directory from the groups or examples of a client."""
+"""Turns the groups or examples of a client into linear sequences, and writes these as a packed directory."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,8 +10,7 @@ from tandem.data.advantages import group_advantages
 from tandem.data.chat_template import chat_turns, load_tokenizer
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
 from tandem.data.packed_format import write_packed
-from tandem.data.packing import PackedTrajectory, pack
-from tandem.data.sequences import LinearSequence, fit_to_row, linear_sequence, link_turns
+from tandem.data.packing import LinearSequence, PackedTrajectory, pack
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -50,7 +46,7 @@ def prepare_rl(
             if trajectory.advantage is not None:
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
-            sequences = link_turns((turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in trajectory.turns)
+            sequences = _link_turns((turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in trajectory.turns)
             _check_length(sequences, packing, field)
             members.append(PackedTrajectory(sequences, g, float(advantages[t]), trajectory.reward))
         if advantages.any() or advantage.keep_zero_variance:
@@ -58,17 +54,8 @@ def prepare_rl(
         else:
             dropped_groups += 1
     rewards = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], np.float64)
-    return _write(
-        trajectories,
-        vocab_size,
-        packing,
-        out,
-        dropped_groups=dropped_groups,
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        reward_min=float(rewards.min()),
-        reward_max=float(rewards.max()),
-    )
+    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
+    return _write(trajectories, vocab_size, packing, out, dropped_groups, **statistics)
 
 
 def prepare_sft(
@@ -89,46 +76,89 @@ def prepare_sft(
         if example.token_ids is not None and example.trainable is not None:
             _check_vocabulary(example.token_ids, vocab_size, f"{field}.token_ids")
             targets = [index for index, trained in enumerate(example.trainable) if trained]
-            sequences = [linear_sequence(example.token_ids, targets, [float("nan")] * len(targets))]
+            sequences = [_linear_sequence(example.token_ids, targets, [float("nan")] * len(targets))]
         else:
             turns = chat_turns(tokenizer, example.messages or [], field)
             for prompt, completion in turns:
                 _check_vocabulary(prompt + completion, vocab_size, f"{field}.messages")
-            sequences = link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
+            sequences = _link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
         _check_length(sequences, packing, field)
         trajectories.append(PackedTrajectory(sequences, e, example.weight, float("nan")))
-    return _write(trajectories, vocab_size, packing, out)
+    return _write(trajectories, vocab_size, packing, out, dropped_groups=0)
+
+
+def _linear_sequence(tokens: list[int], targets: list[int], logprobs: list[float]) -> LinearSequence:
+    """Cuts off the tokens after the last trained one: no trained token attends to them."""
+    return LinearSequence(
+        np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32), np.array(logprobs, np.float32)
+    )
+
+
+def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
+    """Joins turns (prompt, sampled tokens, log-probs) to sequences.
+
+    A turn whose prompt starts with all tokens of the turn before it (prompt and sampled) continues that turn's
+    sequence; the tokens between them are context. Any other turn starts a new sequence.
+    """
+    sequences: list[LinearSequence] = []
+    tokens: list[int] = []
+    targets: list[int] = []
+    logprobs: list[float] = []
+    for prompt, sampled, sampled_logprobs in turns:
+        if tokens and prompt[: len(tokens)] != tokens:
+            sequences.append(_linear_sequence(tokens, targets, logprobs))
+            targets, logprobs = [], []
+        tokens = prompt + sampled
+        targets.extend(range(len(prompt), len(tokens)))
+        logprobs.extend(sampled_logprobs)
+    sequences.append(_linear_sequence(tokens, targets, logprobs))
+    return sequences
+
+
+def _fit_to_row(sequences: list[LinearSequence], packing: PackingSettings) -> list[LinearSequence]:
+    """The sequences of one trajectory after `packing.too_long`; empty if the trajectory is dropped.
+
+    "truncate" keeps the first `sequence_length` tokens of a sequence, and leaves out a sequence without a trained token
+    among them.
+    """
+    length = packing.sequence_length
+    if all(len(sequence.tokens) <= length for sequence in sequences):
+        return sequences
+    if packing.too_long == "drop":
+        return []
+    fitted = []
+    for sequence in sequences:
+        count = int(np.searchsorted(sequence.targets, length))
+        if count:
+            end = int(sequence.targets[count - 1]) + 1
+            fitted.append(LinearSequence(sequence.tokens[:end], sequence.targets[:count], sequence.logprobs[:count]))
+    return fitted
 
 
 def _write(
-    trajectories: list[PackedTrajectory], vocab_size: int, packing: PackingSettings, out: Path, **summary: Any
-) -> PackedData:
+    trajectories: list[PackedTrajectory], vocab_size: int, packing: PackingSettings, out: Path,
+    dropped_groups: int, **rewards: float,
+) -> PackedData:  # fmt: skip
     kept: list[PackedTrajectory] = []
     truncated = 0
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
-        if fitted := fit_to_row(trajectory.sequences, packing):
+        if fitted := _fit_to_row(trajectory.sequences, packing):
             number = numbers.setdefault(trajectory.group, len(numbers))
             kept.append(replace(trajectory, sequences=fitted, group=number))
             truncated += fitted is not trajectory.sequences
     dropped = len(trajectories) - len(kept)
     if not kept:
-        raise _nothing_to_learn(summary.get("dropped_groups", 0), dropped, packing)
+        raise _nothing_to_learn(dropped_groups, dropped, packing)
     arrays = pack(kept, packing.sequence_length)
     write_packed(out, arrays, vocab_size=vocab_size)
+    unshared = sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences)
     return PackedData(
-        path="",
-        num_rows=len(arrays["tokens"]),
-        sequence_length=packing.sequence_length,
-        num_items=len(arrays["item_target"]),
-        num_tokens=int(arrays["row_num_tokens"].sum()),
-        num_unshared_tokens=sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences),
-        num_trajectories=len(kept),
-        num_groups=len(numbers),
-        dropped_trajectories=dropped,
-        truncated_trajectories=truncated,
-        **summary,
-    )
+        path="", num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
+        num_items=len(arrays["item_target"]), num_tokens=int(arrays["row_num_tokens"].sum()),
+        num_unshared_tokens=unshared, num_trajectories=len(kept), num_groups=len(numbers),
+        dropped_groups=dropped_groups, dropped_trajectories=dropped, truncated_trajectories=truncated, **rewards,
+    )  # fmt: skip
 
 
 def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: PackingSettings) -> NothingToLearn:
@@ -146,11 +176,8 @@ def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: P
 
 def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
     if (highest := max(ids)) >= vocab_size:
-        raise InvalidInput(
-            f"token id {highest} at index {ids.index(highest)} is outside the model's vocabulary of {vocab_size}; "
-            "was it sampled from another model?",
-            field=field,
-        )
+        problem = f"token id {highest} at index {ids.index(highest)} is outside the model's vocabulary of {vocab_size}"
+        raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
 
 
 def _check_float32(value: float, field: str) -> None:
@@ -161,8 +188,5 @@ def _check_float32(value: float, field: str) -> None:
 def _check_length(sequences: list[LinearSequence], packing: PackingSettings, field: str) -> None:
     longest = max(len(sequence.tokens) for sequence in sequences)
     if packing.too_long == "refuse" and longest > packing.sequence_length:
-        raise InvalidInput(
-            f"{longest} tokens don't fit a row of {packing.sequence_length}; "
-            'raise packing.sequence_length, or set packing.too_long to "truncate" or "drop"',
-            field=field,
-        )
+        remedy = 'raise packing.sequence_length, or set packing.too_long to "truncate" or "drop"'
+        raise InvalidInput(f"{longest} tokens don't fit a row of {packing.sequence_length}; {remedy}", field=field)
