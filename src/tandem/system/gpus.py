@@ -45,8 +45,8 @@ class Devices:
         if gpus or failures:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
         elif settings.device == "cuda":
-            raise InvalidInput("there is no GPU; give the container one, or set TANDEM_DEVICE=cpu",
-                               field="TANDEM_DEVICE")  # fmt: skip
+            message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
+            raise InvalidInput(message, field="TANDEM_DEVICE")
 
     def used(self) -> dict[str, int | None]:
         """Bytes in use per UUID, whichever process uses them; None for a device that does not answer."""
