@@ -12,7 +12,7 @@ import pytest
 
 from api_server import KEY, claim, fail, rl_request, run_one, succeed, work
 from tandem.client import AsyncTandem, Tandem
-from tandem.controller import event_stream
+from tandem.controller import routes_jobs
 from tandem.errors import NotFound, Unreachable
 
 
@@ -74,7 +74,7 @@ def test_events_arrive_as_they_happen(client, server, run):
 
 
 def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, run, monkeypatch):
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.3)
+    monkeypatch.setattr(routes_jobs, "KEEP_ALIVE_SECONDS", 0.3)
     job = client.train(run, rl_request())
     texts = [""] * 60
 
@@ -104,7 +104,7 @@ def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, 
 
 def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, monkeypatch):
     ended = threading.Event()
-    follow = event_stream._follow
+    follow = routes_jobs._follow
 
     async def noted(*arguments):
         try:
@@ -113,7 +113,7 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
         finally:
             ended.set()
 
-    monkeypatch.setattr(event_stream, "_follow", noted)
+    monkeypatch.setattr(routes_jobs, "_follow", noted)
     job = client.train(run, rl_request())
     with server.http() as http, http.stream("GET", f"/v1/jobs/{job.id}/events") as response:
         parts = response.iter_text()  # kept, because httpx closes the connection with its iterator
@@ -124,7 +124,7 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
     """The job's state counts where its writer was killed before it wrote the event."""
-    monkeypatch.setattr(event_stream, "STATE_SECONDS", 0.2)
+    monkeypatch.setattr(routes_jobs, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
     server.spool.paths.events_file(job.id).unlink()

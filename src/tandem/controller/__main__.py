@@ -1,7 +1,5 @@
 """`python -m tandem.controller`: the HTTP API under uvicorn."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -10,8 +8,8 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
 from tandem.config import load_settings
+from tandem.controller.access import check_bind
 from tandem.controller.app import create_app
-from tandem.controller.authentication import check_bind
 from tandem.errors import TandemError
 from tandem.system.logs import as_json, configure
 

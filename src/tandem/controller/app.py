@@ -1,9 +1,7 @@
 """The FastAPI application: its routes, its middleware from the outside in, and its OpenAPI document.
 
-A request passes `metrics.CountRequests`, `authentication.Authentication`, `request_limits.BodyLimit`, then its route.
+A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -15,11 +13,10 @@ from pydantic import TypeAdapter
 import tandem
 from tandem.config import Settings
 from tandem.controller import routes_checkpoints, routes_jobs, routes_runs
-from tandem.controller.authentication import Authentication
+from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
 from tandem.controller.metrics import install_metrics, run_collectors
-from tandem.controller.request_limits import BodyLimit
 from tandem.controller.schemas import ErrorBody, Health, TrainRequest
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take

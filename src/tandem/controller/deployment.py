@@ -1,8 +1,6 @@
 """What the routes share: settings, spool, the base model's architecture, and threads for heavy work."""
 
-from __future__ import annotations
-
-import threading
+from functools import cached_property
 from typing import Annotated
 
 import anyio
@@ -27,29 +25,24 @@ class Deployment:
 
     def __init__(self, settings: Settings) -> None:
         if settings.base_model is None:
-            raise InvalidInput(
-                "TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL"
-            )
+            problem = "TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name"
+            raise InvalidInput(problem, field="TANDEM_BASE_MODEL")
         self.settings = settings
         self.base_model: str = settings.base_model
         self.spool = Spool.create(settings.root)
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.event_threads = anyio.CapacityLimiter(EVENT_THREADS)
         self.counts = Samples(HTTP_METRICS)
-        self._arch: Arch | None = None
-        self._arch_lock = threading.Lock()
 
     @property
     def model_path(self) -> str:
         """The base model as this container sees it."""
         return resolve_model(self.settings.root, self.base_model)
 
+    @cached_property
     def arch(self) -> Arch:
-        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at the next call."""
-        with self._arch_lock:
-            if self._arch is None:
-                self._arch = read_arch(self.model_path)
-            return self._arch
+        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at the next access."""
+        return read_arch(self.model_path)
 
     def is_base_model(self, name: str) -> bool:
         """Whether `name` is the deployment's base model, by its name or by the path it resolves to."""
@@ -61,5 +54,5 @@ def _of(request: Request) -> Deployment:
     return deployment
 
 
+# The type of a route's parameter that FastAPI fills with the deployment.
 CurrentDeployment = Annotated[Deployment, Depends(_of)]
-"""The type of a route's parameter that FastAPI fills with the deployment."""

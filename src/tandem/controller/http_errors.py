@@ -1,7 +1,5 @@
 """Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its TandemError."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping
@@ -81,10 +79,9 @@ def install_handlers(app: FastAPI) -> None:
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, TandemError):  # FastAPI wraps errors that are raised while it reads a body
             return await _tandem_error(request, error.__cause__)
-        status = HTTPStatus(error.status_code)
-        message = str(error.detail)
-        if error.detail == status.phrase:
-            message = f"{status.phrase}: {request.method} {request.url.path}"
+        status, message = HTTPStatus(error.status_code), str(error.detail)
+        if message == status.phrase:
+            message += f": {request.method} {request.url.path}"
         return _response(status, ErrorDetail(type=status.name.lower(), message=message), error.headers)
 
     @app.exception_handler(Exception)

@@ -1,10 +1,9 @@
 """A training request on its way to the queue: parse it, check it, pack its batch, queue the job. Runs in a thread."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -48,50 +47,34 @@ def _fingerprint(run: str, request: RLRequest | SFTRequest) -> str:
 
 def _check(deployment: Deployment, request: RLRequest | SFTRequest) -> None:
     """The checks that need the deployment, but not the state of the run."""
-    longest = deployment.arch().max_positions
+    longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:
-        raise InvalidInput(
-            f"{request.packing.sequence_length} is more than the base model's {longest} positions",
-            field="packing.sequence_length",
-        )
+        problem = f"{request.packing.sequence_length} is more than the base model's {longest} positions"
+        raise InvalidInput(problem, field="packing.sequence_length")
     data_parallel = deployment.settings.trainer_ranks // deployment.settings.tensor_parallel
     rows = request.optimizer.grad_accumulation_sequences
     if rows is not None and rows % data_parallel:
-        raise InvalidInput(
-            f"{rows} rows don't divide over {data_parallel} data-parallel ranks; use a multiple of {data_parallel}",
-            field="optimizer.grad_accumulation_sequences",
+        problem = (
+            f"{rows} rows don't divide over {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"
         )
+        raise InvalidInput(problem, field="optimizer.grad_accumulation_sequences")
 
 
 def _pack(
     deployment: Deployment, request: RLRequest | SFTRequest, run: str, job_id: str, base_step: int, directory: Path
 ) -> JobSpec:
     """Write the packed arrays into `directory`; returns the job's specification."""
-    vocabulary = deployment.arch().vocab_size
-    spec = {
-        "id": job_id,
-        "run": run,
-        "base_step": base_step,
-        "created": time.time(),
-        "fingerprint": _fingerprint(run, request),
-    }
-    for name in ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer"):
-        spec[name] = getattr(request, name)
+    names = ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer")
+    spec = {name: getattr(request, name) for name in names}
+    spec |= {"id": job_id, "run": run, "base_step": base_step, "created": time.time()}
+    spec["fingerprint"] = _fingerprint(run, request)
+    arguments: dict[str, Any] = {"vocab_size": deployment.arch.vocab_size, "packing": request.packing, "out": directory}
     if isinstance(request, SFTRequest):
-        packed = prepare_sft(
-            request.examples,
-            tokenizer_path=deployment.model_path,
-            vocab_size=vocabulary,
-            packing=request.packing,
-            out=directory,
-        )
+        packed = prepare_sft(request.examples, tokenizer_path=deployment.model_path, **arguments)
         return SFTJob.model_validate(spec | {"data": packed})
     reference = request.loss.kl_reference
     if isinstance(reference, int) and reference > base_step:
-        raise InvalidInput(
-            f"step {reference} will not exist when this job starts from step {base_step}", field="loss.kl_reference"
-        )
-    packed = prepare_rl(
-        request.groups, vocab_size=vocabulary, advantage=request.advantage, packing=request.packing, out=directory
-    )
+        problem = f"step {reference} will not exist when this job starts from step {base_step}"
+        raise InvalidInput(problem, field="loss.kl_reference")
+    packed = prepare_rl(request.groups, advantage=request.advantage, **arguments)
     return RLJob.model_validate(spec | {"data": packed})

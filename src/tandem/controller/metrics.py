@@ -3,8 +3,6 @@
 A request is counted under its route's template, so that no id and no other part of a path becomes a label.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,8 +19,8 @@ from tandem.metrics.samples import Samples
 from tandem.metrics.volumes import VolumesCollector
 from tandem.spool import Spool
 
+# Route of requests without one: unknown paths, and requests that were refused before they were routed.
 OTHER = "other"
-"""Route of requests without one: unknown paths, and requests that were refused before they were routed."""
 
 
 @asynccontextmanager

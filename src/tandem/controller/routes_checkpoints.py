@@ -1,20 +1,23 @@
-"""HTTP routes of checkpoints: list, manifest, download."""
+"""HTTP routes of checkpoints: list, manifest, download as a tar archive."""
 
-from __future__ import annotations
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
 
-from typing import Annotated
-
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
+from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 
-from tandem.controller.checkpoint_archive import CheckpointArchive
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import CheckpointInfo
 from tandem.errors import CheckpointDamaged
 from tandem.spool.schema import Manifest, RunName
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
-Step = Annotated[int, Path(ge=0)]
+_CHUNK_BYTES = 2**20
+Step = Annotated[int, PathParameter(ge=0)]
 _TAR = {
     "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
     "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
@@ -41,10 +44,8 @@ def download_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment)
     deployment.spool.runs.get(run)
     manifest = deployment.spool.checkpoints.manifest(run, step)
     archive = CheckpointArchive(deployment.spool.checkpoints.path(run, step), manifest)
-    headers = {
-        "Content-Length": str(archive.size),
-        "Content-Disposition": f'attachment; filename="{archive.name}.tar"',
-    }
+    disposition = f'attachment; filename="{archive.name}.tar"'
+    headers = {"Content-Length": str(archive.size), "Content-Disposition": disposition}
     return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
 
 
@@ -53,11 +54,71 @@ def _info(deployment: Deployment, run: str, step: int) -> CheckpointInfo:
         manifest = deployment.spool.checkpoints.manifest(run, step)
     except CheckpointDamaged as error:
         return CheckpointInfo(step=step, damage=error.message)
-    return CheckpointInfo(
-        step=step,
-        job=manifest.job,
-        created=manifest.created,
-        size=sum(entry.size for entry in manifest.files.values()),
-        metrics=manifest.metrics,
-        origin=manifest.origin,
-    )
+    size = sum(entry.size for entry in manifest.files.values())
+    return CheckpointInfo(step=step, size=size, **manifest.model_dump(include={"job", "created", "metrics", "origin"}))
+
+
+class CheckpointArchive:
+    """The parts of an uncompressed tar with a checkpoint's files under `<run>@<step>/`, the manifest last.
+
+    `size`, in bytes, is known before the first part. All files are opened at once, so that a rollback that moves them
+    does not disturb a download. Raises CheckpointDamaged where a file is missing or has another size.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.name = f"{manifest.run}@{manifest.step}"
+        self.size = 2 * tarfile.BLOCKSIZE
+        self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, content, bytes
+        manifest_json = (manifest.model_dump_json(indent=1) + "\n").encode()
+        try:
+            for relative, entry in sorted(manifest.files.items()):
+                self._add(relative, _open(directory / relative, entry.size), entry.size, manifest.created)
+        except BaseException:
+            self.close()
+            raise
+        self._add("manifest.json", io.BytesIO(manifest_json), len(manifest_json), manifest.created)
+
+    def _add(self, relative: str, file: BinaryIO, size: int, created: float) -> None:
+        info = tarfile.TarInfo(f"{self.name}/{relative}")
+        info.size, info.mtime, info.mode = size, int(created), 0o644
+        header = info.tobuf(tarfile.PAX_FORMAT)
+        self._entries.append((header, file, size))
+        self.size += len(header) + size + _padding(size)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for header, file, size in self._entries:
+                yield header
+                left = size
+                while left:
+                    data = file.read(min(left, _CHUNK_BYTES))
+                    if not data:  # the client receives less than the Content-Length and sees a broken download
+                        raise CheckpointDamaged(f"a file of {self.name} ended {left} bytes early")
+                    left -= len(data)
+                    yield data
+                yield bytes(_padding(size))
+            yield bytes(2 * tarfile.BLOCKSIZE)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for _, file, _ in self._entries:
+            file.close()
+
+
+def _padding(size: int) -> int:
+    return -size % tarfile.BLOCKSIZE
+
+
+def _open(path: Path, size: int) -> BinaryIO:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} is missing") from error
+    actual = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if actual != size:
+        file.close()
+        raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} has {actual} bytes; its manifest says {size}")
+    return file

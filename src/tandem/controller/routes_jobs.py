@@ -1,20 +1,29 @@
-"""HTTP routes of jobs: list, state, events, log, cancel."""
+"""HTTP routes of jobs: list, state, events as Server-Sent Events, log, cancel."""
 
-from __future__ import annotations
-
+import time
+from collections.abc import AsyncIterator
 from typing import Annotated
 
+import anyio
 from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
-from tandem.controller.event_stream import event_stream
 from tandem.controller.schemas import LOG_OFFSET_HEADER, JobStatus
-from tandem.spool.schema import JobId, JobState, RunName
+from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL, Event, JobId, JobState, RunName
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
+POLL_SECONDS = 0.2
+KEEP_ALIVE_SECONDS = 10.0
+# How often the state of a job without new events is read.
+STATE_SECONDS = 2.0
+RETRY_MILLISECONDS = 1000
+# Time for a stream to end by itself when the process stops; it needs one poll.
+STOP_SECONDS = 5.0
 _EVENTS = {
     "description": "Server-Sent Events; `data` is an Event, `id` its seq, `event` its type.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -76,7 +85,7 @@ async def follow_events(
 ) -> Response:
     """Follow a job to its terminal event (succeeded, failed, cancelled); `served` may come later."""
     await to_thread.run_sync(deployment.spool.jobs.get, job, limiter=deployment.event_threads)
-    return event_stream(deployment, job, after if last_event_id is None else last_event_id, wait)
+    return _event_stream(deployment, job, after if last_event_id is None else last_event_id, wait)
 
 
 @router.get("/{job}/log", response_class=Response, responses={200: _LOG})
@@ -105,3 +114,48 @@ def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     """Stop a job: a queued one at once, a running one soon; a job that has ended stays as it is."""
     deployment.spool.queue.cancel(job)
     return job_status(deployment, job)
+
+
+def _event_stream(deployment: Deployment, job: str, after: int, wait: bool) -> EventSourceResponse:
+    """The job's events after seq `after`, until its terminal event; without `wait`, those written so far.
+
+    The stream also ends when the controller stops, or when the job ended without a terminal event because its writer
+    died: clients then reconnect, or read the job. An event's `id` is its seq, which clients send as Last-Event-ID.
+    """
+    stopping = anyio.Event()
+    return EventSourceResponse(
+        _follow(deployment, job, after, wait, stopping),
+        sep="\n",
+        ping=KEEP_ALIVE_SECONDS,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        shutdown_event=stopping,
+        shutdown_grace_period=STOP_SECONDS,
+    )
+
+
+async def _follow(
+    deployment: Deployment, job: str, after: int, wait: bool, stopping: anyio.Event
+) -> AsyncIterator[ServerSentEvent]:
+    yield ServerSentEvent(retry=RETRY_MILLISECONDS, sep="\n")
+    offset, state_read = 0, time.monotonic()
+    while not stopping.is_set():
+        read_state = time.monotonic() - state_read >= STATE_SECONDS
+        if read_state:
+            state_read = time.monotonic()
+        events, offset, ended = await to_thread.run_sync(
+            _new_events, deployment.spool, job, offset, read_state, limiter=deployment.event_threads
+        )
+        for event in events:
+            if event.seq > after:
+                yield ServerSentEvent(event.model_dump_json(), id=str(event.seq), event=event.type, sep="\n")
+        if ended or not wait:
+            return
+        await anyio.sleep(POLL_SECONDS)
+
+
+def _new_events(spool: Spool, job: str, offset: int, read_state: bool) -> tuple[list[Event], int, bool]:
+    """The events from byte `offset` on, the next offset, and whether the job has ended."""
+    # Read before the events: a job that has ended by now has written all of them.
+    ended = read_state and spool.jobs.get(job)[0] in TERMINAL
+    events, offset = spool.events.since(job, offset)
+    return events, offset, ended or any(event.type in TERMINAL for event in events)

@@ -1,7 +1,5 @@
 """HTTP routes of runs: create, list, state, train, fork, roll back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +18,15 @@ from tandem.families.identity import write_identity_adapter
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
+_TRAIN_SCHEMA = {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}}
 
 
 def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
     """The run as it is on the spool now."""
-    spool = deployment.spool
+    spool, run = deployment.spool, spec.name
+    pending = [job.spec.id for _, job in spool.jobs.pending(run)]
     return RunStatus(
-        spec=spec,
-        newest_step=spool.checkpoints.newest(spec.name),
-        served=spool.served.get(spec.name),
-        pending=[job.spec.id for _, job in spool.jobs.pending(spec.name)],
+        spec=spec, newest_step=spool.checkpoints.newest(run), served=spool.served.get(run), pending=pending
     )
 
 
@@ -50,7 +47,7 @@ def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraS
 
     An adapter on experts would have as many matrices as there are experts.
     """
-    if deployment.arch().moe is None or "targets" in requested.model_fields_set:
+    if deployment.arch.moe is None or "targets" in requested.model_fields_set:
         return requested
     attention = tuple(target for target in requested.targets if target not in EXPERT_TARGETS)
     return requested.model_copy(update={"targets": attention})
@@ -60,32 +57,27 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
     """Raises InvalidInput for a run that this deployment can't train or serve."""
     settings = deployment.settings
     if not deployment.is_base_model(spec.base_model):
-        raise InvalidInput(
-            f"this deployment trains {deployment.base_model!r}, not {spec.base_model!r}", field="base_model"
-        )
+        problem = f"this deployment trains {deployment.base_model!r}, not {spec.base_model!r}"
+        raise InvalidInput(problem, field="base_model")
     if spec.weights == "merged":
         raise InvalidInput('merged weights are not supported yet; use "lora"', field="weights")
     if spec.lora.rank > settings.max_lora_rank:
-        raise InvalidInput(
-            f"vLLM serves ranks up to {settings.max_lora_rank} here, not {spec.lora.rank}; choose a lower rank or "
-            "raise TANDEM_MAX_LORA_RANK",
-            field="lora.rank",
+        problem = (
+            f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
         )
-    if deployment.arch().moe is None:
+        raise InvalidInput(problem, field="lora.rank")
+    if deployment.arch.moe is None:
         return
     on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
     if on_experts and not settings.expert_lora:
-        raise InvalidInput(
-            f"{', '.join(on_experts)} are in the experts of this model, and vLLM serves no LoRA on experts here; leave "
-            "them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)",
-            field="lora.targets",
-        )
+        problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
+        remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
+        raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
     if settings.tensor_parallel > 1:
-        raise InvalidInput(
-            "a mixture of experts can't be split over tensor-parallel ranks yet, and this deployment's trainer has "
-            f"{settings.tensor_parallel}; set TANDEM_TENSOR_PARALLEL=1",
-            field="base_model",
+        problem = (
+            "the trainer can't split a mixture of experts over tensor-parallel ranks; set TANDEM_TENSOR_PARALLEL=1"
         )
+        raise InvalidInput(problem, field="base_model")
 
 
 @router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})
@@ -101,7 +93,7 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         created=time.time(),
     )
     _check(deployment, spec)
-    arch = deployment.arch()
+    arch = deployment.arch
 
     def write_adapter(directory: Path) -> None:
         write_identity_adapter(directory, arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
@@ -121,17 +113,11 @@ def get_run(run: RunName, deployment: CurrentDeployment) -> RunStatus:
     return run_status(deployment, deployment.spool.runs.get(run))
 
 
-_TRAIN_BODY = {
-    "required": True,
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}},
-}
-
-
 @router.post(
     "/{run}/train",
     status_code=202,
     responses={200: {"model": JobStatus, "description": "The job existed already."}},
-    openapi_extra={"requestBody": _TRAIN_BODY},
+    openapi_extra={"requestBody": {"required": True, "content": _TRAIN_SCHEMA}},
 )
 async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
     """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""

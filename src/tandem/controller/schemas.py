@@ -1,7 +1,5 @@
 """Requests and responses of the HTTP API, for controller and client. Pydantic only: no FastAPI, numpy or torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -40,12 +38,9 @@ class ErrorDetail(Record):
 
 class ErrorBody(Record):
     model_config = _example(
-        error={
-            "type": "invalid_input",
-            "message": "Input should be a finite number (got NaN)",
-            "field": "groups.3.trajectories.0.reward",
-        }
-    )
+        error={"type": "invalid_input", "message": "Input should be a finite number (got NaN)",
+               "field": "groups.3.trajectories.0.reward"}
+    )  # fmt: skip
 
     error: ErrorDetail
 
@@ -53,9 +48,6 @@ class ErrorBody(Record):
 class Health(Record):
     status: Literal["ok"] = "ok"
     version: str
-
-
-# ---------------------------------------------------------------- runs
 
 
 class CreateRun(Record):
@@ -66,8 +58,7 @@ class CreateRun(Record):
     name: RunName
     base_model: str | None = Field(default=None, description="default: the deployment's")
     lora: LoraShape = Field(
-        default=LoraShape(),
-        description="default targets: all seven; for a mixture of experts those of attention",
+        default=LoraShape(), description="default targets: all seven; for a mixture of experts those of attention"
     )
     weights: Literal["lora", "merged"] = "lora"
     seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
@@ -108,9 +99,6 @@ class CheckpointInfo(Record):
     damage: str | None = Field(default=None, description="what is wrong with its manifest; null: nothing")
 
 
-# ---------------------------------------------------------------- training
-
-
 class _TrainRequest(Record):
     id: JobId | None = Field(
         default=None,
@@ -127,7 +115,7 @@ class _TrainRequest(Record):
     labels: dict[str, str] = Field(default_factory=dict)
 
 
-def _example_trajectory(token_ids: list[int], logprobs: list[float], reward: float) -> dict[str, Any]:
+def _trajectory(token_ids: list[int], logprobs: list[float], reward: float) -> dict[str, Any]:
     turn = {"prompt_token_ids": [5, 6], "token_ids": token_ids, "logprobs": logprobs}
     return {"turns": [turn], "reward": reward}
 
@@ -137,14 +125,7 @@ class RLRequest(_TrainRequest):
 
     model_config = _example(
         kind="rl",
-        groups=[
-            {
-                "trajectories": [
-                    _example_trajectory([9, 2], [-0.7, -0.1], 1.0),
-                    _example_trajectory([8, 2], [-0.9, -0.1], 0.0),
-                ]
-            }
-        ],
+        groups=[{"trajectories": [_trajectory([9, 2], [-0.7, -0.1], 1.0), _trajectory([8, 2], [-0.9, -0.1], 0.0)]}],
         optimizer={"learning_rate": 1e-4},
     )
 

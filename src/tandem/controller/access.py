@@ -1,6 +1,7 @@
-"""Who may use the API: a bearer key, or without keys this machine only. Pure ASGI, so that streams stay streams."""
+"""Who may send what: a bearer key, or without keys this machine only; and how large a body may be.
 
-from __future__ import annotations
+Pure ASGI, so that streams stay streams.
+"""
 
 import hashlib
 import hmac
@@ -9,13 +10,15 @@ import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.config import Settings
 from tandem.controller.http_errors import refuse
-from tandem.errors import InvalidInput, TandemError, Unauthorized
+from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+SMALL_BODY_BYTES = 2**20
+_TRAIN_PATH = re.compile(r"^/v1/runs/[^/]+/train$")
 
 
 class Authentication:
@@ -45,18 +48,15 @@ class Authentication:
         matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
         if scheme.lower() != "bearer" or not matches:
             problem = "is not one of this controller's keys" if key else "is missing"
-            raise Unauthorized(
-                f"the bearer key {problem}; set TANDEM_API_KEY to a key of this deployment", field="Authorization"
-            )
+            message = f"the bearer key {problem}; set TANDEM_API_KEY to a key of this deployment"
+            raise Unauthorized(message, field="Authorization")
 
 
 def _check_host(scope: Scope) -> None:
     host = Headers(scope=scope).get("host", "")
     if not _is_loopback(re.sub(r":\d+$", "", host)):
-        raise InvalidInput(
-            f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY",
-            field="Host",
-        )
+        message = f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY"
+        raise InvalidInput(message, field="Host")
 
 
 def check_bind(settings: Settings) -> None:
@@ -70,9 +70,44 @@ def check_bind(settings: Settings) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+class BodyLimit:
+    """ASGI middleware: training requests may have `max_bytes`, all others 1 MiB."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        limit = self.max_bytes if _TRAIN_PATH.match(scope["path"]) else min(SMALL_BODY_BYTES, self.max_bytes)
+        declared = Headers(scope=scope).get("content-length", "0")
+        if not declared.isdigit() or int(declared) > limit:
+            await refuse(_too_large(limit))(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_limited() -> Message:
+            # The body may be longer than its Content-Length, or have none.
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > limit:
+                raise _too_large(limit)
+            return message
+
+        await self.app(scope, receive_limited, send)
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(
+        f"the body is larger than {limit} bytes; train on fewer trajectories per job or raise TANDEM_MAX_REQUEST_BYTES",
+        field="body",
+    )
