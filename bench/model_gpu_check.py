@@ -28,6 +28,7 @@ from tandem.model import device, parallel
 from tandem.model.build import build_policy
 from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
+from tandem.model.weights.load import load_weights
 from tandem.spool.schema import LoraShape
 
 SMALL = {
@@ -109,7 +110,7 @@ def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
 
 def make(directory: Path, arch: Arch, **options: object) -> Policy:
     policy = build_policy(arch, LORA, **options)  # type: ignore[arg-type]
-    policy.load_base(str(directory))
+    load_weights(directory, arch, policy.base, tp=1, tp_rank=0)
     policy.load_adapter(directory)
     return policy
 

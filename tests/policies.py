@@ -1,7 +1,5 @@
 """Policies, rows and adapters for tests of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
 from tandem.model.policy import Policy, RowTensors
+from tandem.model.weights.load import load_weights
 from tandem.spool.schema import LoraShape
 
 LORA = LoraShape(rank=4, alpha=10.0)
@@ -19,10 +18,14 @@ LORA = LoraShape(rank=4, alpha=10.0)
 
 def make_policy(model: Path, lora: LoraShape = LORA, adapter: Path | None = None, **options) -> Policy:
     policy = build_policy(read_arch(str(model)), lora, **options)
-    policy.load_base(str(model))
+    load_base(policy, model)
     if adapter is not None:
         policy.load_adapter(adapter)
     return policy
+
+
+def load_base(policy: Policy, model: Path) -> None:
+    load_weights(model, policy.arch, policy.base, tp=policy._tp, tp_rank=policy._tp_rank)
 
 
 def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0) -> Path:
@@ -54,8 +57,16 @@ def linear_row(
     )
 
 
+def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
+    """All logits of a row, fp32 [S, vocabulary], on every tensor-parallel rank."""
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # after tandem's import
+
+    local = policy._head(policy._hidden(row))
+    return gather_from_tensor_model_parallel_region(local, group=policy._tp_group).float()
+
+
 def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
-    return policy.logits(linear_row(tokens))
+    return logits(policy, linear_row(tokens))
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:

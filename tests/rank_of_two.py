@@ -4,29 +4,26 @@ On the CPU two tensor-parallel ranks compute what the test compares. On both dev
 weights together. The results are left in <directory>/rank<r>.pt.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from policies import LORA, linear_row, make_policy
+from policies import LORA, linear_row, logits, make_policy
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
 from tandem.families.registry import read_arch
 from tandem.model import device, logprobs, parallel
 from tandem.model.weights.base_weights import BaseWeights
 from tandem.model.weights.load import load_weights
 
-CHUNK_ELEMENTS = 7 * 130  # a few items' logits at a time
 
-
+@mock.patch.object(logprobs, "CHUNK_ELEMENTS", 7 * 130)  # a few items' logits at a time
 def outputs_and_gradients(policy) -> dict[str, object]:
     """The same on any topology: gradients are gathered."""
-    logprobs.CHUNK_ELEMENTS = CHUNK_ELEMENTS
     tokens = torch.randint(0, 260, (60,), generator=torch.Generator().manual_seed(4))
     outputs = policy(linear_row(tokens, padding=4), temperature=0.8)
     weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
@@ -37,7 +34,7 @@ def outputs_and_gradients(policy) -> dict[str, object]:
         gathered |= policy.gather(name, parameter.grad)
     row = linear_row(tokens)
     with torch.no_grad():
-        result["logits"] = policy.logits(row)
+        result["logits"] = logits(policy, row)
     with policy.adapter_disabled():
         result["base"] = policy(row).logprobs
     return result

@@ -1,7 +1,5 @@
 """Tiny random models as Hugging Face directories, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

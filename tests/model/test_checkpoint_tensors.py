@@ -1,7 +1,5 @@
 """R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never silently reset."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

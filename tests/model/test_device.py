@@ -1,7 +1,5 @@
 """CUDA starts beside what a rank does first, and nothing of that waits for it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

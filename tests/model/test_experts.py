@@ -1,7 +1,5 @@
 """The arithmetic of experts, their router, and the same bits on a GPU. Parity with PEFT is in test_same_as_peft.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

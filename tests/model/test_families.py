@@ -1,7 +1,5 @@
 """config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't build is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

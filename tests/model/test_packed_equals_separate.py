@@ -1,7 +1,5 @@
 """A packed row with shared prefixes trains exactly what its sequences train one by one."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Full recompute: the same gradients, and after the backward pass a mixture of experts holds nothing (R27)."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Our LoRA is PEFT's: files in both directions, logits and every gradient, also on experts, which PEFT can't adapt."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks compute what one rank computes; ranks that need the same weights read them together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

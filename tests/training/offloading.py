@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from policies import linear_row, make_policy, write_random_adapter
+from policies import linear_row, load_base, make_policy, write_random_adapter
 from tandem.model import device
 from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import AdapterOptimizer
@@ -62,7 +62,7 @@ class Training:
             self.optimizer.restore()
         if part in ("parameters", "both"):
             self.policy.restore()
-            self.policy.load_base(str(self.model))
+            load_base(self.policy, self.model)
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -4,8 +4,6 @@
 `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha / rank * B (A x)`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shape of a decoder-only model, as its family reads it from `config.json`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")

@@ -1,7 +1,5 @@
 """The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

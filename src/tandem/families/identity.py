@@ -1,7 +1,5 @@
 """The identity adapter of step 0, which changes nothing. The controller writes it without torch or a GPU (R1)."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

@@ -1,11 +1,9 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 
@@ -36,7 +34,7 @@ class ModelConfig:
     source: str = "config.json"  # for messages
 
     @classmethod
-    def of(cls, model: str) -> ModelConfig:
+    def of(cls, model: str) -> Self:
         """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be read."""
         path = model_directory(model, ("config.json",)) / "config.json"
         try:

@@ -1,7 +1,5 @@
 """Qwen3 MoE: Qwen3's attention; every layer's MLP is a mixture of experts."""
 
-from __future__ import annotations
-
 from tandem.families.arch import Arch, MoE
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig

@@ -1,7 +1,5 @@
 """The families that Tandem knows, by `model_type`."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

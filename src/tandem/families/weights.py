@@ -1,7 +1,5 @@
 """How Megatron's parameters are made of Hugging Face tensors and cut over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

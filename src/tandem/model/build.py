@@ -1,7 +1,5 @@
 """Builds Megatron's GPTModel for an `Arch`, with our attention and LoRA; no weight is initialised."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
@@ -36,7 +34,7 @@ def build_policy(
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
     """This tensor-parallel rank's part of the policy, on this process's device. Its base weights are uninitialised, its
-    adapter is zero; `Policy.load_base` and `Policy.load_adapter` fill them.
+    adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
     Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting: the model is made in
     host memory that is never touched, so it takes none, and moves to the device at the end.

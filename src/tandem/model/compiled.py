@@ -5,8 +5,6 @@ function compiled ahead of time (`aot_compile`) loads sooner. The files are pick
 TORCHINDUCTOR_CACHE_DIR, and are trusted like those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect
@@ -40,7 +38,9 @@ class Compiled[**P, T]:
         assert not kwargs
         kind = _kind(args)
         if kind not in self._compiled:
-            file = _directory() / f"{self._digest(kind, args)}.aot"
+            from torch._inductor.runtime.cache_dir_utils import cache_dir  # late: it loads a part of the compiler
+
+            file = Path(cache_dir()) / "tandem" / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
             self._compiled[kind].disable_guard_check()  # guards would check only what `kind` has
         result: T = self._compiled[kind](*args)
@@ -105,9 +105,3 @@ def _kind(arguments: tuple[object, ...]) -> tuple[object, ...]:
             for argument in arguments
         ),
     )
-
-
-def _directory() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "tandem"

@@ -8,8 +8,6 @@ LoRA is PEFT's, an A and a B for each projection of each expert, also stacked: [
 [experts, out, rank].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ All logits [items, vocabulary] never exist at once: items are computed in chunks
 are computed again in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

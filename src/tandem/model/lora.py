@@ -15,8 +15,6 @@ the same on all of them. With sequence parallelism it would not be: a column lay
 before A, a row layer's output reduce-scattered after B, and B's gradient summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

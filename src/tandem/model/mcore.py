@@ -7,8 +7,6 @@ loads the compiler, which takes as long as all the rest of the import, in every 
 
 # ruff: noqa: F401 - other modules import these names from here
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ try:
     )
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
-        gather_from_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules

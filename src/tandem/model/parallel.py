@@ -1,7 +1,5 @@
 """Process groups: how ranks connect, and which ranks share a model or its gradients."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The policy: a frozen base model and a trainable adapter, for packed rows."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from torch import nn
 
 from tandem.families.adapter import adapter_shapes, key_a, key_b, stacked_name
 from tandem.families.arch import Arch
-from tandem.families.model_config import model_directory
 from tandem.model import device
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
@@ -22,9 +19,8 @@ from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
-from tandem.model.mcore import GPTModel, gather_from_tensor_model_parallel_region, parallel_state
+from tandem.model.mcore import GPTModel, parallel_state
 from tandem.model.weights.checkpoint_tensors import read_adapter
-from tandem.model.weights.load import load_weights
 from tandem.spool.schema import LoraShape
 
 
@@ -101,10 +97,6 @@ class Policy(nn.Module):
             if id(parameter) not in adapted
         }
 
-    def load_base(self, model: str) -> None:
-        """Fill the base weights from a Hugging Face directory or hub name. Raises as `load_weights`."""
-        load_weights(model_directory(model), self.arch, self.base, tp=self._tp, tp_rank=self._tp_rank)
-
     @property
     def offloaded(self) -> bool:
         return self._own_memory.parked
@@ -113,7 +105,7 @@ class Policy(nn.Module):
         """Give back the device memory of all parameters; returns the bytes given back.
 
         The adapter goes to host memory. The base weights are dropped, because they are frozen and in files. Nothing may
-        be computed until `restore`, and then `load_base`.
+        be computed until `restore`, and until the base weights are read again.
         """
         own = [*self.lora_parameters().values(), self._inv_freq]
         return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
@@ -215,11 +207,6 @@ class Policy(nn.Module):
             group=self._tp_group,
         )
         return ItemOutputs(logprobs, entropy)
-
-    def logits(self, row: RowTensors) -> torch.Tensor:
-        """All logits of one row, fp32 [S, vocabulary] on every rank; for tests with small rows."""
-        local = self._head(self._hidden(row))
-        return gather_from_tensor_model_parallel_region(local, group=self._tp_group).float()
 
     def _hidden(self, row: RowTensors) -> torch.Tensor:
         """Final hidden states [S, hidden]."""

@@ -12,8 +12,6 @@ references of its own. Nothing is resized, so tensors that share memory are safe
 (https://github.com/NVIDIA/Megatron-LM/pull/3267 and its successors free the inputs instead).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Memory for a rank's base weights, and the exchange of what data-parallel ranks have read, from GPU to GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Reads a checkpoint's tensors, which must be exactly the expected ones, whole and finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

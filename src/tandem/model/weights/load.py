@@ -1,7 +1,5 @@
 """Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ safetensors' own reader copies in one thread, through memory that isn't pinned. 
 an 8-byte little-endian length, that much JSON, then the data: https://huggingface.co/docs/safetensors/index#format
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
