@@ -37,7 +37,7 @@ Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Items:
     """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64); log-probs are in nats."""
 
@@ -77,12 +77,11 @@ def item_weights(
     ones = np.ones(len(trajectory_items))
     if normalisation == "token":
         return ones, ones
-    if normalisation == "trajectory":
-        return ones / trajectory_items, ones / trajectory_items
-    if normalisation == "group":
-        return ones / group_items, ones / group_items
-    assert constant is not None
-    return ones, constant / trajectory_items
+    if normalisation == "constant":
+        assert constant is not None
+        return ones, constant / trajectory_items
+    items = trajectory_items if normalisation == "trajectory" else group_items
+    return ones / items, ones / items
 
 
 def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
             per_item = per_item + loss.kl_coef * sums["kl_reference"]
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
-    return _output(items, per_item, sums, {"ratio": ratio.max()})
+    return _output(items, per_item, sums, {"ratio": ratio.max().double()})
 
 
 def sft_loss(items: Items) -> LossOutput:
@@ -175,4 +174,4 @@ def _output(items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dic
     sums = {"items": torch.ones_like(items.weights), "entropy": items.entropy, **sums}
     reduced = {name: value.detach().double().sum() for name, value in sums.items()}
     reduced["loss"] = total.detach().double()
-    return LossOutput(total, reduced, {name: value.detach().double() for name, value in maxima.items()})
+    return LossOutput(total, reduced, maxima)

@@ -34,11 +34,9 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
-    if "advantage_square" in sums:
+    if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
-        metrics["advantage_std"] = math.sqrt(max(variance, 0.0))
-    if "ratio" in maxima:
-        metrics["ratio_max"] = maxima["ratio"]
+        metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
     return metrics
 
 

@@ -45,9 +45,7 @@ class AdapterOptimizer:
         self.parameters = policy.lora_parameters()
         policy.config.calculate_per_token_loss = True  # Megatron then sums over data-parallel ranks, without averaging
         self._gradients = DistributedDataParallel(
-            config=policy.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-            module=policy,
+            policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), policy
         )
         self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
         self.reset(settings)
@@ -56,15 +54,10 @@ class AdapterOptimizer:
         """Start a new Adam that has taken no step. The gradient buffers stay."""
         self.settings = settings
         config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.learning_rate,
-            min_lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=0.0,  # Megatron's clipping takes CUDA tensors only
-        )
+            optimizer="adam", lr=settings.learning_rate, min_lr=settings.learning_rate,
+            weight_decay=settings.weight_decay, adam_beta1=settings.beta1, adam_beta2=settings.beta2,
+            adam_eps=settings.eps, clip_grad=0.0,  # Megatron's clipping takes CUDA tensors only
+        )  # fmt: skip
         self._optimizer = get_megatron_optimizer(config, [self._gradients], use_gloo_process_groups=False)
         self._adam_of = {
             parameter: part.optimizer
@@ -140,12 +133,10 @@ class AdapterOptimizer:
         """Continue from a copy of `saved`, this rank's shards of all parameters."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
-        moments: dict[str, dict[str, Tensor]] = {}
+        for parameter in self.parameters.values():
+            self._adam_of[parameter].state[parameter] = {"step": torch.tensor(float(saved.step))}
         for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
-            _, moments[moment] = allocate(shapes, torch.float32, where)
-            torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
-        for name, parameter in self.parameters.items():
-            self._adam_of[parameter].state[parameter] = {
-                "step": torch.tensor(float(saved.step)),
-                **{moment: copies[name] for moment, copies in moments.items()},
-            }
+            _, copies = allocate(shapes, torch.float32, where)
+            torch._foreach_copy_(list(copies.values()), [shards[name] for name in shapes])
+            for name, parameter in self.parameters.items():
+                self._adam_of[parameter].state[parameter][moment] = copies[name]

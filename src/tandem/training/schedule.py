@@ -7,14 +7,11 @@ all rows of an optimizer step, not over one rank's rows (R20).
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
-from tandem.training.losses import item_weights
-
-Float64 = NDArray[np.float64]
+from tandem.training.losses import Floats, item_weights
 
 
 @dataclass(frozen=True)
@@ -61,16 +58,14 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
     return Plan(tuple(steps), data_parallel)
 
 
-def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> tuple[Float64, Float64]:
+def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> tuple[Floats, Floats]:
     """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the example's weight."""
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
     weights, parts = item_weights(loss.normalisation, trajectory_items, group_items, constant)
-    if isinstance(loss, SFTLoss):
-        example_weight = row.item_advantage.astype(np.float64)
-        return weights * example_weight, parts * example_weight
-    return weights, parts
+    example_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
+    return weights * example_weight, parts * example_weight
 
 
 def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list[float]:

@@ -7,7 +7,8 @@ the sum is the gradient of the whole step's loss (R20).
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
-from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob
+from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
 from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
 from tandem.training.metrics import all_reduce, item_metrics, reward_metrics
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
@@ -27,17 +28,8 @@ from tandem.training.schedule import denominators, plan_steps, row_weights
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
-
-    def copied(name: str) -> Tensor:
-        return torch.tensor(getattr(row, name), dtype=torch.int64)
-
-    return RowTensors(
-        tokens=copied("tokens").to(device),
-        positions=copied("positions").to(device),
-        subtree_end=copied("subtree_end"),
-        item_source=copied("item_source").to(device),
-        item_target=copied("item_target").to(device),
-    )
+    arrays = {field.name: torch.tensor(getattr(row, field.name), dtype=torch.int64) for field in fields(RowTensors)}
+    return RowTensors(**{name: array if name == "subtree_end" else array.to(device) for name, array in arrays.items()})
 
 
 @dataclass
@@ -52,8 +44,8 @@ class Training:
     topology: Topology
     device: torch.device
     phases: Phases
-    reference: Callable[[], AbstractContextManager[None]]
-    """Within it the policy computes as the KL's reference does; afterwards it is exactly what it was before."""
+    reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
+    """Within it the policy computes as that KL reference does; afterwards it is exactly what it was before."""
 
     def __post_init__(self) -> None:
         self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
@@ -72,7 +64,7 @@ class Training:
             if loss.old_logprobs == "trainer" and len(totals) > 1:
                 self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
             if loss.kl_coef or loss.kl_metric:
-                self._reference_logprobs = self._logprobs("reference", self.reference())
+                self._reference_logprobs = self._logprobs("reference", self.reference(loss.kl_reference))
         metrics: dict[str, float] = {}
         for step, total in enumerate(totals):
             metrics = self._optimizer_step(step, total)
@@ -89,7 +81,7 @@ class Training:
         return logprobs
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
-        phases, optimizer = self.phases, self.optimizer
+        phases, optimizer, group = self.phases, self.optimizer, data_parallel_group()
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
@@ -97,7 +89,6 @@ class Training:
         with phases.phase("optimizer"):
             optimizer.reduce_gradients()
             norm = optimizer.gradient_norm()
-            group = data_parallel_group()
             means = item_metrics(
                 all_reduce(sums, dist.ReduceOp.SUM, group, self.device),
                 all_reduce(maxima, dist.ReduceOp.MAX, group, self.device),
@@ -107,14 +98,14 @@ class Training:
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
         rows = self.plan.steps[step]
-        tokens = int(self.batch.row_num_tokens[list(rows)].sum())
+        tokens = float(self.batch.row_num_tokens[list(rows)].sum())
         return {
             **means,
             "grad_norm": norm,
             "learning_rate": self.job.optimizer.learning_rate,
             **reward_metrics(self.batch, rows),
             "rows": float(len(rows)),
-            "tokens": float(tokens),
+            "tokens": tokens,
             "tokens_per_second": tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9),
             **{f"seconds_{name}": slowest[name] for name in seconds},
             **{f"memory_{name}_bytes": slowest[name] for name in memory},
@@ -145,23 +136,19 @@ class Training:
         weights = np.zeros(len(row.item_target))
         if denominator is not None:
             weights = row_weights(self.batch, row, loss)[0] / denominator
-        old = sampler = tensor(row.item_logprob) if isinstance(loss, RLLoss) else None
-        if isinstance(loss, RLLoss) and loss.old_logprobs == "trainer":
-            # A job of one optimizer step computes none before training: the old policy is the current one.
-            old = self._old_logprobs.get(row.index, outputs.logprobs.detach())
         sequence = row.item_sequence - row.item_sequence[0]
         items = Items(
-            logprobs=outputs.logprobs,
-            entropy=outputs.entropy,
-            weights=tensor(weights),
-            advantages=tensor(row.item_advantage),
-            sequence=tensor(sequence, torch.int64),
-            num_sequences=int(sequence[-1]) + 1,
-            old_logprobs=old,
-            sampler_logprobs=sampler,
-            reference_logprobs=self._reference_logprobs.get(row.index),
-        )
-        return rl_loss(items, loss) if isinstance(loss, RLLoss) else sft_loss(items)
+            outputs.logprobs, outputs.entropy, tensor(weights), tensor(row.item_advantage),
+            tensor(sequence, torch.int64), num_sequences=int(sequence[-1]) + 1,
+        )  # fmt: skip
+        if isinstance(loss, SFTLoss):
+            return sft_loss(items)
+        items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
+        if loss.old_logprobs == "trainer":
+            # A job of one optimizer step computes none before training: the old policy is the current one.
+            items.old_logprobs = self._old_logprobs.get(row.index, outputs.logprobs.detach())
+        items.reference_logprobs = self._reference_logprobs.get(row.index)
+        return rl_loss(items, loss)
 
     def _forward(self, row: PackedRow) -> ItemOutputs:
         temperature = self.job.loss.temperature if isinstance(self.job, RLJob) else 1.0

@@ -12,9 +12,6 @@ from tandem.model.device.cuda_start import runtime
 Export = tuple[bytes, int]
 """CUDA's handle of an allocation (cudaIpcMemHandle_t), and the offset of a byte in it."""
 
-_LAZY_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: needs no context on the other process's GPU
-_DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
-
 
 class NotShared(RuntimeError):
     """The driver doesn't let this process use the other's memory."""
@@ -46,19 +43,19 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
     """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what another process
     exported. Wait for the copies before leaving the block, which closes the other process's memory.
 
-    Raises:
-        NotShared: the memory can't be shared, or a call of CUDA fails.
+    Raises NotShared if the memory can't be shared, or a call of CUDA fails.
     """
     wait_until_started()
     if export is None:
         raise NotShared("the other process can't share its memory")
     handle, start = export
     pointer, cuda = ctypes.c_void_p(), runtime()
-    _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS))
+    # 1: cudaIpcMemLazyEnablePeerAccess, which needs no context on the other process's GPU.
+    _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
 
     def copy(tensor: torch.Tensor, offset: int) -> None:
         source, target = ctypes.c_void_p((pointer.value or 0) + start + offset), ctypes.c_void_p(tensor.data_ptr())
-        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), _DEVICE_TO_DEVICE, None))
+        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, None))  # 3: device to device
 
     try:
         yield copy

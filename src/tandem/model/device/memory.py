@@ -18,7 +18,9 @@ def stats() -> dict[str, int]:
     both are the resident set.
     """
     if wait_until_started() == "cpu":
-        now, peak = _resident_set()
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+        sizes = {line[0]: int(line[1]) * 1024 for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
+        now, peak = sizes["VmRSS:"], sizes.get("VmHWM:", sizes["VmRSS:"])
         return {"allocated": now, "reserved": now, "allocated_peak": peak, "reserved_peak": peak}
     torch_stats = torch.cuda.memory_stats()
     values: dict[str, int] = {}
@@ -61,10 +63,3 @@ def release_workspaces() -> None:
     """Return cuBLAS's workspaces to the allocator. The next matrix product creates a new one."""
     if wait_until_started() == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
-
-
-def _resident_set() -> tuple[int, int]:
-    """This process's resident set now, and its largest since the last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    return sizes["VmRSS"], sizes.get("VmHWM", sizes["VmRSS"])

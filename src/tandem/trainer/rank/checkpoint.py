@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save
@@ -24,7 +25,7 @@ from tandem.model.policy import Policy
 from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool, fs
-from tandem.spool.schema import LoraShape, RLLoss
+from tandem.spool.schema import LoraShape
 from tandem.training.optimizer import AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
@@ -66,11 +67,10 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
 @torch.no_grad()
 def read(checked: Contents[StoredTensor]) -> Contents[Tensor]:
     """Read the tensors onto the device. Raises CheckpointDamaged if one holds NaN or infinity."""
-    where = device.device()
-    adapter = read_tensors(checked.adapter, where)
+    adapter = read_tensors(checked.adapter, device.device())
     if checked.optimizer is None:
         return Contents(adapter, None)
-    adam = read_tensors(checked.optimizer, where)
+    adam = read_tensors(checked.optimizer, device.device())
     if (step := int(adam["step"])) < 1:
         raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
     return Contents(adapter, adam)
@@ -80,12 +80,13 @@ def read(checked: Contents[StoredTensor]) -> Contents[Tensor]:
 def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
     """Copy a checkpoint's tensors into policy and optimizer, whose shapes are those of its run."""
     policy.set_adapter(saved.adapter)
-    if (adam := saved.optimizer) is not None:
+    if (adam := saved.optimizer) is None:
+        return
 
-        def shards(moment: str) -> dict[str, Tensor]:
-            return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
+    def shards(moment: str) -> dict[str, Tensor]:
+        return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
 
-        optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
+    optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
 
 
 @torch.no_grad()
@@ -104,44 +105,44 @@ def write(saved: Contents[Tensor], previous: Path, directory: Path) -> None:
 
     Raises SpoolUnusable if the volume refuses them, CheckpointDamaged if a file doesn't read back as it was written.
     """
-    assert saved.optimizer is not None
-    with fs.volume_errors(directory):
+
+    def write_file(name: str, tensors: dict[str, Tensor] | None) -> None:
+        assert tensors is not None
+        # safetensors' own writer reports a full disk without its error number.
+        content = save(tensors, metadata={"format": "pt"})
+        (directory / name).write_bytes(content)
+        # Compared as bytes, because safetensors' reader leaks memory for each tensor (0.8.0).
+        if (directory / name).read_bytes() != content:
+            raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
+
+    with fs.volume_errors(directory), ThreadPoolExecutor(2) as pool:
         fs.remove_tree(directory)
         (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
         shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
-
-        def write_file(name: str, tensors: dict[str, Tensor]) -> None:
-            # safetensors' own writer reports a full disk without its error number.
-            content = save(tensors, metadata={"format": "pt"})
-            (directory / name).write_bytes(content)
-            # Compared as bytes, because safetensors' reader leaks memory for each tensor (0.8.0).
-            if (directory / name).read_bytes() != content:
-                raise CheckpointDamaged(f"{directory / name} does not read back as it was written: check the volume")
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(write_file, (WEIGHTS_FILE, OPTIMIZER_FILE), (saved.adapter, saved.optimizer)))
+        list(pool.map(write_file, (WEIGHTS_FILE, OPTIMIZER_FILE), (saved.adapter, saved.optimizer)))
 
 
 @contextmanager
-def reference_policy(spool: Spool, run: str, loss: RLLoss, policy: Policy) -> Iterator[None]:
+def reference_policy(spool: Spool, run: str, policy: Policy, reference: int | Literal["base"]) -> Iterator[None]:
     """Within the block the policy is the KL's reference: the base model, or another checkpoint of the run.
 
     Afterwards its own adapter is back, bit for bit. Raises InvalidInput if there is no such checkpoint, and
     CheckpointDamaged if it is not whole.
     """
-    if loss.kl_reference == "base":
+    if reference == "base":
         with policy.adapter_disabled():
             yield
         return
     try:
-        spool.checkpoints.verify(run, loss.kl_reference)
+        spool.checkpoints.verify(run, reference)
     except NotFound as error:
         raise InvalidInput(f"{error.message}; take one of those, or 'base'", field="loss.kl_reference") from error
-    own = {name: parameter.detach().clone() for name, parameter in policy.lora_parameters().items()}
+    parameters = policy.lora_parameters().values()
+    own = [parameter.detach().clone() for parameter in parameters]
     try:
-        policy.load_adapter(spool.checkpoints.path(run, loss.kl_reference))
+        policy.load_adapter(spool.checkpoints.path(run, reference))
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in policy.lora_parameters().items():
-                parameter.copy_(own[name])
+            for parameter, saved in zip(parameters, own, strict=True):
+                parameter.copy_(saved)

@@ -37,8 +37,8 @@ from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdamState, AdapterOptimizer
 from tandem.training.phases import Phases
 
-# While weights are read, a thread that computes gives way to another one after this long.
-SWITCH_SECONDS = 1e-4
+Checked = checkpoint.Contents[StoredTensor] | None
+"""The checkpoint to start from; None if the kept model has its state, so that its files need not be read."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class ModelLoader:
     arch: Arch
     assignment: Assignment
     topology: Topology
-    checked: Future[checkpoint.Contents[StoredTensor] | None]
-    """The checkpoint to start from; None if the kept model has its state."""
+    checked: Future[Checked]
     rehearse: Callable[[Policy], None] | None
     """Runs a short pass, because a process's first pass is slow. None: nothing is warmed up."""
 
@@ -112,7 +111,7 @@ class ModelLoader:
         base = allocated.result()
         self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
         if self.rehearse is not None:
-            self._warm_ups.append(self._warm_up_thread.submit(on_device(_run_rehearsal), self.rehearse, policy))
+            self._warm_ups.append(self._warm_up_thread.submit(on_device(self.rehearse), policy))
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.job.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
@@ -148,7 +147,7 @@ class ModelLoader:
 def _short_switch_interval() -> Iterator[None]:
     """Readers need the interpreter's lock often and briefly. By default each would wait 5 ms for a computing thread."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(1e-4)
     try:
         yield
     finally:
@@ -173,8 +172,3 @@ def _load_softmax_kernels(vocabulary: int) -> None:
         lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
         vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=parallel_state.get_context_parallel_group(),
     )  # fmt: skip
-
-
-def _run_rehearsal(rehearse: Callable[[Policy], None], policy: Policy) -> None:
-    rehearse(policy)
-    memory.release_workspaces()

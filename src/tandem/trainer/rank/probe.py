@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import pad
 
 from tandem.data.packed_format import PackedBatch
+from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
 
 MAX_SEQUENCES = 4
@@ -40,15 +41,15 @@ def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
-        result = policy(row_tensors(together, row_length, device), temperature=1.0)
-        values = result.logprobs.float().cpu()
+        values = policy(row_tensors(together, row_length, device), temperature=1.0).logprobs.float().cpu()
         out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
 
 
-def rehearse(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> None:
+def rehearse(sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy) -> None:
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
     policy.rehearse(row_tensors(_rows(sequences, row_length)[0], row_length, device))
+    memory.release_workspaces()
 
 
 def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:

@@ -1,7 +1,6 @@
 """What a rank keeps from one job to the next, if it stays (`launch=resident`): process groups and the model.
 
-Between jobs the model's device memory is given back. A job that needs other process groups or another model begins
-anew.
+Between jobs it gives the model's device memory back. A job that needs other groups or another model begins anew.
 """
 
 import ctypes
@@ -14,10 +13,9 @@ from tandem.families.arch import Arch
 from tandem.model import parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
-from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool
 from tandem.trainer.rank import checkpoint
-from tandem.trainer.rank.model_loader import LoadedModel
+from tandem.trainer.rank.model_loader import Checked, LoadedModel
 from tandem.trainer.rank.rendezvous import Assignment
 
 _libc = ctypes.CDLL(None)
@@ -33,20 +31,15 @@ class RankState:
         self.checkpoint: tuple[str, int, str] | None = None
         """Run, step and job of the checkpoint that equals the model's adapter and Adam's state."""
 
-    def check_checkpoint(
-        self, spool: Spool, assignment: Assignment, arch: Arch
-    ) -> Future[checkpoint.Contents[StoredTensor] | None]:
-        """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`.
-
-        The result is None if the model in memory has that checkpoint's state, so that the files need not be read.
-        """
+    def check_checkpoint(self, spool: Spool, assignment: Assignment, arch: Arch) -> Future[Checked]:
+        """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`."""
         run, step = assignment.run, assignment.job.base_step
         kept, self.checkpoint = self.checkpoint, None
         in_memory = assignment.requirements() == self._requirements and (
             kept == (run.name, step, spool.checkpoints.manifest(run.name, step).job)
         )
 
-        def check() -> checkpoint.Contents[StoredTensor] | None:
+        def check() -> Checked:
             if in_memory:
                 spool.checkpoints.verify(run.name, step)
                 return None
@@ -60,11 +53,14 @@ class RankState:
     def join(self, assignment: Assignment, settings: Settings, connect: Callable[[], None]) -> Topology:
         """The process groups for the job: the kept ones, or new ones. If they are new, the kept model is discarded."""
         if assignment.requirements() != self._requirements or self._topology is None:
-            self._discard()
+            if self.model is not None:
+                self.model = None
+                gc.collect()
+                memory.release_cached()
+            parallel.destroy()  # which all ranks do together (R3)
             connect()
-            self._topology = parallel.init_parallel(
-                settings.tensor_parallel, timeout_seconds=assignment.job.stall_seconds
-            )
+            timeout = assignment.job.stall_seconds
+            self._topology = parallel.init_parallel(settings.tensor_parallel, timeout_seconds=timeout)
             self._requirements = assignment.requirements()
         return self._topology
 
@@ -77,12 +73,3 @@ class RankState:
         memory.release_cached()
         if hasattr(_libc, "malloc_trim"):
             _libc.malloc_trim(0)  # each job's threads fragment the heap further
-
-    def _discard(self) -> None:
-        """Drop the model and leave the process groups, which all ranks do together (R3)."""
-        if self.model is not None:
-            self.model = None
-            gc.collect()
-            memory.release_cached()
-        self._requirements = self._topology = None
-        parallel.destroy()

@@ -5,6 +5,7 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 
 import os
 import time
+from functools import partial
 from importlib.metadata import version
 from platform import python_version
 from typing import Any
@@ -18,10 +19,9 @@ from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
-from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import EventType, Probe, RLJob, RLLoss
+from tandem.spool.schema import EventType, Probe
 from tandem.trainer.rank import checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
@@ -58,8 +58,7 @@ class _Session:
     """One rank's part of one attempt; see `run_rank`."""
 
     def __init__(self, spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState) -> None:
-        self._spool, self._settings, self._job_id, self._attempt = spool, settings, job_id, attempt
-        self._state = state
+        self._spool, self._settings, self._job_id, self._attempt, self._state = spool, settings, job_id, attempt, state
         self._rank = int(os.environ.get("RANK", "0"))
         self._work = spool.paths.work_dir(job_id, attempt)
         watch = MemoryWatch()
@@ -88,10 +87,7 @@ class _Session:
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id))
         with batch:
             sequences = probe.choose(batch)
-
-            def rehearse(policy: Policy) -> None:
-                probe.rehearse(policy, sequences, batch.sequence_length, self._device)
-
+            rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)
             loader = ModelLoader(
                 self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
             )
@@ -101,16 +97,12 @@ class _Session:
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]]) -> None:
         """Train and write the checkpoint. `sequences`: the probe's."""
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
-        loss = job.loss if isinstance(job, RLJob) else RLLoss()
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=lambda: checkpoint.reference_policy(self._spool, run.name, loss, policy),
+            reference=partial(checkpoint.reference_policy, self._spool, run.name, policy),
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
-
-        def logprobs() -> list[list[float]]:
-            return probe.logprobs(policy, sequences, batch.sequence_length, self._device)
-
+        logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)
         with self.phases.phase("probe"):
             previous = logprobs()
         seconds, _ = self.phases.take()

@@ -57,14 +57,6 @@ def preload() -> None:
     # The imported objects stay. Without this the garbage collector would search them during the import and in each job,
     # and each forked rank would copy their memory.
     gc.disable()
-    try:
-        _import_all()
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
-def _import_all() -> None:
     import_module("tandem.trainer.rank.session")
     import_module("torch._inductor.config")  # torch.use_deterministic_algorithms imports it at its first call
     with contextlib.suppress(ImportError):
@@ -80,6 +72,8 @@ def _import_all() -> None:
                 imported = import_module(module)
                 if function is not None:
                     getattr(imported, function)()
+    gc.freeze()
+    gc.enable()
 
 
 def resident() -> Callable[[Path, str, int], int]:
@@ -94,7 +88,6 @@ def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = 
     """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a JobError to
     `error.<rank>.json` in the attempt's work directory."""
     faulthandler.enable()
-    rank = int(os.environ.get("RANK", "0"))
     work: Path | None = None
     try:
         spool = Spool(root)
@@ -115,7 +108,7 @@ def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = 
             time.sleep(PEER_GRACE_SECONDS)
         if work is not None:
             with contextlib.suppress(TandemError, OSError):
-                fs.write_json_atomic(error_file(work, rank), _record(error))
+                fs.write_json_atomic(error_file(work, int(os.environ.get("RANK", "0"))), _record(error))
         return 1
     return 0
 
