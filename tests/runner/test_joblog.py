@@ -42,7 +42,7 @@ def test_a_reader_that_stops_costs_lines_and_blocks_nobody(pipe):
     lines = []
     for _ in range(100):
         lines += read(pipe[0])
-        stdout.write([], timeout=1)
+        stdout.write([])
     lines += read(pipe[0])
     assert lines[0] == "job j1 [rank 0] 0 0"
     left_out = int(lines[-1].removeprefix("job j1 [runner] ").split()[0])

@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.config import Settings
-from tandem.trainer.launch import rank_environment
+from tandem.trainer.launch.launcher import rank_environment
 
 
 @pytest.mark.parametrize(

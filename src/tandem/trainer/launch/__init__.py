@@ -13,21 +13,14 @@ An attempt's work directory holds, however its ranks were started:
     exits.json      exit statuses of failed ranks, see `read_exits`
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Self
 
-from tandem.system.environment import omp_waiting
-from tandem.system.processes import Process, die_with_parent
-
-if TYPE_CHECKING:
-    from tandem.config import Settings
+from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
 """Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports what a rank needs."""
@@ -52,40 +45,9 @@ class Launch:
         return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Launch:
+    def from_json(cls, text: str | bytes) -> Self:
         fields = json.loads(text)
         return cls(**fields | {"root": Path(fields["root"]), "work": Path(fields["work"])})
-
-
-class Handle(Protocol):
-    """The processes of one attempt."""
-
-    def poll(self) -> int | None:
-        """None while the attempt runs, then its exit status (negative: a signal). Never blocks."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the ranks' parent, which forwards it."""
-
-    def processes(self) -> list[Process]:
-        """Every living process of this attempt."""
-
-    def kill_all(self, timeout: float) -> list[Process]:
-        """SIGKILL all of them; returns those still alive after `timeout` seconds."""
-
-
-class Launcher(Protocol):
-    def prepare(self) -> None:
-        """Start what can be started ahead of a job. Doesn't block."""
-
-    def launch(self, launch: Launch) -> Handle:
-        """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
-
-    @property
-    def holds_devices(self) -> bool:
-        """Whether ranks stay on the devices between jobs."""
-
-    def close(self) -> None:
-        """End the processes that stay between jobs."""
 
 
 def start_child(command: list[str], environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
@@ -112,49 +74,3 @@ def read_exits(work: Path) -> dict[int, int]:
         return {int(rank): status for rank, status in json.loads((work / "exits.json").read_text()).items()}
     except (OSError, ValueError):
         return {}
-
-
-def rank_environment(settings: Settings) -> dict[str, str]:
-    """The variables that every launcher starts ranks with.
-
-    The number of threads decides the order of floating-point sums, so it is fixed here instead of by each library:
-    OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of ranks.
-    """
-    environment = dict(os.environ)
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.trainer_ranks)))
-    environment |= omp_waiting(environment)
-    # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
-    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than it saves.
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # All ranks are on this host, whose name may not resolve inside a container.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment["PYTHONUNBUFFERED"] = "1"
-    if settings.trainer_devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
-    return environment
-
-
-def make_launcher(settings: Settings, entry: str, marker: tuple[str, str]) -> Launcher:
-    """The launcher that `settings.launch` names.
-
-    `marker`: an environment variable and its value for every process that it starts, by which a later runner finds
-    processes that outlived this one.
-    """
-    environment = rank_environment(settings) | dict([marker])
-    if settings.launch == "torchrun":
-        from tandem.trainer.launch.torchrun import TorchrunLauncher
-
-        return TorchrunLauncher(environment)
-    from tandem.trainer.launch.standby import StandbyLauncher
-
-    if settings.launch == "fork":
-        from tandem.trainer.launch.fork import ForkServer
-
-        return StandbyLauncher(ForkServer, entry, environment)
-    from tandem.trainer.launch.resident import ResidentRanks
-
-    # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
-    environment.setdefault("MALLOC_ARENA_MAX", "1")
-    return StandbyLauncher(partial(ResidentRanks, settings.trainer_ranks), entry, environment)

@@ -6,8 +6,6 @@ torchrun's exit status is 1 whichever rank failed and however. This program call
 failures that it raises to `exits.json` in `directory`.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

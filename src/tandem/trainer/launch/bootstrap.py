@@ -4,8 +4,6 @@ python -m tandem.trainer.launch.bootstrap <a Launch as JSON>          runs one j
 python -m tandem.trainer.launch.bootstrap <entry module> <socket>     stays and runs jobs that come over the socket
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -26,20 +24,22 @@ def redirect(log: Path) -> None:
     os.close(descriptor)
 
 
-def run(launch: Launch, main: Callable[[Path, str, int], object] | None = None) -> int:
-    """Run the rank in this process; returns its exit status. `main`: by default that of the launch's entry module."""
+def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
+    """Run this process's rank, with its output in the rank's log; returns its exit status.
+
+    `main`: by default that of the launch's entry module.
+    """
+    redirect(launch.work / f"rank.{os.environ['RANK']}.log")
     try:
         main = main or importlib.import_module(launch.entry).main
-        result = main(launch.root, launch.job, launch.attempt)
+        return main(launch.root, launch.job, launch.attempt) or 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
-        return 1
     except BaseException:
         traceback.print_exc()
-        return 1
-    return result if isinstance(result, int) else 0
+    return 1
 
 
 def stay(entry: str, control: str) -> int:
@@ -56,9 +56,7 @@ def stay(entry: str, control: str) -> int:
     main = module.resident() if hasattr(module, "resident") else module.main
     own_output = os.dup(1)
     while request := runner.recv(1 << 16):
-        launch = Launch.from_json(request)
-        redirect(launch.work / f"rank.{os.environ['RANK']}.log")
-        status = run(launch, main)
+        status = run(Launch.from_json(request), main)
         sys.stdout.flush()
         sys.stderr.flush()
         if status:
@@ -76,9 +74,7 @@ def main() -> int:
         return 1  # the agent died before die_with_parent took effect
     if len(sys.argv) == 3:
         return stay(sys.argv[1], sys.argv[2])
-    launch = Launch.from_json(sys.argv[1])
-    redirect(launch.work / f"rank.{os.environ['RANK']}.log")
-    return run(launch)
+    return run(Launch.from_json(sys.argv[1]))
 
 
 if __name__ == "__main__":

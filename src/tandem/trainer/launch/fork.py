@@ -1,14 +1,13 @@
 """Ranks forked from a process that has everything imported: the runner's side (the other side: `forkserver`)."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import select
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from typing import Self
 
 from tandem.system import processes
 from tandem.system.logs import Log
@@ -19,13 +18,12 @@ log = Log("runner")
 
 
 class ForkServer:
-    """The fork server, and the handle of its latest launch.
+    """The fork server, and the handle of its latest launch. For what a handle's methods do see `Torchrun`.
 
     A launch never waits for the server's imports: the request stays in the socket until they are done.
     """
 
     name = "fork server"
-    holds_devices = False
 
     def __init__(self, entry: str, environment: dict[str, str]) -> None:
         # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not survive a fork.
@@ -43,24 +41,25 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None and not self._closed
 
-    def launch(self, launch: Launch) -> ForkServer:
+    def launch(self, launch: Launch) -> Self:
         self._work, self._exit = str(launch.work), None
-        with contextlib.suppress(OSError):  # the server has just died, which `poll` notices
+        with suppress(OSError):  # the server has just died, which `poll` notices
             self._socket.send(launch.to_json().encode())
         return self
 
     def poll(self) -> int | None:
         while not self._closed and select.select([self._socket], [], [], 0)[0]:
-            with contextlib.suppress(ConnectionError):
-                if packet := self._socket.recv(1 << 16):
-                    message = json.loads(packet)
-                    if ready := message.get("ready"):
-                        report = log.warning if ready["threads"] else log.info
-                        report("fork server is ready", pid=self.pid, **ready)
-                    elif message["work"] == self._work:  # otherwise it is about an earlier launch, which was killed
-                        self._exit = message["exited"]
-                    continue
-            self._closed = True
+            packet = b""
+            with suppress(ConnectionError):
+                packet = self._socket.recv(1 << 16)
+            if not packet:
+                self._closed = True
+                break
+            message = json.loads(packet)
+            if ready := message.get("ready"):
+                (log.warning if ready["threads"] else log.info)("fork server is ready", pid=self.pid, **ready)
+            elif message["work"] == self._work:  # otherwise it is about an earlier launch, which was killed
+                self._exit = message["exited"]
         if self._exit is None and not self.alive:
             self._exit = -signal.SIGKILL  # leader and ranks die with the server
         return self._exit
@@ -81,7 +80,7 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         self._closed = True
-        processes.kill_all(self.processes, timeout=10)
+        self.kill_all(10)
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

@@ -19,9 +19,6 @@ Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server
 and {"exited": status, "work": <the launch's work directory>}, which may come late about a launch that was killed.
 """
 
-from __future__ import annotations
-
-import contextlib
 import importlib
 import json
 import os
@@ -32,13 +29,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tandem.system.processes import adopt_orphans, describe_exit, die_with_parent
 from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, write_exits
 from tandem.trainer.launch.bootstrap import redirect, run
-
-_POLL_SECONDS = 0.02
 
 
 def main() -> None:
@@ -56,7 +53,7 @@ def main() -> None:
     runner.send(json.dumps({"ready": ready}).encode())
     while request := runner.recv(1 << 16):
         launch = Launch.from_json(request)
-        leader = _fork_leader(runner, launch)
+        leader = _fork(partial(lead, launch, runner))
         pid = status = 0
         while pid != leader:
             pid, status = os.wait()  # also returns orphans that this process adopted
@@ -64,26 +61,15 @@ def main() -> None:
         runner.send(json.dumps(report).encode())
 
 
-def _fork_leader(runner: socket.socket, launch: Launch) -> int:
-    server = os.getpid()
-
-    def child() -> int:
-        die_with_parent(server)
-        os.setsid()
-        runner.close()
-        redirect(launch.work / "launcher.log")
-        return lead(launch)
-
-    return _fork(child)
-
-
-def lead(launch: Launch) -> int:
+def lead(launch: Launch, runner: socket.socket) -> int:
     """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them exited with 0."""
+    runner.close()
+    redirect(launch.work / "launcher.log")
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.create_server(("localhost", 0), backlog=max(128, launch.ranks))
-    ranks = {_fork_rank(launch, rank, listener): rank for rank in range(launch.ranks)}
+    ranks = {_fork(partial(_run_rank, launch, rank, listener)): rank for rank in range(launch.ranks)}
     from torch._C._distributed_c10d import TCPStore
 
     port = listener.getsockname()[1]
@@ -92,64 +78,55 @@ def lead(launch: Launch) -> int:
         master_listen_fd=listener.detach(),
     )  # fmt: skip
     failures: dict[int, int] = {}  # of the ranks that failed before the others were ended, in that order
-    terminated = False
-    kill_time = float("inf")
+    kill_time: float | None = None
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            code = os.waitstatus_to_exitcode(status)
-            if pid in ranks and code:
-                print(f"rank {ranks[pid]} (pid {pid}) ended with {describe_exit(code)}", flush=True)
-                if not terminated:
-                    failures[ranks[pid]] = code
-            ranks.pop(pid, None)
+            rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+            if code:
+                print(f"rank {rank} (pid {pid}) ended with {describe_exit(code)}", flush=True)
+                if kill_time is None:
+                    failures[rank] = code
             continue
-        if not terminated and (stop_requests or failures):
-            terminated, kill_time = True, time.monotonic() + SHUTDOWN_SECONDS["fork"]
+        if kill_time is None and (stop_requests or failures):
+            kill_time = time.monotonic() + SHUTDOWN_SECONDS["fork"]
             for rank_pid in ranks:
                 os.kill(rank_pid, signal.SIGTERM)
-        if time.monotonic() > kill_time:
+        if kill_time is not None and time.monotonic() > kill_time:
             for rank_pid in ranks:
                 os.kill(rank_pid, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.02)
     write_exits(launch.work, failures)
     del store
     return 1 if stop_requests or failures else 0
 
 
-def _fork_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
-    leader = os.getpid()
-    port = listener.getsockname()[1]
-
-    def child() -> int:
-        die_with_parent(leader)
-        # As under torchrun: each rank leads a session and handles signals like a new Python process.
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        listener.close()
-        redirect(launch.work / f"rank.{rank}.log")
-        os.environ.update(_torchrun_environment(launch, rank, port))
-        _reset_random_state()
-        return run(launch)
-
-    return _fork(child)
+def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
+    """Be a rank, which handles signals like a new Python process, as under torchrun."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(_torchrun_environment(launch, rank, listener.getsockname()[1]))
+    listener.close()
+    _reset_random_state()
+    return run(launch)
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork; returns the child's pid. The child runs `child` and exits with its result. Even when `child` raises, it
-    neither returns into the server's stack nor runs the server's exit handlers."""
-    pid = os.fork()
-    if pid:
+    """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child` and exits with its
+    result. Even when `child` raises, it neither returns into the server's stack nor runs the server's exit handlers."""
+    parent = os.getpid()
+    if pid := os.fork():
         return pid
     code = 1
     try:
+        die_with_parent(parent)
+        os.setsid()
         code = child()
     except BaseException:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 stream.flush()
         os._exit(code)
 

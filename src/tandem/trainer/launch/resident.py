@@ -5,14 +5,13 @@ all but what a process can't free while it lives (its CUDA context, NCCL's buffe
 than success, they end too, and the next job gets new ones.
 """
 
-from __future__ import annotations
-
-import contextlib
 import select
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from tandem.system import processes
 from tandem.system.processes import Process
@@ -20,11 +19,10 @@ from tandem.trainer.launch import Launch
 from tandem.trainer.launch.torchrun import Torchrun
 
 
-class ResidentRanks:
+class ResidentRanks(Torchrun):
     """torchrun's agent, its ranks, a connection to each of them, and the handle of their latest job."""
 
     name = "resident ranks"
-    holds_devices = True
 
     def __init__(self, count: int, entry: str, environment: dict[str, str]) -> None:
         # Local, because the volume's file system may not support sockets; short, because a socket's path is limited.
@@ -39,15 +37,14 @@ class ResidentRanks:
         self._idle: list[socket.socket] = []
         self._launch: Launch | None = None
         self._exit: int | None = None
-        self._agent = Torchrun(self._directory, count, "resident", [entry, str(path)], environment)
+        super().__init__(self._directory, count, "resident", [entry, str(path)], environment)
 
     @property
     def alive(self) -> bool:
         return self._agent.poll() is None
 
-    def launch(self, launch: Launch) -> ResidentRanks:
-        self._launch = launch
-        self._exit = None
+    def launch(self, launch: Launch) -> Self:
+        self._launch, self._exit = launch, None
         idle, self._idle = self._idle, []
         for rank in idle:
             self._send_job(rank)
@@ -56,7 +53,7 @@ class ResidentRanks:
     def _send_job(self, rank: socket.socket) -> None:
         assert self._launch is not None
         self._busy.append(rank)
-        with contextlib.suppress(OSError):  # the rank ended, and so will the agent
+        with suppress(OSError):  # the rank ended, and so will the agent
             rank.send(self._launch.to_json().encode())
 
     def poll(self) -> int | None:
@@ -69,7 +66,7 @@ class ResidentRanks:
                     self._send_job(self._listener.accept()[0])
                     continue
                 self._busy.remove(ready)
-                with contextlib.suppress(ConnectionError):
+                with suppress(ConnectionError):
                     if ready.recv(1):
                         self._idle.append(ready)
         if len(self._idle) == self._count:
@@ -78,19 +75,13 @@ class ResidentRanks:
             # The agent ends with 0 when all ranks left with 0 in the middle of the job.
             self._exit = code or 1
             for name in ("launcher.log", "exits.json"):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     shutil.copyfile(self._directory / name, self._launch.work / name)
         return self._exit
 
-    def terminate(self) -> None:
-        self._agent.terminate()
-
-    def processes(self) -> list[Process]:
-        return self._agent.processes()
-
     def kill_all(self, timeout: float) -> list[Process]:
         if self._exit != 0:
-            return self._agent.kill_all(timeout)
+            return super().kill_all(timeout)
         # The ranks stay. Processes that they started for the job don't.
         agent = self._agent.pid
         return processes.kill_all(
@@ -99,7 +90,7 @@ class ResidentRanks:
         )
 
     def close(self) -> None:
-        self._agent.kill_all(10)
+        super().kill_all(10)
         for connection in (*self._busy, *self._idle, self._listener):
             connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,37 +1,17 @@
-"""Ranks under torchrun: one agent process and its ranks, all new for each job (R2, R3).
+"""Ranks under torchrun: one agent process and its ranks (R2, R3).
 
 The rendezvous endpoint is `localhost:0`: the agent's store listens on a port that the kernel chooses, and the ranks
 connect to that same store. No port is closed and opened again (R11).
 """
 
-from __future__ import annotations
-
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from tandem.system import processes
 from tandem.system.processes import Process
-from tandem.trainer.launch import Launch, start_child
-
-
-class TorchrunLauncher:
-    holds_devices = False
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment
-
-    def prepare(self) -> None:
-        pass
-
-    def launch(self, launch: Launch) -> Torchrun:
-        name = f"{launch.job}-{launch.attempt}"
-        return Torchrun(launch.work, launch.ranks, name, [launch.to_json()], self._environment)
-
-    def close(self) -> None:
-        pass
+from tandem.trainer.launch import start_child
 
 
 class Torchrun:
@@ -49,21 +29,22 @@ class Torchrun:
         ]  # fmt: skip
         with (work / "launcher.log").open("ab") as log:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
-        self.pid = self._agent.pid
 
     def poll(self) -> int | None:
+        """None while the attempt runs, then its exit status (negative: a signal). Never blocks."""
         return self._agent.poll()
 
     def terminate(self) -> None:
-        if self._agent.poll() is None:
-            self._agent.send_signal(signal.SIGTERM)
+        """Send SIGTERM to the ranks' parent, which forwards it."""
+        self._agent.terminate()
 
     def processes(self) -> list[Process]:
-        """All descendants of the runner: it adopts orphans and keeps no other process while it uses torchrun."""
+        """All living descendants of the runner: it adopts orphans and keeps no other process while it uses torchrun."""
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
-        left = processes.kill_all(self.processes, timeout=timeout, known=[self.pid])
+        """SIGKILL all of them; returns those still alive after `timeout` seconds."""
+        left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)
             processes.reap_orphans()  # ranks that died before the agent, which can't collect their status any more

@@ -3,8 +3,6 @@
 All sizes are bytes in use by device UUID, seen from outside the processes; None where the driver gives no answer.
 """
 
-from __future__ import annotations
-
 import time
 
 from tandem.config import Settings
@@ -14,7 +12,7 @@ from tandem.system import processes
 from tandem.system.gpus import STAYING_BYTES, Devices, beyond, over
 from tandem.system.logs import Log
 from tandem.system.processes import Process
-from tandem.trainer.launch import Launcher
+from tandem.trainer.launch.launcher import Launcher
 from tandem.trainer.runner.shared_gpus import SharedGpus
 from tandem.trainer.runner.stop import Stop
 
@@ -58,7 +56,8 @@ class JobGpus:
             return reason, {}
         # Until vLLM sleeps, what is in use on shared devices belongs to vLLM.
         busy = self._devices.busy(self.floor) if self.shared is None else {}
-        self.survivors = [process for process in self.survivors if _lives(process)]
+        alive = {(process.pid, process.started) for process in processes.all_processes() if not process.zombie}
+        self.survivors = [process for process in self.survivors if (process.pid, process.started) in alive]
         if not busy and not self.survivors:
             return None
         pids = [process.pid for process in self.survivors]
@@ -95,8 +94,3 @@ class JobGpus:
             **({"resident": of_job} if resident else {}),
             "seconds": time.monotonic() - begin,
         }
-
-
-def _lives(process: Process) -> bool:
-    now = processes.read(process.pid)
-    return now is not None and now.started == process.started and not now.zombie

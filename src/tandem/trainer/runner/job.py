@@ -1,87 +1,228 @@
-"""A claimed job: check it, make an attempt, record its end."""
+"""A claimed job: check it, make one attempt (get the GPUs, run the ranks, give the GPUs back), record its end."""
 
-from __future__ import annotations
-
+import math
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
+from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import made_checkpoint
-from tandem.spool.schema import Job, JobError, JobResult
+from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory, RankProcess
+from tandem.system import liveness
 from tandem.system.logs import Log
-from tandem.trainer.runner.attempt import STOPPED, Attempt, Services
-from tandem.trainer.runner.stop import LONGEST_PAUSE_SECONDS
+from tandem.system.processes import Process
+from tandem.trainer.launch.launcher import Handle, Launcher
+from tandem.trainer.runner.gpus import JobGpus
+from tandem.trainer.runner.joblog import JobLog
+from tandem.trainer.runner.rank_files import Heartbeats, RankProgress, failure
+from tandem.trainer.runner.shared_gpus import Asleep
+from tandem.trainer.runner.stop import LONGEST_PAUSE_SECONDS, Stop
 
 log = Log("runner")
 
+TERMINATE_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL."""
+KILL_SECONDS = 10.0
+"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible sleep."""
 
-def run_job(job: Job, services: Services) -> None:
-    """Run a claimed job until its end is recorded, or until the runner is asked to stop."""
-    spec, stop = job.spec, services.stop
-    begin = time.monotonic()
-    log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
-             attempt=f"{job.attempt}/{spec.max_attempts}")  # fmt: skip
-    result = _result(job, services)
-    state = stop.retry("record the job's end", lambda: _record(services.spool, job, result))
-    if state is None:
-        log.warning("stopped before the job's end could be written; the next runner settles it", job=spec.id)
-        return
-    error = result.error if isinstance(result, JobResult) else result
-    fields = {} if error is None else {"type": error.type, "error": error.message}
-    log.info(f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields)
-    if state == "queued" and not stop.requested:
-        stop.pause(min(2.0 ** (job.attempt - 1), LONGEST_PAUSE_SECONDS))
+STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
 
-def _result(job: Job, services: Services) -> JobResult | JobError:
-    """The job's end, or the error of this attempt."""
-    spool, stop = services.spool, services.stop
-    try:
-        known = stop.retry("check the job's base", lambda: _known_result(spool, job))
-        if known is not None or stop.requested:
-            return known or STOPPED
-        attempt = Attempt(services, job)
-        error = attempt.run()
-        if stop.retry("look for the checkpoint", lambda: made_checkpoint(spool, job)):
-            # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
-            attempt.log.say(f"checkpoint {job.spec.base_step + 1} exists: succeeded")
-            return _success(job)
-    except TandemError as refusal:  # not retriable: the run was removed, a manifest is damaged, ...
-        return JobError(type=refusal.code, message=str(refusal))
-    attempt.log.say(f"no checkpoint: {error.type}: {error.message}")
-    if error.type == "cancelled":
-        return JobResult(state="cancelled", error=error, finished=time.time())
-    return error.model_copy(update={"log_tail": attempt.log.last_lines()})
+@dataclass
+class JobRun:
+    """One attempt at a claimed job. Its terminal event comes after the events `slept`, `released` and `woken` (R15)."""
 
+    settings: Settings
+    spool: Spool
+    launcher: Launcher
+    gpus: JobGpus
+    stop: Stop
+    runner: str  # its name, in leases
+    job: Job
 
-def _known_result(spool: Spool, job: Job) -> JobResult | JobError | None:
-    """The result where no attempt is needed: the checkpoint exists, or the one to start from does not."""
-    spec = job.spec
-    if made_checkpoint(spool, job):
-        return _success(job)
-    steps = spool.checkpoints.steps(spec.run)
-    if spec.base_step + 1 in steps:
-        message = f"checkpoint {spec.base_step + 1} of run {spec.run!r} exists and was not made by this job"
-        return JobError(type="conflict", message=message)
-    if spec.base_step in steps:
+    def __post_init__(self) -> None:
+        self._work = self.spool.paths.work_dir(self.job.spec.id, self.job.attempt)
+        self._log = JobLog(self.spool, self.job, self.settings.trainer_ranks)
+        self._next_beat = 0.0
+
+    def run(self) -> None:
+        """Run the job until its end is recorded, or until the runner is asked to stop."""
+        job, spec = self.job, self.job.spec
+        begin = time.monotonic()
+        log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
+                 attempt=f"{job.attempt}/{spec.max_attempts}")  # fmt: skip
+        result = self._result()
+        state = self.stop.retry("record the job's end", lambda: self._record(result))
+        if state is None:
+            log.warning("stopped before the job's end could be written; the next runner settles it", job=spec.id)
+            return
+        error = result.error if isinstance(result, JobResult) else result
+        fields = {} if error is None else {"type": error.type, "error": error.message}
+        log.info(f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields)
+        if state == "queued" and not self.stop.requested:
+            self.stop.pause(min(2.0 ** (job.attempt - 1), LONGEST_PAUSE_SECONDS))
+
+    def _result(self) -> JobResult | JobError:
+        """The job's end, or the error of this attempt."""
+        try:
+            known = self.stop.retry("check the job's base", self._known_result)
+            if known is not None or self.stop.requested:
+                return known or STOPPED
+            error = self._attempt()
+            if self.stop.retry("look for the checkpoint", lambda: made_checkpoint(self.spool, self.job)):
+                # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
+                self._log.say(f"checkpoint {self.job.spec.base_step + 1} exists: succeeded")
+                return self._success()
+        except TandemError as refusal:  # not retriable: the run was removed, a manifest is damaged, ...
+            return JobError(type=refusal.code, message=str(refusal))
+        self._log.say(f"no checkpoint: {error.type}: {error.message}")
+        if error.type == "cancelled":
+            return JobResult(state="cancelled", error=error, finished=time.time())
+        return error.model_copy(update={"log_tail": self._log.last_lines()})
+
+    def _known_result(self) -> JobResult | JobError | None:
+        """The result where no attempt is needed: the checkpoint exists, or the one to start from does not."""
+        spec = self.job.spec
+        if made_checkpoint(self.spool, self.job):
+            return self._success()
+        steps = self.spool.checkpoints.steps(spec.run)
+        if spec.base_step + 1 in steps:
+            message = f"checkpoint {spec.base_step + 1} of run {spec.run!r} exists and was not made by this job"
+            return JobError(type="conflict", message=message)
+        if spec.base_step in steps:
+            return None
+        message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
+        for state, other in reversed(self.spool.jobs.list(spec.run)):
+            if other.spec.base_step == spec.base_step - 1 and state in ("failed", "cancelled"):
+                message += f": job {other.spec.id}, which had to make it, is {state}"
+                break
+        return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
+
+    def _success(self) -> JobResult:
+        return JobResult(state="succeeded", step=self.job.spec.base_step + 1, finished=time.time())
+
+    def _record(self, result: JobResult | JobError) -> str:
+        """Write the job's end, or put it back into the queue; returns its new state."""
+        if isinstance(result, JobError):
+            return self.spool.queue.requeue(self.job, result, counts=result.type != "runner_stopped")
+        if result.state == "succeeded":
+            # With the checkpoint committed nobody needs the packed data. It is gone before the job shows its end.
+            fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
+        return self.spool.queue.finish(self.job, result)
+
+    def _attempt(self) -> JobError:
+        """Returns why the attempt failed, if it made no checkpoint."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._log.say(f"attempt {self.job.attempt} of {self.job.spec.max_attempts}, {now}")
+        error = self._acquire_gpus()
+        if error is None:
+            error, survivors = self._run_ranks()
+            self._release_gpus(survivors)
+        if (shared := self.gpus.shared) is not None:
+            woken = self.stop.retry("give the GPUs back", lambda: shared.wake_vllm(self.gpus.floor))
+            if woken is not None:
+                self._log.say(f"vLLM is awake after {woken['seconds']:.1f} s")
+                self._append_event("woken", woken)
+        return error
+
+    def _acquire_gpus(self) -> JobError | None:
+        """Put a vLLM that shares the GPUs to sleep; the error says why the ranks can't start."""
+        if (shared := self.gpus.shared) is None:
+            return STOPPED if self.stop.requested else None
+        result = self.stop.retry("take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted))
+        if isinstance(result, Asleep):
+            self.gpus.floor = self.gpus.vllm_bytes = result.devices
+            self._log.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
+            self._append_event("slept", vars(result))
+        return self._interrupted() or (result if isinstance(result, JobError) else None)
+
+    def _run_ranks(self) -> tuple[JobError, list[Process]]:
+        """Run the ranks until they exit or have to stop.
+
+        That is at the latest `deadline_seconds` after the launch, or `stall_seconds` after their last progress, plus
+        TERMINATE_SECONDS + KILL_SECONDS. Returns why they failed, if they made no checkpoint, and the processes that
+        survived SIGKILL.
+        """
+        begin = time.monotonic()
+        try:
+            handle = self.launcher.launch(self.job.spec.id, self.job.attempt, self._work)
+        except OSError as error:
+            return JobError(type="launch_failed", message=f"can't start the ranks: {error}", retriable=True), []
+        heartbeats = Heartbeats(self._work, self.settings.trainer_ranks)
+        reason: JobError | None = None
+        kill_time = math.inf
+        while (status := handle.poll()) is None:
+            self._log.collect()
+            ranks = heartbeats.read()
+            now = time.monotonic()
+            if now > kill_time:
+                self._log.say(f"the ranks did not stop within {TERMINATE_SECONDS:g} s of SIGTERM; killing them")
+                break
+            if reason is None and (reason := self._interrupted() or self._overdue(now - begin, ranks)):
+                self._log.say(f"stopping the ranks: {reason.type}: {reason.message}")
+                handle.terminate()
+                kill_time = now + TERMINATE_SECONDS
+            self._beat("stopping" if reason else ranks[-1].phase, handle)
+            time.sleep(0.1)
+        survivors = handle.kill_all(KILL_SECONDS)
+        self._log.collect(final=True)
+        if reason is None:
+            assert status is not None
+            reason = failure(status, self._work)
+        return reason, survivors
+
+    def _interrupted(self) -> JobError | None:
+        """Why the attempt has to end early: the runner is asked to stop, or the job was cancelled."""
+        if self.stop.requested:
+            return STOPPED
+        if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
+            return JobError(type="cancelled", message="cancelled while it ran")
         return None
-    message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
-    for state, other in reversed(spool.jobs.list(spec.run)):
-        if other.spec.base_step == spec.base_step - 1 and state in ("failed", "cancelled"):
-            message += f": job {other.spec.id}, which had to make it, is {state}"
-            break
-    return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
+
+    def _overdue(self, seconds: float, ranks: list[RankProgress]) -> JobError | None:
+        """Why ranks have run too long, or too long without progress. `ranks`: the longest silent first."""
+        spec = self.job.spec
+        if seconds > spec.deadline_seconds:
+            message = f"not done within deadline_seconds={spec.deadline_seconds:g}; {'; '.join(map(str, ranks))}"
+            return JobError(type="deadline", message=message, retriable=True)
+        if silent := [str(rank) for rank in ranks if rank.silent > spec.stall_seconds]:
+            message = f"no progress for stall_seconds={spec.stall_seconds:g}: {'; '.join(silent)}"
+            return JobError(type="rank_hung", message=message, retriable=True)
+        return None
+
+    def _beat(self, phase: str, handle: Handle) -> None:
+        """Renew the job's lease and the hold, every `heartbeat_seconds`."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
+        liveness.beat("runner")
+        if self.gpus.shared is not None:
+            self.gpus.shared.beat()
+        ranks = [RankProcess(pid=process.pid, start_time=process.started) for process in handle.processes()]
+        _or_none(lambda: self.spool.leases.renew(self.job.spec.id, self.runner, phase, ranks))
+
+    def _release_gpus(self, survivors: list[Process]) -> None:
+        """Measure what the ranks left on the devices."""
+        beats = _or_none(lambda: self.spool.jobs.beats(self.job.spec.id, self.job.attempt)) or {}
+        before: dict[str, int] = {}
+        for beat in beats.values():
+            if beat.uuid is not None and beat.uuid != "cpu" and beat.device_used_peak is not None:
+                before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
+        # From heartbeats, which also exist for a rank that died or ran out of memory.
+        memory = {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()}
+        data = {"processes": len(survivors), "before": before, "memory": memory}
+        self._append_event("released", data | self.gpus.measure_release(self.job, survivors))
+
+    def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
+        job, append = self.job, self.spool.events.append
+        self.stop.retry(f"write the event {kind}", lambda: append(job.spec.id, kind, attempt=job.attempt, **data))
 
 
-def _success(job: Job) -> JobResult:
-    return JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
-
-
-def _record(spool: Spool, job: Job, result: JobResult | JobError) -> str:
-    """Write the job's end, or put it back into the queue; returns its new state."""
-    if isinstance(result, JobError):
-        return spool.queue.requeue(job, result, counts=result.type != "runner_stopped")
-    if result.state == "succeeded":
-        # With the checkpoint committed nobody needs the packed data. It is gone before the job shows its end.
-        fs.remove_tree(spool.paths.data_dir(job.spec.id))
-    return spool.queue.finish(job, result)
+def _or_none[T](action: Callable[[], T]) -> T | None:
+    """The result of `action`, or None where the volume is unusable."""
+    with suppress(TandemError, OSError):
+        return action()
+    return None

@@ -1,40 +1,34 @@
 """The runner: claims jobs, starts their ranks, watches them and records how they end. One per spool; without torch.
 
 Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt began, or
-`stall_seconds` after its last progress, plus the bounds in `attempt`, `gpus` and, for GPUs shared with vLLM,
-`shared_gpus`. On SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the
-attempt, and exits with 0 within STOP_SECONDS. `kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG).
-The next runner finds processes that outlived it by their mark and ends them before it settles its jobs.
+`stall_seconds` after its last progress, plus the bounds in `job`, `gpus` and, for GPUs shared with vLLM, `shared_gpus`.
+On SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the attempt, and
+exits with 0 within STOP_SECONDS. `kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next
+runner finds processes that outlived it by their mark and ends them before it settles its jobs.
 """
-
-from __future__ import annotations
 
 import os
 import socket
 import time
+from functools import partial
 
 from tandem.config import Settings
 from tandem.errors import SpoolUnusable
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
-from tandem.spool.schema import Job, JobState
+from tandem.spool.schema import Job
 from tandem.system import liveness, processes
 from tandem.system.logs import Log
 from tandem.system.processes import Process
-from tandem.trainer.launch import DEFAULT_ENTRY, make_launcher
-from tandem.trainer.runner import attempt, gpus, shared_gpus
-from tandem.trainer.runner.attempt import Services
-from tandem.trainer.runner.gpus import JobGpus
-from tandem.trainer.runner.job import run_job
+from tandem.trainer.launch import DEFAULT_ENTRY
+from tandem.trainer.launch.launcher import Launcher
+from tandem.trainer.runner import gpus, job, shared_gpus
 from tandem.trainer.runner.stop import Stop
 
 log = Log("runner")
 
-STOP_SECONDS = attempt.TERMINATE_SECONDS + attempt.KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS + 5.0
+STOP_SECONDS = job.TERMINATE_SECONDS + job.KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS + 5.0
 """The longest time between SIGTERM and the runner's exit."""
-_IDLE_SECONDS = 0.2
-_QUEUED: tuple[JobState, ...] = ("queued",)
-_MARKER = "TANDEM_RUNNER_OF"
 
 
 class Runner:
@@ -58,34 +52,33 @@ class Runner:
         with self._spool.runner_lock(self._name):
             # Not the path: the same volume may be mounted elsewhere after this container's restart.
             self._volume = self._mounted_volume()
-            marker = (_MARKER, self._volume)
+            marker = ("TANDEM_RUNNER_OF", self._volume)
             processes.adopt_orphans()
             survivors = _end_orphans(marker)
-            launcher = make_launcher(settings, self._entry, marker)
-            self._gpus = JobGpus(settings, self._spool, launcher, self._name, self.stop)
+            launcher = Launcher(settings, self._entry, marker)
+            self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
             self._gpus.survivors = survivors
             log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=settings.launch,
                      ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
-            for state, job in recover(self._spool, self._name):
-                log.info("settled a job of an earlier runner", job=job.spec.id, run=job.spec.run, state=state)
-            services = Services(settings, self._spool, launcher, self._gpus, self.stop, self._name, self._entry)
+            for state, settled in recover(self._spool, self._name):
+                log.info("settled a job of an earlier runner", job=settled.spec.id, run=settled.spec.run, state=state)
+            job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
             try:
                 launcher.prepare()
                 while not self.stop.requested:
                     liveness.beat("runner")
                     if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                        run_job(claimed, services)
+                        job_run(claimed).run()
                     elif not self.stop.requested:
-                        time.sleep(_IDLE_SECONDS)
+                        time.sleep(0.2)
             finally:
                 launcher.close()
             log.info("runner is down")
         return self._status
 
     def _mounted_volume(self) -> str:
-        root = self._spool.root
-        with fs.volume_errors(root):
-            status = root.stat()
+        with fs.volume_errors(self._spool.root):
+            status = self._spool.root.stat()
         return f"{status.st_dev}:{status.st_ino}"
 
     def _next_job(self) -> Job | None:
@@ -100,7 +93,7 @@ class Runner:
             return None
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
-        if not self._spool.jobs.list(states=_QUEUED):
+        if not self._spool.jobs.list(states=["queued"]):
             return None
         self._gpus.wait_until_free()
         return None if self.stop.requested else self._spool.queue.claim(self._name)
@@ -110,4 +103,4 @@ def _end_orphans(marker: tuple[str, str]) -> list[Process]:
     """End what a dead runner of this spool left; returns survivors. It is dead because this runner has its lock."""
     for orphan in processes.marked(*marker):
         log.warning("ending a process of an earlier runner", pid=orphan.pid, command=orphan.command)
-    return processes.kill_all(lambda: processes.marked(*marker), timeout=attempt.KILL_SECONDS)
+    return processes.kill_all(lambda: processes.marked(*marker), timeout=job.KILL_SECONDS)

@@ -6,16 +6,15 @@ is checked, and a vLLM that starts looks for a hold first (`inference.server.wai
 take the memory is either noticed here or waits there.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.errors import InvalidInput, TandemError, Unauthorized
 from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError
 from tandem.spool.schema import Hold, HoldPhase, Job, JobError
@@ -23,7 +22,7 @@ from tandem.system import liveness
 from tandem.system.gpus import FREE_BYTES, Devices, over
 from tandem.system.logs import Log
 from tandem.trainer.runner.stop import Stop
-from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.wake import ensure_awake, is_awake
 
 log = Log("runner")
@@ -73,21 +72,14 @@ class SharedGpus:
 
     def unavailable(self) -> str | None:
         """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
-
-        def wake() -> None:
-            self._request(WAKE_SECONDS, self._vllm.wake_up, lambda: self._stop.requested)
-
+        wake = partial(self._request, WAKE_SECONDS, self._vllm.wake_up, lambda: self._stop.requested)
         try:
             reason = ensure_awake(self._spool, self._vllm, self._devices, wake)
             return reason or (None if self._vllm.healthy() else "vLLM is not ready: its engine is dead")
         except InferenceUnavailable as error:
             return f"vLLM is not ready: {error}"
-        except SpoolUnusable:
-            raise
-        except TandemError as error:
+        except (InferenceRefused, Unauthorized) as error:
             return f"vLLM refused a request: {error}"
-
-    # ---------------------------------------------------------------- sleeping
 
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
         """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm` afterwards.
@@ -96,16 +88,17 @@ class SharedGpus:
         """
         begin = time.monotonic()
         before = self._devices.used()
+        if not self._write_hold(job, interrupted):
+            return _unavailable(f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s")
+        if not is_awake(self._vllm):
+            return _unavailable("vLLM stopped being ready")
+        failure: TandemError | None = None  # to sleep, which may mean that vLLM died
         try:
-            if not self._write_hold(job, interrupted):
-                return _unavailable(f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s")
-            if not self._vllm.healthy() or self._vllm.is_sleeping():
-                return _unavailable("vLLM stopped being ready")
-            failure = self._sleep(interrupted)
-        except SpoolUnusable:
-            raise
+            self._request(SLEEP_SECONDS, self._vllm.sleep, interrupted)
+            if not self._vllm.is_sleeping():
+                failure = InferenceUnavailable("it answered that it sleeps, and then that it is awake")
         except TandemError as error:
-            return _unavailable(str(error))
+            failure = error
         if failure is not None and self._vllm.healthy():
             return _unavailable(f"vLLM does not sleep: {failure}")
         used, kept = self._wait_until_freed(before, interrupted)
@@ -137,16 +130,6 @@ class SharedGpus:
             time.sleep(0.02)
         return False
 
-    def _sleep(self, interrupted: Callable[[], object]) -> TandemError | None:
-        """Have vLLM fall asleep; the error if it did not, which may mean that it died."""
-        try:
-            self._request(SLEEP_SECONDS, self._vllm.sleep, interrupted)
-            if not self._vllm.is_sleeping():
-                return InferenceUnavailable("it answered that it sleeps, and then that it is awake")
-        except TandemError as error:
-            return error
-        return None
-
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
@@ -166,8 +149,6 @@ class SharedGpus:
             self.beat()
             time.sleep(_POLL_SECONDS)
 
-    # ---------------------------------------------------------------- the hold
-
     def beat(self, phase: HoldPhase | None = None) -> None:
         """Renew the hold if that is due or `phase` is new. Never raises."""
         liveness.beat("runner")
@@ -177,8 +158,6 @@ class SharedGpus:
         self._hold = hold.model_copy(update={"phase": phase or hold.phase, "beat": time.time()})
         with suppress(TandemError, OSError):
             self._spool.hold.put(self._hold)
-
-    # ---------------------------------------------------------------- waking
 
     def wake_vllm(self, floor: Mapping[str, int]) -> dict[str, object] | None:
         """Wake vLLM once no more than `floor` (bytes by device UUID) is in use, and remove the hold.
@@ -235,11 +214,11 @@ class SharedGpus:
         while True:
             try:
                 self._request(WAKE_SECONDS, self._vllm.wake_up, late)
-                if not self._vllm.is_sleeping() and self._vllm.healthy():
+                if is_awake(self._vllm):
                     return True
-                failure: object = "it answers that it sleeps"
+                failure = "it answers that it sleeps"
             except TandemError as error:
-                failure = error
+                failure = str(error)
             if not self._vllm.healthy():
                 log.warning("vLLM is gone; the GPUs are free for the next one", error=failure)
                 return False

@@ -1,7 +1,5 @@
 """Waiting and retrying until the runner is asked to stop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,0 +1,103 @@
+"""The runner's side of starting ranks, in the way that TANDEM_LAUNCH names."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import tandem
+from tandem.config import Settings
+from tandem.system.environment import omp_waiting
+from tandem.system.logs import Log
+from tandem.trainer.launch import Launch
+from tandem.trainer.launch.fork import ForkServer
+from tandem.trainer.launch.resident import ResidentRanks
+from tandem.trainer.launch.torchrun import Torchrun
+
+log = Log("runner")
+
+Handle = Torchrun | ForkServer
+"""The processes of one attempt."""
+
+
+class Launcher:
+    """Starts the ranks of jobs. The fork server and resident ranks start ahead of the first job and stay between jobs,
+    until they end or their code changes."""
+
+    def __init__(self, settings: Settings, entry: str, marker: tuple[str, str]) -> None:
+        """`marker`: an environment variable and its value for every process that this launcher starts, by which a later
+        runner finds processes that outlived this one."""
+        self._settings, self._entry = settings, entry
+        self._environment = rank_environment(settings) | dict([marker])
+        self._standby: ForkServer | ResidentRanks | None = None
+        self._code_version: set[tuple[Path, int, int]] = set()
+
+    def prepare(self) -> None:
+        """Start what can be started ahead of a job. Doesn't block."""
+        if self._settings.launch == "torchrun":
+            return
+        current = code_version(self._entry)
+        if self._standby is not None:
+            if self._standby.alive and self._code_version == current:
+                return
+            reason = "the code changed" if self._standby.alive else "it ended"
+            log.info(f"replacing the {self._standby.name}", reason=reason)
+            self._standby.close()
+        if self._settings.launch == "fork":
+            self._standby = ForkServer(self._entry, self._environment)
+        else:
+            self._standby = ResidentRanks(self._settings.trainer_ranks, self._entry, self._environment)
+        self._code_version = current
+
+    def launch(self, job: str, attempt: int, work: Path) -> Handle:
+        """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
+        root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
+        launch = Launch(root, job, attempt, ranks, work, self._entry)
+        self.prepare()
+        if self._standby is not None:
+            return self._standby.launch(launch)
+        return Torchrun(work, ranks, f"{job}-{attempt}", [launch.to_json()], self._environment)
+
+    @property
+    def holds_devices(self) -> bool:
+        """Whether ranks stay on the devices between jobs."""
+        return isinstance(self._standby, ResidentRanks) and self._standby.alive
+
+    def close(self) -> None:
+        """End the processes that stay between jobs."""
+        if self._standby is not None:
+            self._standby.close()
+            self._standby = None
+
+
+def rank_environment(settings: Settings) -> dict[str, str]:
+    """The variables that every launcher starts ranks with.
+
+    The number of threads decides the order of floating-point sums, so it is fixed here instead of by each library:
+    OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of ranks.
+    """
+    cores = len(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // settings.trainer_ranks)),
+        # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
+        "OPENBLAS_NUM_THREADS": "1",
+        # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than it saves.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # All ranks are on this host, whose name may not resolve inside a container.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if settings.launch == "resident":
+        # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
+        defaults["MALLOC_ARENA_MAX"] = "1"
+    environment = defaults | os.environ | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    if settings.trainer_devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
+    return environment
+
+
+def code_version(entry: str) -> set[tuple[Path, int, int]]:
+    """(path, modification time, size) of the files that a process has in memory: Tandem's and the entry module's."""
+    files = [*Path(tandem.__file__).parent.rglob("*.py")]
+    spec = find_spec(entry)
+    if spec is not None and spec.origin is not None:
+        files.append(Path(spec.origin))
+    return {(file, status.st_mtime_ns, status.st_size) for file in files if (status := file.stat())}

@@ -1,0 +1,98 @@
+"""What the files in an attempt's work directory tell the runner: the ranks' progress, and why they failed."""
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tandem.spool.paths import beat_file, rank_files
+from tandem.spool.schema import Beat, JobError
+from tandem.system.processes import describe_exit
+from tandem.trainer.launch import read_exits
+
+GENERIC = "rank_error"
+"""The type in an error file for exceptions that are not Tandem's own."""
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    rank: int
+    silent: float  # seconds since the heartbeat last changed, or since the start
+    phase: str  # with the optimizer step; "start" before the first heartbeat
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (phase {self.phase!r}, silent for {self.silent:.0f} s)"
+
+
+class Heartbeats:
+    """Follows `beat.<rank>` files. A rank makes progress when its file changes, timed by this process's clock, because
+    the ranks' and the volume's clocks may be wrong."""
+
+    def __init__(self, work: Path, ranks: int) -> None:
+        self._work = work
+        self._last = dict.fromkeys(range(ranks), (b"", time.monotonic()))
+
+    def read(self) -> list[RankProgress]:
+        """Every rank's progress, the longest silent first."""
+        now = time.monotonic()
+        for rank, (before, _) in self._last.items():
+            try:
+                content = beat_file(self._work, rank).read_bytes()
+            except OSError:
+                continue  # not written yet, or the volume is gone: both count as silence
+            if content != before:
+                self._last[rank] = (content, now)
+        ranks = [RankProgress(rank, now - changed, _phase(beat)) for rank, (beat, changed) in self._last.items()]
+        return sorted(ranks, key=lambda progress: -progress.silent)
+
+
+def _phase(content: bytes) -> str:
+    try:
+        beat = Beat.model_validate_json(content)
+    except ValidationError:
+        return "start"
+    return f"{beat.phase} {beat.step}"
+
+
+def failure(status: int, work: Path) -> JobError:
+    """Why an attempt without a checkpoint failed. `status`: exit status of the ranks' parent.
+
+    The first of these that applies is the cause: an error of Tandem's own; a rank that a signal ended, because its
+    peers then report broken connections; any other exception; an exit status.
+    """
+    errors, exits = _rank_errors(work), read_exits(work)
+    crashes = [(rank, code) for rank, code in exits.items() if code < 0]
+    if errors and (errors[0][1].type != GENERIC or not crashes):
+        rank, error = errors[0]
+        return error.model_copy(update={"message": f"rank {rank}: {error.message}"})
+    if crashes:
+        rank, code = crashes[0]
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        message = f"rank {rank} ended with {describe_exit(code)}{hint}"
+    elif exits:
+        rank, code = next(iter(exits.items()))
+        message = f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
+    elif status == 0:
+        # R28: a clean exit proves nothing.
+        message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
+        return JobError(type="no_checkpoint", message=message, retriable=True)
+    else:
+        message = f"the parent of the ranks ended with {describe_exit(status)}; see the log"
+    return JobError(type="rank_crashed", message=message, retriable=True)
+
+
+def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
+    """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before others, then by age.
+
+    A rank whose peer failed reports a broken connection, and does so later.
+    """
+    errors: list[tuple[bool, float, int, JobError]] = []
+    for rank, path in rank_files(work, "error").items():
+        try:
+            error = JobError.model_validate_json(path.read_bytes())
+            errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
+        except (OSError, ValidationError):
+            continue  # the rank was killed while it wrote
+    return [(rank, error) for _, _, rank, error in sorted(errors, key=lambda item: item[:3])]
