@@ -121,11 +121,9 @@ def model_checks(settings: Settings) -> Iterator[Check]:
 
 def controller_checks(_: Settings) -> Iterator[Check]:
     """The controller at TANDEM_URL, with the key from the environment."""
-    arguments = connection(None, None) | {"timeout": 5.0}
-    url = arguments["base_url"]
+    url = connection(None, None)["base_url"]
     try:
-        with httpx.Client(**arguments) as http:
-            ready, runs = http.get("/readyz"), http.get("/v1/runs")
+        ready, runs = _get(f"{url}/readyz"), _get(f"{url}/v1/runs")
     except httpx.HTTPError as error:
         remedy = "start it (`tandem up`), or set TANDEM_URL to its address"
         yield Check("warn", "controller", f"{url} does not answer ({type(error).__name__})", remedy)
@@ -143,10 +141,8 @@ def controller_checks(_: Settings) -> Iterator[Check]:
 def inference_checks(settings: Settings) -> Iterator[Check]:
     """vLLM's health and its list of models."""
     url = settings.resolved_inference_url
-    headers = connection(None, None)["headers"]
     try:
-        health = httpx.get(f"{url}/health", timeout=5.0)
-        models = httpx.get(f"{url}/v1/models", headers=headers, timeout=5.0)
+        health, models = _get(f"{url}/health"), _get(f"{url}/v1/models")
     except httpx.HTTPError as error:
         remedy = "start it (`tandem up`; it takes a minute), or set TANDEM_INFERENCE_URL"
         yield Check("warn", "vLLM", f"{url} does not answer ({type(error).__name__})", remedy)
@@ -159,3 +155,7 @@ def inference_checks(settings: Settings) -> Iterator[Check]:
     else:
         names = [model.get("id", "?") for model in models.json().get("data", [])]
         yield Check("ok", "vLLM", f"{url}: serves {', '.join(names) or 'nothing'}")
+
+
+def _get(url: str) -> httpx.Response:
+    return httpx.get(url, headers=connection(None, None)["headers"], timeout=5.0)

@@ -6,33 +6,22 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from tandem.cli.checks_deployment import (
-    controller_checks,
-    gpu_checks,
-    inference_checks,
-    keys_checks,
-    model_checks,
-    required_secrets,
-)
-from tandem.cli.checks_machine import (
-    Check,
-    device_checks,
-    disk_checks,
-    installation_checks,
-    spool_checks,
-    volume_checks,
-)
+from tandem.cli import checks_deployment as deployment
+from tandem.cli import checks_machine as machine
+from tandem.cli.checks_machine import Check
 from tandem.cli.common import Json, out, show
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 
+Part = Callable[[Settings], Iterator[Check]]
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(json: Json = False) -> None:
     """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit status 1 on fail."""
-    parts = [keys_checks, volume_checks, disk_checks, device_checks, model_checks, controller_checks, inference_checks]
-    _report([*installation_checks(), *_settings_checks(parts)], json)
+    parts: list[Part] = [deployment.keys_checks, machine.volume_checks, machine.disk_checks, machine.device_checks]
+    parts += [deployment.model_checks, deployment.controller_checks, deployment.inference_checks]
+    _report([*machine.installation_checks(), *_settings_checks(parts)], json)
 
 
 def preflight(
@@ -49,13 +38,16 @@ def preflight(
     """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail."""
 
     def secrets_checks(settings: Settings) -> Iterator[Check]:
-        return required_secrets(settings, admin=role in ("all", "inference") or settings.gpu_mode == "shared")
+        return deployment.required_secrets(
+            settings, admin=role in ("all", "inference") or settings.gpu_mode == "shared"
+        )
 
-    parts = [secrets_checks, volume_checks, spool_checks, disk_checks, model_checks]
-    _report(_settings_checks(parts if devices_granted else [gpu_checks, *parts]), json)
+    parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
+    parts += [secrets_checks, machine.volume_checks, machine.spool_checks, machine.disk_checks, deployment.model_checks]
+    _report(_settings_checks(parts), json)
 
 
-def _settings_checks(parts: Sequence[Callable[[Settings], Iterator[Check]]]) -> Iterator[Check]:
+def _settings_checks(parts: list[Part]) -> Iterator[Check]:
     """Loads the settings and runs each part with them. An exception in a part is a failed check."""
     try:
         settings = load_settings()

@@ -3,9 +3,8 @@
 import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
@@ -14,12 +13,6 @@ from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, show
 from tandem.cli.jobs import job_details
 from tandem.client import Event, JobStatus, Tandem
 from tandem.errors import InvalidInput
-
-
-class Wait(StrEnum):
-    NO = "no"
-    JOB = "job"
-    SERVED = "served"
 
 
 def train(
@@ -38,8 +31,9 @@ def train(
         int | None, typer.Option(help="Refuse unless the job would start from this step.  \\[default: the newest]")
     ] = None,
     wait: Annotated[
-        Wait, typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served.")
-    ] = Wait.SERVED,
+        Literal["no", "job", "served"],
+        typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served."),
+    ] = "served",
     json: Json = False,
 ) -> None:
     """Train a run by one job, which makes its next step.
@@ -59,10 +53,10 @@ def train(
         request["id"] = id
     if base_step is not None:
         request["base_step"] = base_step
-    with Tandem(patience=PATIENCE if wait is Wait.NO else 60.0) as tandem:
+    with Tandem(patience=PATIENCE if wait == "no" else 60.0) as tandem:
         status = tandem.train(run, request)
-        if wait is not Wait.NO:
-            status = _wait(tandem, status, wait, show_progress=err.is_terminal and not json)
+        if wait != "no":
+            status = _wait(tandem, status, served=wait == "served", show_progress=err.is_terminal and not json)
         show(status, json, job_details)
 
 
@@ -122,7 +116,7 @@ def apply_setting(request: dict[str, Any], assignment: str) -> None:
     inner[last] = value
 
 
-def _wait(tandem: Tandem, job: JobStatus, wait: Wait, *, show_progress: bool) -> JobStatus:
+def _wait(tandem: Tandem, job: JobStatus, *, served: bool, show_progress: bool) -> JobStatus:
     """Wait for the job, or until its step is served, behind a progress bar on stderr."""
     name = f"{job.run}@{job.spec.base_step + 1}"
     texts = "{task.completed:.0f}/{task.total:.0f}", "{task.fields[metrics]}"
@@ -140,7 +134,7 @@ def _wait(tandem: Tandem, job: JobStatus, wait: Wait, *, show_progress: bool) ->
                     progress.update(task, completed=steps, total=total, metrics=metrics)
 
             job = tandem.wait_job(job.id, on_event=show_event)
-            if wait is Wait.SERVED:
+            if served:
                 progress.update(task, description=f"{name} waits for vLLM")
                 tandem.wait_served(job.run, job.spec.base_step + 1)
                 progress.update(task, description=f"{name} served")

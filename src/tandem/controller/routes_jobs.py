@@ -21,7 +21,6 @@ POLL_SECONDS = 0.2
 KEEP_ALIVE_SECONDS = 10.0
 # How often the state of a job without new events is read.
 STATE_SECONDS = 2.0
-RETRY_MILLISECONDS = 1000
 # Time for a stream to end by itself when the process stops; it needs one poll.
 STOP_SECONDS = 5.0
 _EVENTS = {
@@ -136,7 +135,7 @@ def _event_stream(deployment: Deployment, job: str, after: int, wait: bool) -> E
 async def _follow(
     deployment: Deployment, job: str, after: int, wait: bool, stopping: anyio.Event
 ) -> AsyncIterator[ServerSentEvent]:
-    yield ServerSentEvent(retry=RETRY_MILLISECONDS, sep="\n")
+    yield ServerSentEvent(retry=1000, sep="\n")
     offset, state_read = 0, time.monotonic()
     while not stopping.is_set():
         read_state = time.monotonic() - state_read >= STATE_SECONDS

@@ -5,21 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
-from tandem.spool.schema import (
-    JobError,
-    JobId,
-    JobSpec,
-    JobState,
-    LoraShape,
-    OptimizerSettings,
-    Origin,
-    Record,
-    RLLoss,
-    RunName,
-    RunSpec,
-    Served,
-    SFTLoss,
-)
+from tandem.spool import schema
+from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
@@ -57,8 +44,9 @@ class CreateRun(Record):
 
     name: RunName
     base_model: str | None = Field(default=None, description="default: the deployment's")
-    lora: LoraShape = Field(
-        default=LoraShape(), description="default targets: all seven; for a mixture of experts those of attention"
+    lora: schema.LoraShape = Field(
+        default=schema.LoraShape(),
+        description="default targets: all seven; for a mixture of experts those of attention",
     )
     weights: Literal["lora", "merged"] = "lora"
     seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
@@ -67,7 +55,7 @@ class CreateRun(Record):
 class RunStatus(Record):
     spec: RunSpec
     newest_step: int = Field(description="the newest checkpoint")
-    served: Served | None = Field(description="the verified step that vLLM serves; null before the first")
+    served: schema.Served | None = Field(description="the verified step that vLLM serves; null before the first")
     pending: list[str] = Field(description="ids of this run's queued and running jobs, oldest first")
 
 
@@ -100,14 +88,14 @@ class CheckpointInfo(Record):
 
 
 class _TrainRequest(Record):
-    id: JobId | None = Field(
+    id: schema.JobId | None = Field(
         default=None,
         description="the client's own; the same id with the same content is one job, with other content a conflict",
     )
     base_step: int | None = Field(
         default=None, ge=0, description="refuse unless the job would start from this step; null: from the newest"
     )
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: schema.OptimizerSettings = schema.OptimizerSettings()
     packing: PackingSettings = PackingSettings()
     deadline_seconds: float = Field(default=3600.0, gt=0, description="limit of one attempt")
     stall_seconds: float = Field(default=600.0, gt=0, description="ranks without progress for this long count as hung")
@@ -131,7 +119,7 @@ class RLRequest(_TrainRequest):
 
     kind: Literal["rl"] = "rl"
     groups: list[Group] = Field(min_length=1)
-    loss: RLLoss = RLLoss()
+    loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
 
 
@@ -148,7 +136,7 @@ class SFTRequest(_TrainRequest):
 
     kind: Literal["sft"] = "sft"
     examples: list[SFTExample] = Field(min_length=1)
-    loss: SFTLoss = SFTLoss()
+    loss: schema.SFTLoss = schema.SFTLoss()
 
 
 TrainRequest = Annotated[RLRequest | SFTRequest, Field(discriminator="kind")]
@@ -160,12 +148,12 @@ class JobStatus(Record):
     id: str
     run: str
     kind: Literal["rl", "sft"]
-    state: JobState
+    state: schema.JobState
     attempt: int = Field(description="attempts started so far")
     phase: str | None = Field(default=None, description="of the running attempt")
     cancel_requested: bool = False
     step: int | None = Field(default=None, description="the checkpoint that it made")
-    error: JobError | None = Field(default=None, description="why it failed or was cancelled")
-    last_error: JobError | None = Field(default=None, description="of the previous attempt")
+    error: schema.JobError | None = Field(default=None, description="why it failed or was cancelled")
+    last_error: schema.JobError | None = Field(default=None, description="of the previous attempt")
     finished: float | None = Field(default=None, description="Unix seconds")
-    spec: JobSpec
+    spec: schema.JobSpec
