@@ -1,7 +1,5 @@
 """A controller on loopback, what clients send to it, and the runner's part on its spool."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -10,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -46,7 +44,7 @@ class Server:
         self._server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=2))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self._thread.start()
         until("the server starts", lambda: self._server.started)
         self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
@@ -92,12 +90,9 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = root.with_name(f"controller-{self.port}.log")
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {
-            "TANDEM_ROOT": str(root),
-            "TANDEM_BASE_MODEL": BASE_MODEL,
-            "TANDEM_API_KEY": KEY,
-            "TANDEM_CONTROLLER_PORT": str(self.port),
-            **variables,
-        }
+            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": BASE_MODEL, "TANDEM_API_KEY": KEY,
+            "TANDEM_CONTROLLER_PORT": str(self.port), **variables,
+        }  # fmt: skip
         self.start()
 
     def start(self) -> None:
@@ -126,7 +121,7 @@ class Process:
         """Everything printed so far."""
         return self._log.read_text()
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         self.wait_ready()
         return self
 
@@ -136,9 +131,6 @@ class Process:
         self.held.close()
 
 
-# ---------------------------------------------------------------- what clients send
-
-
 def turn(prompt: list[int], completion: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": prompt, "token_ids": completion, "logprobs": [-0.5] * len(completion)}
 
@@ -146,12 +138,7 @@ def turn(prompt: list[int], completion: list[int]) -> dict[str, Any]:
 def groups(count: int = 1) -> list[dict[str, Any]]:
     """Groups of two trajectories with different rewards."""
     return [
-        {
-            "trajectories": [
-                {"turns": [turn([10 + i, 11], [20, 21])], "reward": 1.0},
-                {"turns": [turn([10 + i, 11], [30, 21])], "reward": 0.0},
-            ]
-        }
+        {"trajectories": [{"turns": [turn([10 + i, 11], [20 + 10 * j, 21])], "reward": 1.0 - j} for j in range(2)]}
         for i in range(count)
     ]
 
@@ -173,9 +160,6 @@ def tree(root: Path) -> dict[str, bytes | None]:
         for path in sorted(root.rglob("*"))
         if ".tmp-probe" not in path.name
     }
-
-
-# ---------------------------------------------------------------- the runner's and the publisher's part
 
 
 def claim(spool: Spool) -> Job:

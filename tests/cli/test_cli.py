@@ -1,7 +1,5 @@
 """The command line against a real controller, while the test does the runner's part."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

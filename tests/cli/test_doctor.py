@@ -1,7 +1,5 @@
 """`tandem doctor` on a healthy deployment and on broken ones."""
 
-from __future__ import annotations
-
 import json
 import py_compile
 import sys

@@ -1,7 +1,5 @@
 """`tandem memory`: from a job's events, attempt by attempt, to tables."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`tandem preflight` refuses what compose can't see."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -22,14 +20,10 @@ def preflight(tmp_path, model, command, monkeypatch):
 
     def run(**variables: str) -> tuple[int, dict[str, str]]:
         defaults = {
-            "TANDEM_ROOT": str(tmp_path),
-            "TANDEM_BASE_MODEL": str(model),
-            "TANDEM_API_KEY": "k" * 32,
-            "TANDEM_ADMIN_TOKEN": "t" * 32,
-            "TANDEM_TRAINER_DEVICES": "0",
-            "TANDEM_INFERENCE_DEVICES": "1",
+            "TANDEM_ROOT": str(tmp_path), "TANDEM_BASE_MODEL": str(model), "TANDEM_API_KEY": "k" * 32,
+            "TANDEM_ADMIN_TOKEN": "t" * 32, "TANDEM_TRAINER_DEVICES": "0", "TANDEM_INFERENCE_DEVICES": "1",
             "HF_HUB_OFFLINE": "1",
-        }
+        }  # fmt: skip
         for name, value in (defaults | variables).items():
             monkeypatch.setenv(name, value)
         status, out, _ = command("preflight", "--json")

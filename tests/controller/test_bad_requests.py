@@ -1,11 +1,10 @@
 """Bad input is refused with the right status and the field's name, and leaves nothing on the spool."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 
+import httpx
 import pytest
 
 from api_server import Server, make_root, rl_request, run_one, sft_request, tree, turn
@@ -21,8 +20,8 @@ def nothing_changes(root, idle_run):
 
 
 def changed(path: str, value: object) -> dict:
-    """`rl_request()` with one value replaced."""
-    request = rl_request()
+    """`rl_request()`, or for examples `sft_request()`, with one value replaced."""
+    request = sft_request() if path == "examples" else rl_request()
     *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
     inner = request
     for parent in parents:
@@ -51,22 +50,16 @@ BAD_VALUES = {
     "no attempts": ("max_attempts", 0),
     "negative base step": ("base_step", -1),
     "unknown kind": ("kind", "dpo", None),
-}
-BAD_EXAMPLES = {
-    "no examples": ([], "examples"),
-    "no assistant": ([{"messages": [{"role": "user", "content": "?"}]}], "examples.0.messages"),
+    "no examples": ("examples", []),
+    "no assistant": ("examples", [{"messages": [{"role": "user", "content": "?"}]}], "examples.0.messages"),
 }
 
 
 @pytest.mark.usefixtures("nothing_changes")
-@pytest.mark.parametrize("name", [*BAD_VALUES, *BAD_EXAMPLES])
+@pytest.mark.parametrize("name", BAD_VALUES)
 def test_bad_training_requests(name, http, idle_run):
-    if name in BAD_EXAMPLES:
-        examples, field = BAD_EXAMPLES[name]
-        request = sft_request(examples=examples)
-    else:
-        path, value, *other_field = BAD_VALUES[name]
-        request, field = changed(path, value), other_field[0] if other_field else path
+    path, value, *other_field = BAD_VALUES[name]
+    request, field = changed(path, value), other_field[0] if other_field else path
     answer = http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(request), headers=JSON)
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
@@ -110,19 +103,17 @@ def test_unknown_runs_steps_and_jobs(http, idle_run):
 
 
 def test_a_base_step_that_is_not_the_newest(http, run, server, root):
-    def train(base_step: int) -> tuple[int, dict]:
-        answer = http.post(f"/v1/runs/{run}/train", json=rl_request(base_step=base_step))
-        return answer.status_code, answer.json().get("error", {})
+    def train(base_step: int) -> httpx.Response:
+        return http.post(f"/v1/runs/{run}/train", json=rl_request(base_step=base_step))
 
-    assert train(0)[0] == 202
+    assert train(0).status_code == 202
     before = tree(root)
-    status, error = train(0)
-    assert (status, error["field"]) == (409, "base_step")
-    assert "step 1" in error["message"]
+    refused = train(0)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (409, "base_step")
+    assert "step 1" in refused.json()["error"]["message"]
     assert tree(root) == before
     run_one(server.spool)
-    assert train(0)[0] == 409
-    assert train(1)[0] == 202
+    assert [train(step).status_code for step in (0, 1)] == [409, 202]
 
 
 BAD_RUNS = {

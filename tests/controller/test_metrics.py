@@ -1,7 +1,5 @@
 """The controller's own /metrics: open, by route template, and without names of runs or jobs."""
 
-from __future__ import annotations
-
 import uuid
 
 import httpx

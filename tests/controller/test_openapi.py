@@ -1,7 +1,5 @@
 """The OpenAPI document is complete, and its examples are valid."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad moments."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -134,7 +134,7 @@ def _state(job: JobStatus) -> str:
 
 def job_details(job: JobStatus) -> object:
     """A job as a table of names and values."""
-    data = job.spec.data
+    data, error = job.spec.data, job.error
     rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
     last = job.last_error if job.state not in TERMINAL else None
@@ -157,7 +157,7 @@ def job_details(job: JobStatus) -> object:
             ("rewards", rewards),
             ("labels", " ".join(f"{k}={v}" for k, v in job.spec.labels.items()) or None),
             ("attempt before", f"{last.type}: {last.message}" if last else None),
-            ("error", f"{job.error.type}: {job.error.message}" if job.error else None),
-            ("end of its log", job.error.log_tail if job.error and job.error.log_tail else None),
+            ("error", f"{error.type}: {error.message}" if error else None),
+            ("end of its log", error.log_tail if error and error.log_tail else None),
         ],
     )  # fmt: skip

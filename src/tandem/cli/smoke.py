@@ -1,8 +1,7 @@
 """`tandem smoke`: tests of a running stack, from a client's side. `helm test` runs these commands."""
 
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
@@ -25,8 +24,6 @@ Inference = Annotated[
 
 
 class SmokeFailed(TandemError):
-    """The stack gave a wrong answer."""
-
     code = "smoke_failed"
 
 
@@ -34,8 +31,7 @@ class SmokeFailed(TandemError):
 def reach(
     inference: Inference = "http://127.0.0.1:8000/v1",
     metrics: Annotated[
-        list[str] | None,
-        typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable."),
+        list[str] | None, typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable.")
     ] = None,
     closed: Annotated[
         list[str] | None, typer.Option(help="URL that must answer 401 to a request with the API key only; repeatable.")
@@ -48,8 +44,7 @@ def reach(
         runs = tandem.list_runs()
         out.print(f"controller {tandem.url}: {len(runs)} runs")
     with httpx.Client(timeout=10, trust_env=False) as http:
-        models = _get(http, f"{inference}/models", key, patience).json()["data"]
-        names = [model["id"] for model in models]
+        names = [model["id"] for model in _get(http, f"{inference}/models", key, patience).json()["data"]]
         if "base" not in names:
             raise SmokeFailed(f"{inference}/models lists {names}, without the model 'base'")
         out.print(f"inference {inference}: {len(names)} models")
@@ -67,7 +62,7 @@ def reach(
 @app.command()
 def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke read`.")]) -> None:
     """Write a word to the shared volume."""
-    path = _word_path()
+    path = load_settings().root / ".smoke"
     fs.write_atomic(path, word.encode())
     out.print(f"wrote {path}")
 
@@ -75,7 +70,7 @@ def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke r
 @app.command()
 def read(word: Annotated[str, typer.Argument(help="The word of `tandem smoke write`.")]) -> None:
     """Read the word that another container wrote to the shared volume, and remove it."""
-    path = _word_path()
+    path = load_settings().root / ".smoke"
     end = time.monotonic() + PATIENCE_SECONDS
     while not fs.exists(path):
         if time.monotonic() > end:
@@ -101,18 +96,16 @@ def job(
         except NotFound:
             step = tandem.create_run(run, lora={"rank": 4, "alpha": 8}).newest_step
         out.print(f"run {run} is at step {step}")
-        status = tandem.train_sft(
-            run, examples=_EXAMPLES, packing={"sequence_length": 128}, optimizer={"learning_rate": 1e-5, "epochs": 1}
-        )
-        done = tandem.wait_job(status.id, timeout=timeout)
-        assert done.step is not None
-        released = next(event for event in tandem.job_events(done.id) if event.type == "released")
-        out.print(f"job {done.id} succeeded; left on the devices: {released.data['bytes']} bytes")
-        served = tandem.wait_served(run, done.step, timeout=timeout)
+        optimizer = {"learning_rate": 1e-5, "epochs": 1}
+        status = tandem.train_sft(run, _EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer)
+        tandem.wait_job(status.id, timeout=timeout)
+        released = next(event for event in tandem.job_events(status.id) if event.type == "released")
+        out.print(f"job {status.id} succeeded; left on the devices: {released.data['bytes']} bytes")
+        served = tandem.wait_served(run, status.spec.base_step + 1, timeout=timeout)
         out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
-    asked: dict[str, Any] = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
-    with httpx.Client(timeout=120, trust_env=False) as http:
-        answer = http.post(f"{inference}/chat/completions", json=asked, headers=_authorization(key))
+    request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
+    url, headers = f"{inference}/chat/completions", _authorization(key)
+    answer = httpx.post(url, json=request, headers=headers, timeout=120, trust_env=False)
     if answer.status_code != 200 or not answer.json()["choices"]:
         raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
     out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
@@ -136,7 +129,3 @@ def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> http
 
 def _authorization(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _word_path() -> Path:
-    return load_settings().root / ".smoke"

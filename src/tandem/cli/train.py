@@ -2,9 +2,10 @@
 
 import json as jsonlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
@@ -13,6 +14,8 @@ from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, show
 from tandem.cli.jobs import job_details
 from tandem.client import Event, JobStatus, Tandem
 from tandem.errors import InvalidInput
+
+Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
 
 
 def train(
@@ -31,9 +34,8 @@ def train(
         int | None, typer.Option(help="Refuse unless the job would start from this step.  \\[default: the newest]")
     ] = None,
     wait: Annotated[
-        Literal["no", "job", "served"],
-        typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served."),
-    ] = "served",
+        Wait, typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served.")
+    ] = Wait.SERVED,
     json: Json = False,
 ) -> None:
     """Train a run by one job, which makes its next step.
@@ -53,10 +55,10 @@ def train(
         request["id"] = id
     if base_step is not None:
         request["base_step"] = base_step
-    with Tandem(patience=PATIENCE if wait == "no" else 60.0) as tandem:
+    with Tandem(patience=PATIENCE if wait is Wait.NO else 60.0) as tandem:
         status = tandem.train(run, request)
-        if wait != "no":
-            status = _wait(tandem, status, served=wait == "served", show_progress=err.is_terminal and not json)
+        if wait is not Wait.NO:
+            status = _wait(tandem, status, served=wait is Wait.SERVED, show_progress=err.is_terminal and not json)
         show(status, json, job_details)
 
 
@@ -65,8 +67,7 @@ def read_request(text: str) -> dict[str, Any]:
     try:
         content = jsonlib.loads(text)
     except ValueError:
-        lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        return _request_of([(place, _json_of_line(place, line)) for place, line in lines])
+        return _request_of(_lines(text))
     if isinstance(content, list):
         return _request_of([(f"[{i}]", item) for i, item in enumerate(content)])
     if isinstance(content, dict) and ("kind" in content or "groups" in content or "examples" in content):
@@ -74,19 +75,22 @@ def read_request(text: str) -> dict[str, Any]:
     return _request_of([("line 1", content)])
 
 
-def _json_of_line(place: str, line: str) -> Any:
-    try:
-        return jsonlib.loads(line)
-    except ValueError as error:
-        raise InvalidInput(f"not JSON: {error}", field=f"FILE {place}") from error
+def _lines(text: str) -> Iterator[tuple[str, Any]]:
+    """Each line's place and JSON."""
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                yield f"line {number}", jsonlib.loads(line)
+        except ValueError as error:
+            raise InvalidInput(f"not JSON: {error}", field=f"FILE line {number}") from error
 
 
-def _request_of(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _request_of(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """The request with these groups or examples; each comes with its place in the file."""
-    if not items:
-        raise InvalidInput("the file is empty", field="FILE")
     kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
+    content = []
     for place, item in items:
+        content.append(item)
         if not isinstance(item, Mapping) or not {"trajectories", "messages", "token_ids"} & item.keys():
             problem = 'neither a group ("trajectories") nor an example ("messages" or "token_ids")'
             raise InvalidInput(problem, field=f"FILE {place}")
@@ -94,7 +98,8 @@ def _request_of(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(kinds) == 2:
         problem = f"groups (from {kinds['rl']}) and examples (from {kinds['sft']}) can't be in one job"
         raise InvalidInput(problem, field="FILE")
-    content = [item for _, item in items]
+    if not content:
+        raise InvalidInput("the file is empty", field="FILE")
     return {"kind": "rl", "groups": content} if "rl" in kinds else {"kind": "sft", "examples": content}
 
 
@@ -129,9 +134,8 @@ def _wait(tandem: Tandem, job: JobStatus, *, served: bool, show_progress: bool) 
                 phase = {"requeued": "queued again", "loaded": "training", "step": "training"}
                 progress.update(task, description=f"{name} {phase.get(event.type, event.type)}")
                 if event.type == "step":
-                    steps, total = event.data.get("step", 0), event.data.get("steps", 1)
-                    metrics = fields(event.data.get("metrics", {}), ["loss", "reward_mean", "tokens_per_second"])
-                    progress.update(task, completed=steps, total=total, metrics=metrics)
+                    metrics = fields(event.data["metrics"], ["loss", "reward_mean", "tokens_per_second"])
+                    progress.update(task, completed=event.data["step"], total=event.data["steps"], metrics=metrics)
 
             job = tandem.wait_job(job.id, on_event=show_event)
             if served:
