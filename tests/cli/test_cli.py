@@ -51,9 +51,8 @@ def train(tandem, run: str) -> str:
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
     """`tandem train` while `action` does the others' part with the queued job."""
     with ThreadPoolExecutor() as threads:
-        others = threads.submit(
-            lambda: (until("it is queued", lambda: server.spool.jobs.list(states=("queued",))), action())
-        )
+        queued = threads.submit(until, "it is queued", lambda: server.spool.jobs.list(states=("queued",)))
+        others = threads.submit(lambda: (queued.result(), action()))
         result = tandem("train", *arguments)
         others.result()
         return result
@@ -65,17 +64,14 @@ def test_runs(tandem, as_json, run):
     assert {run, f"{run}-b"} <= {status["spec"]["name"] for status in as_json("run", "list")}
     assert run in tandem("run", "list")[1]
     status, out, _ = tandem("run", "show", run)
-    assert status == 0
-    assert "rank 2, alpha 4" in out
+    assert (status, "rank 2, alpha 4" in out) == (0, True)
 
 
 def test_refusals_name_the_field_on_stderr(tandem):
     status, out, err = tandem("run", "create", "x", "--rank", "0")
-    assert (status, out) == (1, "")
-    assert "lora.rank" in err
+    assert (status, out, "lora.rank" in err) == (1, "", True)
     status, out, err = tandem("run", "show", "nobody", "--json")
-    assert (status, out) == (1, "")
-    assert json.loads(err)["error"]["field"] == "run"
+    assert (status, out, json.loads(err)["error"]["field"]) == (1, "", "run")
     assert tandem("run", "nonsense")[0] == 2
     assert tandem("jobs", "list", "--state", "sleeping")[0] == 1
 
@@ -84,8 +80,7 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     monkeypatch.setenv("TANDEM_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("tandem.cli.common.PATIENCE", 0.2)
     status, _, err = tandem("run", "list")
-    assert status == 5
-    assert "TANDEM_URL" in err
+    assert (status, "TANDEM_URL" in err) == (5, True)
 
 
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):
@@ -102,9 +97,7 @@ def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_pa
 
     for command in (["jobs", "show", job["id"]], ["jobs", "list", "--run", run]):
         status, out, _ = tandem(*command)
-        assert status == 0
-        assert job["id"] in out
-        assert "succeeded" in out
+        assert (status, job["id"] in out, "succeeded" in out) == (0, True, True)
     assert as_json("jobs", "list", "--run", run, "--state", "queued") == []
 
 
@@ -133,9 +126,7 @@ def test_logs_and_memory_of_a_job(tandem, as_json, run, server):
 def test_a_failing_job_is_exit_status_3(tandem, run, server, tmp_path):
     (tmp_path / "sft.json").write_text(json.dumps(sft_request()))
     status, _, err = train_while(lambda: fail(server.spool, claim(server.spool)), tandem, server, run, "sft.json")
-    assert status == 3
-    assert "rank_crashed" in err
-    assert "boom" in err
+    assert (status, "rank_crashed" in err, "boom" in err) == (3, True, True)
     job = server.spool.jobs.list(run=run)[0][1].spec.id
     assert tandem("logs", "-f", job)[0] == 3
 
@@ -164,33 +155,18 @@ def test_checkpoints(tandem, as_json, run, server, tmp_path):
 EXAMPLE, GROUP = sft_request()["examples"][0], groups()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        (json.dumps([GROUP]), {"kind": "rl", "groups": [GROUP]}),
-        (json.dumps(EXAMPLE), {"kind": "sft", "examples": [EXAMPLE]}),
-        (f"{json.dumps(EXAMPLE)}\n\n{json.dumps(EXAMPLE)}", {"kind": "sft", "examples": [EXAMPLE] * 2}),
-        (json.dumps({"groups": [GROUP], "loss": {}}), {"kind": "rl", "groups": [GROUP], "loss": {}}),
-    ],
-)
-def test_files_for_train(text, request_):
-    assert read_request(text) == request_
-
-
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
-        ("", "FILE"),
-        ("[]", "FILE"),
-        (f"{json.dumps(EXAMPLE)}\n{{", "FILE line 2"),
-        (f"{json.dumps(EXAMPLE)}\n3", "FILE line 2"),
-        (json.dumps([EXAMPLE, GROUP]), "FILE"),
-    ],
-)
-def test_files_that_are_no_request(text, field):
-    with pytest.raises(InvalidInput) as refused:
-        read_request(text)
-    assert refused.value.field == field
+def test_files_for_train():
+    line = json.dumps(EXAMPLE)
+    assert read_request(json.dumps([GROUP])) == {"kind": "rl", "groups": [GROUP]}
+    assert read_request(line) == {"kind": "sft", "examples": [EXAMPLE]}
+    assert read_request(f"{line}\n\n{line}") == {"kind": "sft", "examples": [EXAMPLE] * 2}
+    whole = {"groups": [GROUP], "loss": {}}
+    assert read_request(json.dumps(whole)) == {"kind": "rl", **whole}
+    wrong = {"": "FILE", "[]": "FILE", f"{line}\n{{": "FILE line 2", f"{line}\n3": "FILE line 2"}
+    for text, field in (wrong | {json.dumps([EXAMPLE, GROUP]): "FILE"}).items():
+        with pytest.raises(InvalidInput) as refused:
+            read_request(text)
+        assert refused.value.field == field, text
 
 
 def test_settings_on_the_command_line():
@@ -212,5 +188,4 @@ def test_the_module_is_the_command():
 def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch):
     monkeypatch.setenv("TANDEM_LAUNCH", "rocket")
     status, _, err = command("up")
-    assert status == 2
-    assert "TANDEM_LAUNCH" in err
+    assert (status, "TANDEM_LAUNCH" in err) == (2, True)

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem.cli import memory
+from tandem.cli.jobs import memory_report
+from tandem.client import AttemptMemory
 from tandem.client.memory import KINDS, by_attempt
 from tandem.spool.schema import Event
 
@@ -33,7 +34,7 @@ def ranks(*, steps: bool) -> dict[str, Any]:
     return {"0": rank(0, A, steps=steps), "1": rank(1, B, steps=steps)}
 
 
-def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[memory.AttemptMemory]:
+def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
     """Of events given as (type, attempt, data)."""
     return by_attempt(
         Event(seq=seq, time=0, job="j", type=kind, attempt=attempt, data=data)
@@ -58,7 +59,7 @@ DONE = [*LOADED, STEP, ("checkpoint", 1, {"step": 1}), ("released", 1, RELEASED)
 def printed(*events: tuple[str, int, dict[str, Any]]) -> list[list[str]]:
     """The words of each printed line, cell by cell."""
     file = io.StringIO()
-    Console(width=150, file=file).print(memory.report("j", attempts(*events)))
+    Console(width=150, file=file).print(memory_report("j", attempts(*events)))
     lines = file.getvalue().splitlines()
     return [[cell.strip() for cell in re.split("[│┃]", line.strip(" │┃"))] for line in lines]
 

@@ -5,7 +5,7 @@ import sys
 import typer
 
 import tandem
-from tandem.cli import doctor, jobs, memory, programs, runs, smoke, train
+from tandem.cli import doctor, jobs, programs, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.errors import TandemError
 
@@ -35,7 +35,7 @@ app.add_typer(runs.app, name="run")
 app.command("train")(train.train)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
-app.command("memory")(memory.memory)
+app.command("memory")(jobs.memory)
 app.add_typer(runs.checkpoints, name="checkpoints")
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(doctor.preflight)

@@ -54,16 +54,7 @@ def create_app(settings: Settings) -> FastAPI:
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
-    _add_health(app)
-    # The middleware added last is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
-    app.add_middleware(Authentication, keys=settings.api_keys)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    install_metrics(app, app.state.deployment)
-    return app
 
-
-def _add_health(app: FastAPI) -> None:
     @app.get("/healthz", tags=["health"])
     async def live() -> Health:
         """The process answers."""
@@ -74,6 +65,13 @@ def _add_health(app: FastAPI) -> None:
         """The volume can be written."""
         deployment.spool.check_writable()
         return Health(version=tandem.__version__)
+
+    # The middleware added last is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
+    app.add_middleware(Authentication, keys=settings.api_keys)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    install_metrics(app, app.state.deployment)
+    return app
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

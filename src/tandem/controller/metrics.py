@@ -85,12 +85,11 @@ class CountRequests:
             status = status or 500
             raise
         finally:
+            route = getattr(scope.get("route"), "path", OTHER)
+            method = scope["method"] if scope["method"] in METHODS else OTHER
+            labels = {"route": route, "method": method, "status_class": f"{status // 100}xx"}
             if status:
-                self._count(scope, status, None if is_stream else time.perf_counter() - begin)
-
-    def _count(self, scope: Scope, status: int, seconds: float | None) -> None:
-        route = getattr(scope.get("route"), "path", OTHER)
-        method = scope["method"] if scope["method"] in METHODS else OTHER
-        self.counts.inc("tandem_http_requests_total", route=route, method=method, status_class=f"{status // 100}xx")
-        if seconds is not None:
-            self.counts.observe("tandem_http_request_duration_seconds", seconds, route=route)
+                self.counts.inc("tandem_http_requests_total", **labels)
+            if status and not is_stream:
+                seconds = time.perf_counter() - begin
+                self.counts.observe("tandem_http_request_duration_seconds", seconds, route=route)

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -70,12 +71,11 @@ class CheckpointArchive:
         self.size = 2 * tarfile.BLOCKSIZE
         self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, content, bytes
         manifest_json = (manifest.model_dump_json(indent=1) + "\n").encode()
-        try:
+        with ExitStack() as files:
             for relative, entry in sorted(manifest.files.items()):
-                self._add(relative, _open(directory / relative, entry.size), entry.size, manifest.created)
-        except BaseException:
-            self.close()
-            raise
+                file = files.enter_context(_open(directory / relative, entry.size))
+                self._add(relative, file, entry.size, manifest.created)
+            self._files = files.pop_all()
         self._add("manifest.json", io.BytesIO(manifest_json), len(manifest_json), manifest.created)
 
     def _add(self, relative: str, file: BinaryIO, size: int, created: float) -> None:
@@ -86,7 +86,7 @@ class CheckpointArchive:
         self.size += len(header) + size + _padding(size)
 
     def __iter__(self) -> Iterator[bytes]:
-        try:
+        with self._files:
             for header, file, size in self._entries:
                 yield header
                 left = size
@@ -98,13 +98,6 @@ class CheckpointArchive:
                     yield data
                 yield bytes(_padding(size))
             yield bytes(2 * tarfile.BLOCKSIZE)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        for _, file, _ in self._entries:
-            file.close()
 
 
 def _padding(size: int) -> int:

@@ -84,7 +84,15 @@ async def follow_events(
 ) -> Response:
     """Follow a job to its terminal event (succeeded, failed, cancelled); `served` may come later."""
     await to_thread.run_sync(deployment.spool.jobs.get, job, limiter=deployment.event_threads)
-    return _event_stream(deployment, job, after if last_event_id is None else last_event_id, wait)
+    stopping = anyio.Event()
+    return EventSourceResponse(
+        _follow(deployment, job, after if last_event_id is None else last_event_id, wait, stopping),
+        sep="\n",
+        ping=KEEP_ALIVE_SECONDS,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        shutdown_event=stopping,
+        shutdown_grace_period=STOP_SECONDS,
+    )
 
 
 @router.get("/{job}/log", response_class=Response, responses={200: _LOG})
@@ -115,26 +123,14 @@ def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     return job_status(deployment, job)
 
 
-def _event_stream(deployment: Deployment, job: str, after: int, wait: bool) -> EventSourceResponse:
+async def _follow(
+    deployment: Deployment, job: str, after: int, wait: bool, stopping: anyio.Event
+) -> AsyncIterator[ServerSentEvent]:
     """The job's events after seq `after`, until its terminal event; without `wait`, those written so far.
 
     The stream also ends when the controller stops, or when the job ended without a terminal event because its writer
     died: clients then reconnect, or read the job. An event's `id` is its seq, which clients send as Last-Event-ID.
     """
-    stopping = anyio.Event()
-    return EventSourceResponse(
-        _follow(deployment, job, after, wait, stopping),
-        sep="\n",
-        ping=KEEP_ALIVE_SECONDS,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-        shutdown_event=stopping,
-        shutdown_grace_period=STOP_SECONDS,
-    )
-
-
-async def _follow(
-    deployment: Deployment, job: str, after: int, wait: bool, stopping: anyio.Event
-) -> AsyncIterator[ServerSentEvent]:
     yield ServerSentEvent(retry=1000, sep="\n")
     offset, state_read = 0, time.monotonic()
     while not stopping.is_set():

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -93,11 +93,9 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         created=time.time(),
     )
     _check(deployment, spec)
-    arch = deployment.arch
-
-    def write_adapter(directory: Path) -> None:
-        write_identity_adapter(directory, arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
-
+    write_adapter = partial(
+        write_identity_adapter, arch=deployment.arch, lora=spec.lora, base_model=spec.base_model, seed=spec.seed
+    )
     return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_adapter), response)
 
 
