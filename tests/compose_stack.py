@@ -1,8 +1,6 @@
 """A stack of containers as `docker compose` starts it, with a name, ports, secrets and volumes of its own, and the
 means to look into it and to hurt it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -136,7 +134,7 @@ class ComposeStack(Compose):
         self.controller_url = f"http://127.0.0.1:{self.controller_port}"
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
 
-    def __enter__(self) -> ComposeStack:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

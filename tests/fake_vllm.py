@@ -3,8 +3,6 @@
 It answers thousands of times faster than the real one, which `test_real_vllm.py` holds to the same behaviour.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,13 +1,12 @@
 """The whole stack in a temporary directory, started by `tandem up`, and the means to kill its programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import httpx
 import tiny_model
@@ -74,7 +73,7 @@ class LocalStack:
         self.api_key = self.environment["TANDEM_API_KEY"]
         self.client = Tandem(self.controller_url, self.api_key)
 
-    def __enter__(self) -> LocalStack:
+    def __enter__(self) -> Self:
         self.log = (self.root / "up.log").open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tandem", "up"], env=self.environment, stdout=self.log, stderr=self.log

@@ -1,7 +1,5 @@
 """A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so tests share one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

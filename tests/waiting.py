@@ -1,7 +1,5 @@
 """Waiting for events in other processes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A spool with runs for the publisher's tests, and a fake vLLM for those that need no real one."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """vLLM's command line and environment for each kind of deployment."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

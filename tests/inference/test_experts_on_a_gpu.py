@@ -1,7 +1,5 @@
 """Adapters on experts in the real vLLM on a GPU, the only place where it serves them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The admin guard, alone and in front of a real router."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

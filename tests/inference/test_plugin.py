@@ -1,7 +1,5 @@
 """The plugin: vLLM's engine processes end with the server that started them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

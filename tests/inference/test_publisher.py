@@ -1,7 +1,5 @@
 """What the publisher loads, refuses, keeps and unloads, and that it may be killed at any point."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 All tests share one server and name their runs apart. Dense models are served in tests/stack.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one it wakes vLLM."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

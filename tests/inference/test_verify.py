@@ -1,7 +1,5 @@
 """Which log-probs pass verification: right weights whatever the noise, and wrong ones only where noise hides them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Collectors whose collections the test starts, and their metrics as Prometheus parses them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The catalogue is what docs/metrics.md lists, each metric has one collector, and a stack's series are few."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A collector's thread and its page: failures, hangs and old measurements; and how histograms count."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The container: its volumes, its programs, and what is installed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

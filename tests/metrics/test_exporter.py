@@ -1,7 +1,5 @@
 """The exporter as a process: it needs nothing to start, answers without waiting, and stops on SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """NVML's answers become series; an answer that a device does not have becomes nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 import fake_nvml

@@ -1,7 +1,5 @@
 """Jobs and their ranks on a real spool, from queued to released, as the exporter shows them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

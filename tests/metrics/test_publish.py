@@ -1,7 +1,5 @@
 """Checkpoints, which of them is served, and what the publisher did, as collectors read them from a spool."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The dashboards that Grafana loads, and the metrics that PromQL names."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

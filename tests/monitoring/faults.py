@@ -1,7 +1,5 @@
 """Faults: each one changes some series of a stack, and says which alerts fire when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prometheus' programs: those on PATH, else those in its image; without either, the test is skipped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

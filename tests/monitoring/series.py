@@ -1,7 +1,5 @@
 """Series minute by minute. A stack is {series: value per minute}; None is a minute without a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 MINUTES = 450

@@ -1,7 +1,5 @@
 """Healthy stacks, as Prometheus sees them minute by minute."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from monitoring.series import CLOCK, MINUTES, TARGETS, Stack, Value, histogram, per_minute, put

@@ -1,7 +1,5 @@
 """Every alert in images/prometheus/rules on whole stacks, run by promtool: it fires on its fault and on no other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

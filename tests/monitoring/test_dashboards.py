@@ -1,7 +1,5 @@
 """Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes, and readable."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The made-up deployment has every metric, with the types, labels and values of the catalogue."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

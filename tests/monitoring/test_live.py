@@ -1,8 +1,6 @@
 """A real Prometheus scrapes the made-up deployment with our configuration: every query of every dashboard shows
 something, every rule is evaluated, and no alert fires."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules and dashboards name only metrics that exist, every metric of ours is seen somewhere, and every query parses."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

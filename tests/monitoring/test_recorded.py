@@ -3,8 +3,6 @@
 `bench/gpu_metrics.py` made them (torch 2.11, vLLM 0.26; the sixth second of a job's life).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families

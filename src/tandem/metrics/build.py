@@ -1,7 +1,5 @@
 """Which versions are installed."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """Every metric that Tandem exports. docs/metrics.md is made from this list."""
 
-from __future__ import annotations
-
 from prometheus_client import ProcessCollector
 
 from tandem.metrics.build import BuildCollector

@@ -1,7 +1,5 @@
 """The newest checkpoint, from its manifest."""
 
-from __future__ import annotations
-
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples

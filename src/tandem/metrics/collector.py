@@ -4,8 +4,6 @@ A collector that fails or hangs (a network volume, a driver) shows in `tandem_co
 scrape nor the other collectors. docs/metrics.md describes this for users.
 """
 
-from __future__ import annotations
-
 import abc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The controller's own metrics: the queue, and the HTTP requests that it answers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tandem.metrics.collector import Collector, OpenSpool

@@ -6,8 +6,6 @@ exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 
 is taken.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

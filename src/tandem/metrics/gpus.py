@@ -1,7 +1,5 @@
 """GPUs: memory, load, temperature, power and errors, as the driver reports them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal

@@ -4,8 +4,6 @@ The cost does not grow with the number of finished jobs: only pending jobs are r
 listed only after it has changed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

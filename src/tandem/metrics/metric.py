@@ -4,8 +4,6 @@ No metric has the labels that say where a series comes from (job, instance, name
 Devices are named by UUID, because an index restarts at 0 in each container; "cpu" is the machine without a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

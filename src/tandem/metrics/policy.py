@@ -1,7 +1,5 @@
 """Which step of each run is the newest, and which one is served."""
 
-from __future__ import annotations
-
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric
 from tandem.metrics.samples import Samples

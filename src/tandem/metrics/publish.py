@@ -1,7 +1,5 @@
 """The publisher's work: steps that were served or refused. Counters begin when the exporter starts."""
 
-from __future__ import annotations
-
 from tandem.errors import NotFound
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import Metric

@@ -1,7 +1,5 @@
 """The ranks of the running job, from the heartbeats that they write to the attempt's work directory."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The values of metrics between their collection and a scrape. Each name and label is checked as it is written."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """The exporter's HTTP server: `/metrics`, `/health`, and `/` for people. It answers a scrape without waiting."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

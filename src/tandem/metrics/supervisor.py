@@ -1,7 +1,5 @@
 """The container's programs, as supervisord sees them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The shared volume and the container's own file systems."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

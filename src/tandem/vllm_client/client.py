@@ -1,7 +1,5 @@
 """The HTTP calls that Tandem makes to a vLLM server: health, models, adapters, prompt log-probs, sleep and wake."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -4,8 +4,6 @@ A failed `/wake_up` (too little free memory): 0.26 stays half mapped and never w
 later versions can be asked again. `VllmClient.wake_up` raises InferenceRefused in both cases.
 """
 
-from __future__ import annotations
-
 import re
 
 import httpx

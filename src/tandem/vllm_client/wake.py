@@ -4,8 +4,6 @@ The runner that lets vLLM sleep also wakes it. This code is for a runner that di
 calls it twice a second, and a runner calls it before it claims a job.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`python -m tandem.inference.publisher`: publishes checkpoints to the vLLM server beside it until SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Loads a checkpoint into vLLM, verifies it there, and remembers the outcome."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,8 +8,6 @@ content. By the path a new publisher recognises the checkpoint in vLLM's list, a
 under the same name, and vLLM's prefix cache tells the two apart (`vllm_client/versions.py`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -4,8 +4,6 @@ The publisher compares the spool with vLLM's list of models and does what is mis
 and vLLM may die and start again at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Which adapters are unloaded, and when."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Hashes prove that the volume has the right bytes. Only log-probs prove that vLLM
 the right factor, and dropped the older adapter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

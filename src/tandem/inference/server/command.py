@@ -1,7 +1,5 @@
 """vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option used here."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

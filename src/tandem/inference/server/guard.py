@@ -6,8 +6,6 @@ token here. The guard has an allow-list, so that a route that a new vLLM version
 Standard library only: this code runs in vLLM's process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -9,8 +9,6 @@ It works around two faults of vLLM 0.32:
   CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 
 from tandem.system.processes import die_with_parent

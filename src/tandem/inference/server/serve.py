@@ -1,7 +1,5 @@
 """`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ vLLM allocates a share of a GPU's whole memory. Where something else uses that m
 loading.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time
