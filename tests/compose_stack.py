@@ -14,8 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
-
+import local_stack
 import waiting
 from tandem.client import Tandem
 from tandem.system import ports
@@ -24,36 +23,23 @@ ROOT = Path(__file__).parent.parent
 MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
-# What a process of each program has as a word of its command line.
-PROGRAMS = {
-    "up": "tandem",
-    "supervisord": "supervisor.supervisord",
-    "exporter": "tandem.metrics.exporter",
-    "runner": "tandem.trainer.runner",
-    "vllm": "vllm.entrypoints.openai.api_server",
-    "publisher": "tandem.inference.publisher",
-    "forkserver": "tandem.trainer.launch.forkserver",
-}
+PROGRAMS = local_stack.PROGRAMS | {"up": "tandem", "supervisord": "supervisor.supervisord"}
 # Prints the pids that have a word on their command line, oldest first, and sends them a signal (0: none).
 _FIND = """
 import os, sys
+from contextlib import suppress
 from pathlib import Path
 word, number, only = sys.argv[1].encode(), int(sys.argv[2]), sys.argv[3] == "oldest"
-found = []
-for entry in Path("/proc").iterdir():
-    if entry.name.isdigit() and int(entry.name) not in (1, os.getpid()):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\\0")
-        except OSError:
-            continue
-        if word in words:
-            found.append(int(entry.name))
-found = sorted(found)[:1] if only else sorted(found)
-for pid in found:
+pids = []
+for entry in Path("/proc").glob("[0-9]*"):
+    with suppress(OSError):
+        if word in (entry / "cmdline").read_bytes().split(b"\\0"):
+            pids.append(int(entry.name))
+pids = sorted(set(pids) - {1, os.getpid()})[: 1 if only else None]
+for pid in pids:
     os.kill(pid, number)
-print(*found)
+print(*pids)
 """
-
 
 until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 
@@ -210,12 +196,6 @@ class ComposeStack(Compose):
             last = [check["Output"][-300:] for check in health.get("Log", [])[-1:]]
             parts.append(f"==== {about['Name']} {state} {last}\n{(log.stdout + log.stderr)[-characters:]}")
         return "\n".join(parts)
-
-    def answers(self, url: str) -> bool:
-        try:
-            return httpx.get(url, timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
 
     # ---------------------------------------------------------------- inside
 

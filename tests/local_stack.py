@@ -4,30 +4,23 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-import httpx
 import tiny_model
 
 from tandem.client import Tandem
 from tandem.spool import Spool
-from tandem.system import ports
-from waiting import until
+from tandem.system import ports, processes
+from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
 # `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.
-DEVICES = (
-    {
-        "TANDEM_DEVICE": "cuda",
-        "TANDEM_TRAINER_DEVICES": "1",
-        "TANDEM_INFERENCE_DEVICES": "0",
-        "TANDEM_ENFORCE_EAGER": "1",
-    }
-    if os.environ.get("TANDEM_TEST_DEVICE") == "cuda"
-    else {"TANDEM_DEVICE": "cpu"}
-)
+DEVICES = {"TANDEM_DEVICE": "cpu"}
+if os.environ.get("TANDEM_TEST_DEVICE") == "cuda":
+    DEVICES = {"TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "1", "TANDEM_INFERENCE_DEVICES": "0",
+               "TANDEM_ENFORCE_EAGER": "1"}  # fmt: skip
 # A word on the command line of each program's processes.
 PROGRAMS = {
     "controller": "tandem.controller",
@@ -68,16 +61,15 @@ class LocalStack:
             "TANDEM_LEASE_SECONDS": "10",
             **variables,
         }
-        self.controller_url = f"http://127.0.0.1:{self.environment['TANDEM_CONTROLLER_PORT']}"
-        self.inference_url = f"http://127.0.0.1:{self.environment['TANDEM_INFERENCE_PORT']}"
+        self.controller_url = f"http://127.0.0.1:{controller}"
+        self.inference_url = f"http://127.0.0.1:{inference}"
         self.api_key = self.environment["TANDEM_API_KEY"]
         self.client = Tandem(self.controller_url, self.api_key)
 
     def __enter__(self) -> Self:
         self.log = (self.root / "up.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "up"], env=self.environment, stdout=self.log, stderr=self.log
-        )
+        command = [sys.executable, "-m", "tandem", "up"]
+        self.process = subprocess.Popen(command, env=self.environment, stdout=self.log, stderr=self.log)
         try:
             self.wait_ready()
         except BaseException:
@@ -90,20 +82,12 @@ class LocalStack:
         try:
             self.process.wait(timeout=90)
         finally:
-            for program in PROGRAMS:
-                for pid in self.pids(program):
-                    os.kill(pid, signal.SIGKILL)
+            processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(self.root)), timeout=10)
             self.log.close()
-
-    def answers(self, url: str) -> bool:
-        try:
-            return httpx.get(url, timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
 
     def wait_ready(self, timeout: float = 240) -> None:
         for url in (f"{self.controller_url}/readyz", f"{self.inference_url}/health"):
-            until(f"{url} answers", lambda url=url: self.answers(url) or self.dead(), timeout, poll=0.5)
+            until(f"{url} answers", lambda url=url: answers(url) or self.dead(), timeout, poll=0.5)
         assert not self.dead(), f"tandem up ended with {self.process.returncode}: {self.tail()}"
 
     def dead(self) -> bool:
@@ -118,19 +102,12 @@ class LocalStack:
 
     def pids(self, program: str) -> list[int]:
         """Living processes of `program` that belong to this stack, oldest first."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                mine = f"TANDEM_ROOT={self.root}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:
-                continue
-            if mine and state != "Z" and PROGRAMS[program].encode() in words:
-                found.append(int(entry.name))
-        return sorted(found)
+        pids = []
+        for process in processes.marked("TANDEM_ROOT", str(self.root)):
+            with suppress(OSError):  # it is gone by now
+                if PROGRAMS[program].encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"):
+                    pids.append(process.pid)
+        return sorted(pids)
 
     def kill(self, program: str) -> int:
         """kill -9 the oldest process of `program`; returns its pid."""

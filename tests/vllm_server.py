@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Self
-
-import httpx
 
 from tandem.config import Settings
 from tandem.system import ports
 from tandem.vllm_client.client import VllmClient
+from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 
@@ -39,14 +37,16 @@ class VllmServer:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "tandem.inference.server.serve"]
+        health = f"{self.url}/health"
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+            pipes = {"stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, env=self._environment, start_new_session=True, **pipes)
         try:
-            self._wait()
+            until("vLLM ends or answers", lambda: self._process.poll() is not None or answers(health), 500, poll=0.1)
+            assert answers(health), "vLLM did not start"
         except BaseException:
             self.__exit__()
+            print(self.log.read_text(errors="replace")[-5000:])
             raise
         return self
 
@@ -60,17 +60,3 @@ class VllmServer:
     def client(self, **settings: object) -> VllmClient:
         keys = {"inference_url": self.url, "api_key": API_KEY, "admin_token": ADMIN_TOKEN}
         return VllmClient(Settings(**{**keys, **settings}))  # type: ignore[arg-type]
-
-    def _wait(self, timeout: float = 500.0) -> None:
-        """Until it answers. AssertionError with the end of its log when it dies or takes too long."""
-        deadline = time.monotonic() + timeout
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError("vLLM did not start:\n" + self.log.read_text(errors="replace")[-5000:])
-            time.sleep(0.1)
-
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
-        except httpx.TransportError:
-            return False

@@ -2,12 +2,30 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+
+import httpx
 
 
-def until[T](what: str, check: Callable[[], T], timeout: float = 30, poll: float = 0.05) -> T:
-    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds."""
+def until[T](what: object, check: Callable[[], T], timeout: float = 30, poll: float = 0.05) -> T:
+    """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
+
+    Until then `check` may find no server, or one that answers with an error (httpx.HTTPError).
+    """
     deadline = time.monotonic() + timeout
-    while not (answer := check()):
-        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}"
+    error: httpx.HTTPError | None = None
+    while True:
+        try:
+            if answer := check():
+                return answer
+        except httpx.HTTPError as failure:
+            error = failure
+        assert time.monotonic() < deadline, f"not within {timeout:.0f} s: {what}; {error!r}"
         time.sleep(poll)
-    return answer
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers there with 200."""
+    with suppress(httpx.TransportError):
+        return httpx.get(url, timeout=5).status_code == 200
+    return False

@@ -32,6 +32,7 @@ from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, Vl
 from tandem.vllm_client.names import ADMIN_HEADER
 from tiny import write_random_model
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +163,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
     with stream(vllm, name) as answer:
         lines = answer.iter_lines()
         next(lines)
-        _until(lambda: name in client.adapters_in_use())
+        until("the request runs", lambda: name in client.adapters_in_use(), 60)
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
         # A step that a rollback discarded goes at once. The request that uses it continues.
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [name]
@@ -170,7 +171,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
         assert name not in client.models()
         for _ in range(20):
             assert next(lines) is not None
-    _until(lambda: name not in client.adapters_in_use())
+    until("the request ends", lambda: name not in client.adapters_in_use(), 60)
 
 
 def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
@@ -185,13 +186,6 @@ def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client:
             assert client.prompt_logprobs(model, SEQUENCES[1]) == pytest.approx(alone, abs=1e-4)
     assert client.healthy()
     client.unload_lora(name)
-
-
-def _until(check, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(

@@ -1,6 +1,5 @@
 """Collectors whose collections the test starts, and their metrics as Prometheus parses them."""
 
-import time
 from collections.abc import Callable
 
 import httpx
@@ -69,16 +68,3 @@ class Exported:
 
 def opener(spool: Spool) -> Callable[[], Spool]:
     return lambda: Spool(spool.root, writable=False)
-
-
-def until[T](what: str, check: Callable[[], T], timeout: float = 20.0) -> T:
-    """The first true answer of `check`; until then it may fail an assertion, or find no server."""
-    end, last = time.monotonic() + timeout, ""
-    while time.monotonic() < end:
-        try:
-            if answer := check():
-                return answer
-        except (AssertionError, httpx.TransportError) as error:
-            last = f"{type(error).__name__}: {error}"
-        time.sleep(0.02)
-    raise AssertionError(f"not within {timeout} s: {what}; {last}")

@@ -4,10 +4,11 @@ import threading
 
 import pytest
 
-from metrics.metric_tools import Exported, until
+from metrics.metric_tools import Exported
 from tandem.metrics import collector
 from tandem.metrics.collector import Collector
 from tandem.metrics.metric import Metric
+from waiting import until
 
 USED, FOUND = "tandem_gpu_memory_used_bytes", "tandem_gpu_found"
 

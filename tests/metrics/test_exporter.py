@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from metrics.metric_tools import Scraped, fetch, until
+from metrics.metric_tools import Scraped, fetch
 from tandem.config import Settings
 from tandem.metrics.exporter import exported_sides, make_collectors
 from tandem.metrics.server import MetricsServer
 from tandem.spool import Spool
 from tandem.system import ports
+from waiting import answers, until
 
 COMMAND = [sys.executable, "-m", "tandem.metrics.exporter"]
 # What Prometheus 3 accepts.
@@ -36,7 +37,7 @@ def exporter(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[
     process = subprocess.Popen(COMMAND, env=variables)
     url = f"http://127.0.0.1:{port}"
     try:
-        until("the exporter answers", lambda: fetch(f"{url}/health")[0] == 200)
+        until("the exporter answers", lambda: answers(f"{url}/health"))
         yield process, url
     finally:
         process.kill()

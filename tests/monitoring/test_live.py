@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from metrics.metric_tools import until
 from monitoring.dashboards import DASHBOARDS, queries, resolved, rules
 from monitoring.prometheus_tools import ROOT, command
 from tandem.system import ports
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,7 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/{path}", params=parameters, timeout=30)
-        assert answer.status_code == 200, answer.text  # 503: it is starting; 400: PromQL that it refuses
-        return answer.json()["data"]
+        return answer.raise_for_status().json()["data"]  # 503: it is starting; 400: PromQL that it refuses
 
     def query(self, expr: str) -> list:
         return self.get("query", query=expr)["result"]
@@ -71,10 +70,9 @@ def test_every_query_of_every_dashboard_shows_something(prometheus):
 
     def all_shown() -> bool:
         missing[:] = [(where, expr) for where, expr in missing if not prometheus.query(expr) and where not in EMPTY]
-        assert not missing
-        return True
+        return not missing
 
-    until("every query shows something", all_shown, 60)
+    until(missing, all_shown, 60)
 
 
 def test_every_rule_is_evaluated_and_nothing_fires(prometheus):

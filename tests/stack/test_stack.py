@@ -26,7 +26,7 @@ from local_stack import DEVICES, LocalStack, free_ports
 from tandem.errors import SpoolUnusable
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system import processes
-from waiting import until
+from waiting import answers, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
@@ -228,7 +228,7 @@ def stopped(stack: LocalStack) -> tuple[int, int]:
     running = 'running{engine="0",model_name="base"} 1.0'
     until("the request runs", lambda: running in httpx.get(metrics, timeout=5).text, 30)
     os.kill(engine, signal.SIGSTOP)
-    assert stack.answers(f"{stack.inference_url}/health")
+    assert answers(f"{stack.inference_url}/health")
     return server, engine
 
 
