@@ -7,10 +7,9 @@ import pytest
 
 from metrics.metric_tools import Exported, opener
 from tandem.config import Settings
-from tandem.metrics.build import BuildCollector
+from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.exporter import make_collectors
 from tandem.metrics.supervisor import SupervisorCollector
-from tandem.metrics.volumes import VolumesCollector
 from tandem.spool import Spool
 from tandem.supervise.supervisord import Status
 

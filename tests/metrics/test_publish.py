@@ -9,8 +9,7 @@ import pytest
 from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.metrics import policy
-from tandem.metrics.checkpoints import CheckpointsCollector
-from tandem.metrics.policy import PolicyCollector
+from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
 from tandem.spool import Spool
 from tandem.spool.schema import Job, Served

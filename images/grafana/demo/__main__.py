@@ -50,8 +50,9 @@ def main() -> None:
     servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job), {"what": f"made up: {job}"}) for job in JOBS}
     for job, server in servers.items():
         server.serve_in_background()
-        print(f"{job}: http://127.0.0.1:{server.port}/metrics")
-    write_configuration(arguments.directory, {job: server.port for job, server in servers.items()}, arguments.interval)
+        print(f"{job}: http://127.0.0.1:{server.server_port}/metrics")
+    ports = {job: server.server_port for job, server in servers.items()}
+    write_configuration(arguments.directory, ports, arguments.interval)
     print(f"cd {arguments.directory} && prometheus", flush=True)
     threading.Event().wait()
 

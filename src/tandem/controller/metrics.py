@@ -12,11 +12,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
-from tandem.metrics.build import BuildCollector
 from tandem.metrics.collector import CollectorThread, Page
+from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
-from tandem.metrics.volumes import VolumesCollector
 from tandem.spool import Spool
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.

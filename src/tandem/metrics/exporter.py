@@ -16,18 +16,16 @@ from functools import partial
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
-from tandem.metrics.build import BuildCollector
-from tandem.metrics.checkpoints import CheckpointsCollector
 from tandem.metrics.collector import Collector, CollectorThread, Page
+from tandem.metrics.container import BuildCollector, VolumesCollector, local_directories
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.metric import BOTH, Exporter
-from tandem.metrics.policy import PolicyCollector
+from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
 from tandem.metrics.supervisor import SupervisorCollector
-from tandem.metrics.volumes import VolumesCollector, local_directories
 from tandem.spool import Spool
 from tandem.system.logs import Log, configure
 from tandem.system.role import current_role
@@ -85,7 +83,7 @@ def main() -> int:
     for thread in threads:
         thread.start()
     server.serve_in_background()
-    log.info("exporter is up", address=f"{settings.metrics_host}:{server.port}", collectors=names)
+    log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)
     stop.wait()
     return 0
 

@@ -31,10 +31,7 @@ class MetricsServer(ThreadingHTTPServer):
         self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)  # HTTPServer's would look up the host's name, which may take seconds
         self.server_address = self.socket.getsockname()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
+        self.server_port = int(self.server_address[1])
 
     def serve_in_background(self) -> None:
         threading.Thread(target=self.serve_forever, name="http", daemon=True).start()

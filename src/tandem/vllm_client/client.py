@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -11,7 +11,6 @@ import httpx
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
 from tandem.vllm_client.names import ADMIN_HEADER
-from tandem.vllm_client.versions import PREFIX_CACHE_KEYED_BY_PATH, parse_version, prefix_cache_was_reset
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
@@ -50,8 +49,6 @@ class VllmClient:
         self._work_timeout = work_timeout
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0))
 
-    # ---- state
-
     def healthy(self) -> bool:
         """Whether the server answers and its engine is alive. Raises nothing."""
         try:
@@ -60,9 +57,12 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks."""
-        version = parse_version(str(_json(self._request("GET", "/version"))["version"]))
-        return version >= PREFIX_CACHE_KEYED_BY_PATH
+        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks.
+
+        So it is from vLLM 0.32 on. Older versions, and those without a number, key the blocks by the name alone.
+        """
+        version = re.match(r"(\d+)\.(\d+)", str(_json(self._request("GET", "/version"))["version"]))
+        return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
         """Each served model, the base model included: name -> the path it was loaded from."""
@@ -86,15 +86,13 @@ class VllmClient:
         stands for a value that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
         """
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = _json(self._request("POST", "/v1/completions", body, tries=3, timeout=self._work_timeout))
+        answer = _json(self._request("POST", "/v1/completions", body, timeout=self._work_timeout))
         entries = answer["choices"][0].get("prompt_logprobs") or []
         if len(entries) != len(tokens):
             raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
         values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
         # JSON has no NaN and no infinity: vLLM sends null.
         return [math.nan if value is None else float(value) for value in values]
-
-    # ---- adapters
 
     def load_lora(self, name: str, path: str) -> None:
         """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused when vLLM can't load it.
@@ -114,10 +112,11 @@ class VllmClient:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks; running requests start again. False when vLLM could not drop all of them."""
-        done = prefix_cache_was_reset(self._request("POST", "/reset_prefix_cache?reset_running_requests=true"))
-        return not _requests_in_flight(self._request("GET", "/metrics").text) if done is None else done
-
-    # ---- sleep
+        response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
+        if response.content:
+            return bool(response.json()["success"])
+        # Older versions send an empty body, also after a failure.
+        return not _requests_in_flight(self._request("GET", "/metrics").text)
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, at any level, or is paused. While it falls asleep, the answer waits for that.
@@ -137,27 +136,19 @@ class VllmClient:
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. InferenceRefused where memory is missing; see `versions` for what follows."""
+        """Wake the engine, if it sleeps. InferenceRefused where memory is missing.
+
+        vLLM 0.26 then stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can be asked
+        again.
+        """
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
-    # ---- transport
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        tries: int = 1,
-        timeout: float | None = None,
-    ) -> httpx.Response:
-        """A successful response. `tries` counts for POST; every GET has three. `timeout`: seconds, not the default."""
-        tries = 3 if method == "GET" else tries
+    def _request(self, method: str, path: str, body: object = None, timeout: float | None = None) -> httpx.Response:
+        """A successful response. Calls without side effects have three tries. `timeout`: seconds, not the default."""
+        tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
-                response = self._http.request(
-                    method, path, json=body, timeout=self._http.timeout if timeout is None else timeout
-                )
+                response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
                 break
             except httpx.TransportError as error:
                 # A call that timed out has used its bound. Only a failed connection is worth another try.

@@ -95,21 +95,14 @@ class CheckpointLoader:
         loaded = time.monotonic()
         result = verify(self.client, name, manifest.probe, tolerance=self.tolerance)
         if result.reason:
-            raise InferenceRefused(result.reason + self._other_base_model(run))
-        seconds = {
-            "copy": copied - started,
-            "load": loaded - copied,
-            "verify": time.monotonic() - loaded,
-            "since_checkpoint": time.time() - manifest.created,
-        }
-        record = Served(
-            step=manifest.step,
-            model=name,
-            checkpoint=manifest.files[WEIGHTS_FILE].sha256,
-            verified=time.time(),
-            mean_abs_logprob_error=result.error,
-            tokens_checked=result.tokens,
-        )
+            wanted = resolve_model(self.spool.root, run.base_model)
+            other = f"; the run's base model is {wanted}, vLLM's is {self.base_model}"
+            raise InferenceRefused(result.reason + ("" if self.base_model in (None, wanted) else other))
+        seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
+                   "since_checkpoint": time.time() - manifest.created}  # fmt: skip
+        record = Served(step=manifest.step, model=name, checkpoint=manifest.files[WEIGHTS_FILE].sha256,
+                        verified=time.time(), mean_abs_logprob_error=result.error,
+                        tokens_checked=result.tokens)  # fmt: skip
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
         return ServedCheckpoint(path, record, manifest.job, seconds)
 
@@ -127,9 +120,3 @@ class CheckpointLoader:
         directory = self.spool.checkpoints.path(run, step)
         files = [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
         return tuple((str(path), s.st_size, s.st_mtime_ns, s.st_ino) for path, s in files)
-
-    def _other_base_model(self, run: RunSpec) -> str:
-        wanted = resolve_model(self.spool.root, run.base_model)
-        if self.base_model in (None, wanted):
-            return ""
-        return f"; the run's base model is {wanted}, vLLM's is {self.base_model}"

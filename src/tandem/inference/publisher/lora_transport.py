@@ -5,7 +5,7 @@ Another way for weights to travel is another class with the public methods of `L
 vLLM (0.32) reads an adapter's files again whenever it evicted the adapter from its cache, and its engine dies when it
 can't. So vLLM loads local copies: a rollback, or a volume that is down, must not end it. A copy's path names its
 content. By the path a new publisher recognises the checkpoint in vLLM's list, although a rollback may have replaced it
-under the same name, and vLLM's prefix cache tells the two apart (`vllm_client/versions.py`).
+under the same name, and vLLM's prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -120,9 +120,8 @@ class LoraTransport:
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
         """Drop cached blocks of another adapter of this name, where vLLM keys blocks by the name alone."""
-        if self._last_path.get(name, str(path) if self._saw_start else "") == str(path):
-            return
-        if self._client.prefix_cache_keyed_by_path():
+        last_path = self._last_path.get(name, str(path) if self._saw_start else "")
+        if last_path == str(path) or self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
         # A request that still runs with the old adapter would write its blocks again after the reset.

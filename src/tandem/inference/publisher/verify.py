@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from tandem.config import Settings
 from tandem.inference.server.command import serving_dtype
 from tandem.spool.schema import Probe
+from tandem.vllm_client.client import VllmClient
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
 IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(range(48, 16, -1)))
@@ -21,10 +21,6 @@ IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(rang
 MARGIN = 4.0
 """Standard errors by which a movement must be below one half to count against a checkpoint. The trainer's log-probs
 are rounded too: after a step no larger than bfloat16's rounding, any weights give a movement of about one half."""
-
-
-class Scorer(Protocol):
-    def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -63,17 +59,17 @@ def movement(
     return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
 
 
-def verify(scorer: Scorer, model: str, probe: Probe | None, *, tolerance: float) -> Verification:
+def verify(client: VllmClient, model: str, probe: Probe | None, *, tolerance: float) -> Verification:
     """Compare what vLLM serves as `model` with the trainer's `probe`, or with the base model if there is none (step 0).
 
     The mean absolute error must be at most `tolerance` nats. A small step would pass that with the old weights, so the
     served log-probs must also be nearer to the checkpoint's than to those of the checkpoint before it and of the base
-    model, where rounding lets them be told apart. Raises what the scorer raises.
+    model, where rounding lets them be told apart. Raises what VllmClient raises.
     """
     prompts = IDENTITY_PROMPTS if probe is None else probe.tokens
-    served = _flat(scorer.prompt_logprobs(model, tokens) for tokens in prompts)
+    served = _flat(client.prompt_logprobs(model, tokens) for tokens in prompts)
     if probe is None:
-        expected = _flat(scorer.prompt_logprobs(BASE_MODEL_NAME, tokens) for tokens in prompts)
+        expected = _flat(client.prompt_logprobs(BASE_MODEL_NAME, tokens) for tokens in prompts)
     else:
         expected = _flat(probe.logprobs)
     if len(served) != len(expected) or not served:

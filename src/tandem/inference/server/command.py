@@ -41,10 +41,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     device = serving_device(settings)
     model = settings.model_path()
     if settings.expert_lora and device == "cpu":
-        raise InvalidInput(
-            "vLLM has LoRA on experts only on CUDA, in its Triton kernels: set TANDEM_EXPERT_LORA=0",
-            field="expert_lora",
-        )
+        raise InvalidInput("vLLM has LoRA on experts only on CUDA: set TANDEM_EXPERT_LORA=0", field="expert_lora")
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
     return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
 
@@ -143,9 +140,6 @@ def _extra_arguments(text: str) -> list[str]:
         message = f"TANDEM_VLLM_ARGS is not valid shell syntax ({error}): {text!r}"
         raise InvalidInput(message, field="vllm_args") from error
     if any(argument.split("=")[0].replace("_", "-") == "--api-key" for argument in extra):
-        raise InvalidInput(
-            "every user of the machine can read the API key on a command line: set TANDEM_API_KEY or "
-            "TANDEM_API_KEY_FILE instead of --api-key",
-            field="vllm_args",
-        )
+        message = "every user can read a command line: set TANDEM_API_KEY or TANDEM_API_KEY_FILE instead of --api-key"
+        raise InvalidInput(message, field="vllm_args")
     return extra

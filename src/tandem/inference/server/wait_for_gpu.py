@@ -68,21 +68,15 @@ def _lock(path: Path) -> None:
 def _wait_for_trainer(settings: Settings) -> None:
     """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
     waiting = False
-    while True:
-        try:
-            hold = Spool(settings.root, writable=False).hold.live()
-        except SpoolUnusable as error:
-            # Without the volume no runner works either. What is in use is measured next.
-            log.warning("can't see whether a trainer holds the GPUs", error=error)
-            return
-        if hold is None:
-            break
-        if not waiting:
-            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+    try:
+        while hold := Spool(settings.root, writable=False).hold.live():
+            if not waiting:
+                log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
             waiting = True
-        time.sleep(_POLL_SECONDS)
-    if waiting:
-        log.info("the trainer has given the GPUs back")
+            time.sleep(_POLL_SECONDS)
+    except SpoolUnusable as error:
+        # Without the volume no runner works either. What is in use is measured next.
+        log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
@@ -95,11 +89,7 @@ def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
         log.warning("waiting until the devices are free", bytes_in_use=busy)
         devices.wait_free(free_seconds, floor)
     if busy := devices.busy(floor):
-        in_use = ", ".join(
-            f"{uuid} ({'the driver does not answer' if used is None else f'{used} bytes in use'})"
-            for uuid, used in busy.items()
-        )
-        raise CannotStartNow(
-            f"not free after {free_seconds:.0f} s: {in_use}; vLLM starts when less than {FREE_BYTES + allowed} bytes "
-            "are in use: stop the other programs on these GPUs"
-        )
+        uses = ["the driver does not answer" if used is None else f"{used} bytes in use" for used in busy.values()]
+        in_use = ", ".join(f"{uuid} ({use})" for uuid, use in zip(busy, uses, strict=True))
+        message = f"not free after {free_seconds:.0f} s: {in_use}; stop the other programs on these GPUs"
+        raise CannotStartNow(f"{message}: vLLM starts when less than {FREE_BYTES + allowed} bytes are in use")

