@@ -1,10 +1,8 @@
 """Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or from files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -105,40 +103,31 @@ class Settings(BaseSettings):
         return values
 
     @model_validator(mode="after")
-    def _exit_after_job_is_a_launch(self) -> Settings:
+    def _exit_after_job_is_a_launch(self) -> Self:
         if self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
             if "launch" in self.model_fields_set:
-                raise ValueError(
-                    f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)} contradicts TANDEM_LAUNCH={self.launch}; "
-                    "unset one of them"
-                )
+                given = f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)}"
+                raise ValueError(f"{given} contradicts TANDEM_LAUNCH={self.launch}; unset one of them")
             object.__setattr__(self, "launch", "resident")
         return self
 
     @model_validator(mode="after")
-    def _consistent(self) -> Settings:
+    def _consistent(self) -> Self:
         if self.trainer_ranks % self.tensor_parallel:
+            ranks = f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
+            raise ValueError(f"{ranks} is not a multiple of TANDEM_TENSOR_PARALLEL={self.tensor_parallel}")
+        trainer, inference = set(self.trainer_devices), set(self.inference_devices)
+        both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
+        if self.gpu_mode == "dedicated":
+            if names := ", ".join(sorted(trainer & inference)):
+                raise ValueError(f"{both} both name {names}: each needs devices of its own")
+        elif self.device == "cpu":
+            raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
+        elif differ := ", ".join(sorted(trainer ^ inference)):
             raise ValueError(
-                f"TANDEM_TRAINER_RANKS={self.trainer_ranks} is not a multiple of "
-                f"TANDEM_TENSOR_PARALLEL={self.tensor_parallel}"
-            )
-        if self.gpu_mode == "shared":
-            self._check_sharing()
-        elif both := set(self.trainer_devices) & set(self.inference_devices):
-            raise ValueError(
-                f"TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES both name {', '.join(sorted(both))}: "
-                "each needs devices of its own"
+                f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or be empty; only one has {differ}"
             )
         return self
-
-    def _check_sharing(self) -> None:
-        if self.device == "cpu":
-            raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
-        if set(self.trainer_devices) != set(self.inference_devices):
-            raise ValueError(
-                f"TANDEM_GPU_MODE=shared: TANDEM_TRAINER_DEVICES={','.join(self.trainer_devices)} and "
-                f"TANDEM_INFERENCE_DEVICES={','.join(self.inference_devices)} must name the same GPUs, or both be empty"
-            )
 
     @property
     def resolved_inference_url(self) -> str:

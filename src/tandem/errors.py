@@ -1,7 +1,5 @@
 """Errors that users see. Each says what was wrong, where, and what to do."""
 
-from __future__ import annotations
-
 
 class TandemError(Exception):
     """Base of every error Tandem raises on purpose.

@@ -1,7 +1,5 @@
 """A made-up NVIDIA driver, for this process and for its children: what `pynvml.py` beside this file answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

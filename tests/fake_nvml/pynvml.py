@@ -1,7 +1,5 @@
 """In pynvml's place: its constants and errors, and functions that answer from the file $FAKE_NVML (see FakeNvml)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

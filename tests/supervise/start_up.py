@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from tandem.config import Settings
-from tandem.supervise import stack, supervisord, watchdog
+from tandem.supervise import supervisord, up, watchdog
 from tandem.supervise.programs import Program
-from tandem.supervise.up import up
 
 write_config = supervisord.write_config
 
@@ -20,9 +19,9 @@ def write_config_with_retries(*arguments) -> Path:
 
 
 if __name__ == "__main__":
-    stack.MOST_CRASHES = int(os.environ.get("FAKE_CRASHES", "1"))
-    stack.TRY_AGAIN_SECONDS = 1
+    up.MOST_CRASHES = int(os.environ.get("FAKE_CRASHES", "1"))
+    up.TRY_AGAIN_SECONDS = 1
     watchdog._TIMEOUT_SECONDS = 0.5
     supervisord.write_config = write_config_with_retries
     programs = [Program(priority=n, stop_seconds=2, **p) for n, p in enumerate(json.loads(os.environ["PROGRAMS"]), 1)]
-    sys.exit(up(Settings(), os.environ["ROLE"], programs))
+    sys.exit(up.up(Settings(), os.environ["ROLE"], programs))

@@ -1,7 +1,5 @@
 """A `tandem up` of small programs, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -16,7 +16,7 @@ from tandem.spool.locks import is_locked
 from tandem.supervise.health import problems, stopped_loops
 from tandem.supervise.supervisord import Status
 from tandem.system import liveness, ports
-from tandem.system.role import runtime_dir
+from tandem.system.environment import runtime_dir
 from waiting import until
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from supervise.tandem_up import AB, Up
 from tandem.system import ports, processes
-from tandem.system.role import runtime_dir
+from tandem.system.environment import runtime_dir
 from waiting import until
 
 

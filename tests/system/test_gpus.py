@@ -5,8 +5,7 @@ import pytest
 from fake_nvml import MIB, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.system import gpu_links
-from tandem.system.gpus import FREE_BYTES, Devices
+from tandem.system.gpus import FREE_BYTES, Devices, nccl_path
 from tandem.system.nvml import DriverFailed
 
 A, B, C = "GPU-aaaa1111", "GPU-bbbb2222", "GPU-bbcc3333"
@@ -97,7 +96,7 @@ def linked(nvml, monkeypatch):
 
 
 def describe(trainer: str, inference: str, side: str = "trainer") -> str | None:
-    return gpu_links.describe(Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side)
+    return nccl_path(Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side)
 
 
 def test_the_path_between_visible_gpus(linked):

@@ -38,7 +38,7 @@ def up(
     wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
     from tandem.supervise.up import up as start  # late: only this command needs supervisord
-    from tandem.system.role import Role
+    from tandem.system.environment import Role
 
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
     try:

@@ -13,9 +13,8 @@ tandem.train_rl("my-run", [{"trajectories": trajectories}], wait="served")
 
 from typing import Any
 
-from tandem.client.async_client import AsyncTandem
+from tandem.client.clients import AsyncTandem, Tandem
 from tandem.client.memory import AttemptMemory
-from tandem.client.sync_client import Tandem
 from tandem.client.types import LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.inputs import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
@@ -33,34 +32,11 @@ from tandem.spool.schema import (
 )
 
 __all__ = [
-    "AsyncTandem",
-    "AttemptMemory",
-    "CheckpointInfo",
-    "Event",
-    "Group",
-    "JobError",
-    "JobStatus",
-    "LogPart",
-    "LoraShape",
-    "Manifest",
-    "OptimizerSettings",
-    "RLLoss",
-    "RLOptions",
-    "RankMemory",
-    "RolledBack",
-    "RunSpec",
-    "RunStatus",
-    "SFTExample",
-    "SFTLoss",
-    "SFTOptions",
-    "Served",
-    "Tandem",
-    "Trajectory",
-    "TrajectoryBuilder",
-    "Turn",
-    "sampling_options",
-    "turn_from_openai",
-]
+    "AsyncTandem", "AttemptMemory", "CheckpointInfo", "Event", "Group", "JobError", "JobStatus", "LogPart",
+    "LoraShape", "Manifest", "OptimizerSettings", "RLLoss", "RLOptions", "RankMemory", "RolledBack", "RunSpec",
+    "RunStatus", "SFTExample", "SFTLoss", "SFTOptions", "Served", "Tandem", "Trajectory", "TrajectoryBuilder", "Turn",
+    "sampling_options", "turn_from_openai"
+]  # fmt: skip
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:

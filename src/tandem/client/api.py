@@ -1,7 +1,5 @@
 """Every method of the client, written once: `AsyncTandem` inherits them, `Tandem` runs the same coroutines blocking."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +39,6 @@ class Api:
     def __init__(self, http: AsyncHttp | BlockingHttp, patience: float) -> None:
         self._http = http
         self._patience = patience
-
-    # ------------------------------------------------------------ runs
 
     async def create_run(
         self,
@@ -96,8 +92,6 @@ class Api:
                 )
             await self._http.sleep(_SERVED_POLL_SECONDS)
 
-    # ------------------------------------------------------------ training
-
     async def train_rl(
         self,
         run: str,
@@ -142,8 +136,6 @@ class Api:
         if wait == "served":
             await self.wait_served(job.run, job.spec.base_step + 1)
         return job
-
-    # ------------------------------------------------------------ jobs
 
     async def get_job(self, job: str) -> JobStatus:
         """A job's present state."""
@@ -202,8 +194,6 @@ class Api:
         response = await self._request("GET", "jobs", job, "log", params=params)
         return LogPart(response.content, int(response.headers[LOG_OFFSET_HEADER]))
 
-    # ------------------------------------------------------------ checkpoints
-
     async def checkpoints(self, run: str) -> list[CheckpointInfo]:
         """The run's checkpoints, oldest first."""
         return await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints")
@@ -227,8 +217,6 @@ class Api:
                     pause = backoff.next(unreachable(error))
                 await self._http.sleep(pause)
                 download.restart()
-
-    # ------------------------------------------------------------ requests
 
     async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
         """`_request`, and its response as a `kind`."""

@@ -1,10 +1,9 @@
 """A checkpoint's archive on its way to a directory; no network I/O here."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Self
 
 from tandem.errors import InvalidInput
 from tandem.spool.fs import new_ulid
@@ -22,7 +21,7 @@ class Download:
         self.target = target
         self._staged = target.parent / f".{target.name}.{new_ulid()}.part"
 
-    def __enter__(self) -> Download:
+    def __enter__(self) -> Self:
         self._staged.mkdir()
         self._file = (self._staged / "archive.tar").open("wb")
         return self

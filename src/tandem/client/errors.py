@@ -1,7 +1,5 @@
 """Refused requests and failed jobs as exceptions."""
 
-from __future__ import annotations
-
 import httpx
 from pydantic import ValidationError
 

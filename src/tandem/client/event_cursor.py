@@ -1,7 +1,5 @@
 """Following a job's events across connections that break; no network I/O here."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HTTP for both clients: the controller's address and key, its paths, pauses between attempts, and the I/O."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,6 @@
 """The memory that a job's events report, attempt by attempt."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,8 +63,6 @@ def _step_memory(metrics: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes, of the metrics named `memory_<phase>_<kind>_bytes`."""
     phases: dict[str, dict[str, int]] = {}
     for name, value in metrics.items():
-        for kind in KINDS:
-            if name.startswith("memory_") and name.endswith(f"_{kind}_bytes") and value is not None:
-                phase = name.removeprefix("memory_").removesuffix(f"_{kind}_bytes")
-                phases.setdefault(phase, {})[kind] = int(value)
+        if value is not None and (match := re.fullmatch(rf"memory_(.+)_({'|'.join(KINDS)})_bytes", name)):
+            phases.setdefault(match[1], {})[match[2]] = int(value)
     return phases

@@ -1,7 +1,5 @@
 """The types of the client's arguments and results that no request or response has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict

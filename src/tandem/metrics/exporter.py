@@ -27,8 +27,8 @@ from tandem.metrics.ranks import RanksCollector
 from tandem.metrics.server import MetricsServer
 from tandem.metrics.supervisor import SupervisorCollector
 from tandem.spool import Spool
+from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
-from tandem.system.role import current_role
 
 log = Log("exporter")
 

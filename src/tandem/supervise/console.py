@@ -1,7 +1,5 @@
 """What `tandem up` prints: the lines of all programs' logs, each with its program's name in front, and its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable
@@ -36,21 +34,14 @@ class Console:
 
     def _print(self, program: str, text: str) -> None:
         if self._as_json:
-            line = _with_program(program, text)
+            entry = None
+            with suppress(ValueError):
+                entry = json.loads(text)
+            if not isinstance(entry, dict):
+                entry = json.loads(json_line("info", program, text))
+            text = json.dumps({"program": program} | entry)
         else:
-            prefix = f"{program:>10} |"
-            if sys.stdout.isatty():
-                prefix = f"\x1b[{_COLOURS.get(program, '1')}m{prefix}\x1b[0m"
-            line = f"{prefix} {text}"
+            before, after = (f"\x1b[{_COLOURS.get(program, '1')}m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+            text = f"{before}{program:>10} |{after} {text}"
         with suppress(OSError):  # the terminal may be gone; the logs remain
-            print(line, flush=True)
-
-
-def _with_program(program: str, text: str) -> str:
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        entry = None
-    if not isinstance(entry, dict):
-        entry = json.loads(json_line("info", program, text))
-    return json.dumps({"program": program} | entry)
+            print(text, flush=True)

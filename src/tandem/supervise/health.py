@@ -12,13 +12,12 @@ is killed while a model loads, a step is published or a volume is away. If vLLM'
 `tandem up` and the runner end them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
@@ -27,8 +26,8 @@ from tandem.spool.locks import is_locked
 from tandem.supervise.programs import PROGRAMS
 from tandem.supervise.supervisord import statuses
 from tandem.system import liveness
+from tandem.system.environment import current_role, runtime_dir
 from tandem.system.ports import local_url
-from tandem.system.role import current_role, runtime_dir
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
 _TIMEOUT_SECONDS = 4.0
@@ -39,9 +38,7 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
 
     Raises SpoolUnusable or OSError where the volume can't be read.
     """
-    problems = []
-    if role not in ("trainer", "inference"):
-        problems.append(_get(f"{_controller(settings)}/readyz")[0])
+    problems = [] if role in ("trainer", "inference") else [_get(f"{_controller(settings)}/readyz")[0]]
     if role != "controller":
         problems += _problems_of_programs(settings, role, started)
     return [problem for problem in problems if problem]
@@ -52,8 +49,8 @@ def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[
     if not now:
         return ["supervisord does not answer"]
     needed = _needed(role)
-    states = {name: now[name].state if name in now else "absent" for name in needed}
-    problems = [f"{name} is {state}" for name, state in states.items() if state != "RUNNING"]
+    states = [(name, now[name].state if name in now else "absent") for name in needed]
+    problems = [f"{name} is {state}" for name, state in states if state != "RUNNING"]
     spool = Spool(settings.root, writable=False)
     if "runner" in needed and not is_locked(spool.paths.runner_lock):
         problems.append("the runner does not hold the spool's lock")
@@ -76,11 +73,10 @@ def _problem_of_vllm(settings: Settings) -> str:
         problem, body = _get(f"{url}/v1/models", settings.inference_key)
     if problem:
         return problem
-    try:
-        is_listed = BASE_MODEL_NAME in [model["id"] for model in json.loads(body)["data"]]
-    except (ValueError, LookupError, TypeError):
-        is_listed = False
-    return "" if is_listed else f"vLLM does not list the model {BASE_MODEL_NAME!r}"
+    with suppress(ValueError, LookupError, TypeError):
+        if BASE_MODEL_NAME in [model["id"] for model in json.loads(body)["data"]]:
+            return ""
+    return f"vLLM does not list the model {BASE_MODEL_NAME!r}"
 
 
 def stopped_loops(settings: Settings, role: str) -> list[str]:

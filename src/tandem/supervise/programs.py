@@ -1,7 +1,5 @@
 """The programs that run under one supervisord, by role: their order and how long they may take to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

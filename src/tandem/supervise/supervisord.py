@@ -1,23 +1,19 @@
 """supervisord: its configuration file, how its programs are, and why one of them ended."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 import xmlrpc.client
 from collections.abc import Iterator, Sequence
-from configparser import RawConfigParser
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from tandem.config import Settings
 from tandem.supervise.programs import Program
-from tandem.system.role import current_role, runtime_dir
+from tandem.system.environment import current_role, runtime_dir
 from tandem.system.tail import last_lines
 
 _NO_ANSWER = (OSError, xmlrpc.client.Error, HTTPException)
@@ -42,41 +38,37 @@ def log_path(logs: Path, program: str) -> Path:
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
     """Write supervisord.conf. It holds no secrets: the programs get those through supervisord's environment."""
-
-    def logged(option: str, program: str) -> dict[str, object]:
-        return {option: log_path(logs, program), f"{option}_maxbytes": "10MB", f"{option}_backups": 1}
-
-    sections: dict[str, dict[str, object]] = {
-        "supervisord": {
-            "nodaemon": True,
-            "silent": True,
-            "pidfile": directory / "supervisord.pid",
-            "childlogdir": logs,
-            **logged("logfile", "supervisord"),
-            **({"user": "root"} if os.getuid() == 0 else {}),
-        },
-        "unix_http_server": {"file": socket_path(directory), "chmod": "0700"},
-        "rpcinterface:supervisor": {
-            "supervisor.rpcinterface_factory": "supervisor.rpcinterface:make_main_rpcinterface"
-        },
-    }
+    text = f"""\
+[supervisord]
+silent = true
+pidfile = {directory}/supervisord.pid
+childlogdir = {logs}
+logfile = {log_path(logs, "supervisord")}
+logfile_maxbytes = 10MB
+logfile_backups = 1
+{"user = root" if os.getuid() == 0 else ""}
+[unix_http_server]
+file = {socket_path(directory)}
+chmod = 0700
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
+"""
     for program in programs:
-        sections[f"program:{program.name}"] = {
-            "command": f'"{sys.executable}" -m {program.module}',
-            "priority": program.priority,
-            "autorestart": True,
-            "stopwaitsecs": program.stop_seconds,
-            # vLLM's engine stays in its server's process group, and would keep the GPU if only the server was killed.
-            "killasgroup": True,
-            "redirect_stderr": True,
-            **logged("stdout_logfile", program.name),
-        }
-    config = RawConfigParser()
-    config.read_dict(sections)
-    text = StringIO()
-    config.write(text)
+        # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of a killed server.
+        text += f"""
+[program:{program.name}]
+command = "{sys.executable}" -m {program.module}
+priority = {program.priority}
+autorestart = true
+stopwaitsecs = {program.stop_seconds}
+killasgroup = true
+redirect_stderr = true
+stdout_logfile = {log_path(logs, program.name)}
+stdout_logfile_maxbytes = 10MB
+stdout_logfile_backups = 1
+"""
     path = directory / "supervisord.conf"
-    path.write_text(text.getvalue().replace("%", "%%"))  # supervisord expands `%(name)s`
+    path.write_text(text.replace("%", "%%"))  # supervisord expands `%(name)s`
     return path
 
 

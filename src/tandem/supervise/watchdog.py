@@ -1,7 +1,5 @@
 """Kills a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its tokens are watched."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,8 +1,47 @@
-"""Environment variables that child processes get."""
+"""What the environment tells a program: its role and the directory that programs of a role share; OpenMP's waiting."""
 
-from __future__ import annotations
-
+import hashlib
+import os
+import stat
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from tandem.errors import SpoolUnusable
+
+Role = Literal["all", "trainer", "inference"]
+"""Whose programs run under one supervisord: one container's, or everything on one machine."""
+ROLE_VARIABLE = "TANDEM_ROLE"
+# The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name, the socket's name and
+# the pid that supervisord appends until it listens.
+_LONGEST_PARENT = 50
+
+
+def current_role() -> Role:
+    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for everything in them; else "all"."""
+    role = os.environ.get(ROLE_VARIABLE)
+    return next((known for known in get_args(Role) if known == role), "all")
+
+
+def runtime_dir(root: Path, role: Role) -> Path:
+    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700.
+
+    It is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it.
+    """
+    parents = [Path(value) for value in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if value]
+    parent = next((path for path in parents if path.is_dir() and len(str(path)) <= _LONGEST_PARENT), Path("/tmp"))
+    key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
+    return private_directory(parent / f"tandem-{os.getuid()}-{key}")
+
+
+def private_directory(directory: Path) -> Path:
+    """Create a directory for this user alone, if it does not exist. SpoolUnusable if another user owns or reads it."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise SpoolUnusable(f"{directory} is not a directory of this user alone; remove it")
+    return directory
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:

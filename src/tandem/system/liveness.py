@@ -5,8 +5,6 @@ The liveness probe reads these files, because an open port does not prove that a
 or a job that trains is no hang.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

@@ -6,8 +6,6 @@ json                an object with `time`, `level`, `logger`, `message`, and `fi
 TANDEM_LOG_FORMAT chooses; it is read from the environment, since a program logs before it has read its settings.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -20,17 +18,10 @@ from typing import override
 class TextFormatter(logging.Formatter):
     """`extra={"fields": {...}}` of a record becomes ` key=value` after the message; values with spaces are quoted."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-
-    @override
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return _timestamp(record.created)
-
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = [f" {key}={_quoted(value)}" for key, value in _fields(record).items()]
-        return super().formatMessage(record) + "".join(fields)
+        line = f"{_timestamp(record.created)} {record.levelname:<7} {record.name}: {record.message}"
+        return line + "".join(f" {key}={_quoted(value)}" for key, value in _fields(record).items())
 
 
 class JsonFormatter(logging.Formatter):

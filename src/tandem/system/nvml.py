@@ -8,8 +8,6 @@ NVML's first call starts a thread that waits for driver events and outlives `clo
 `subprocess` may still fork afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

@@ -13,31 +13,16 @@ in between. Here the socket stays bound, without listening, until its holder clo
 The ranks' rendezvous needs none of this: its store listens on a port of the kernel's choice and keeps it.
 """
 
-from __future__ import annotations
-
 import socket
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 from tandem.errors import Conflict
 
 
-@dataclass
-class HeldPort:
-    """A port that no other process gets while this object is open."""
+class HeldPort(ExitStack):
+    """A port that no other process gets until `close`. Close it when its program listens, or has ended."""
 
-    port: int
-    _sockets: tuple[socket.socket, socket.socket]
-
-    def close(self) -> None:
-        """Give the port up. Call it when the program that the port is for listens, or has ended."""
-        for held in self._sockets:
-            held.close()
-
-    def __enter__(self) -> HeldPort:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    port = 0
 
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
@@ -46,24 +31,23 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
     Raises Conflict (field `name`) when another process listens on it or holds it.
     """
     while True:
-        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        mark = socket.socket(socket.AF_UNIX)
-        port = 0
+        held = HeldPort()
+        tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+        mark = held.enter_context(socket.socket(socket.AF_UNIX))
         try:
             if preferred:
                 # A port in TIME_WAIT from the program's last life must not refuse its next one.
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host, preferred))
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tcp.bind((host, preferred))
             # After a bind to port 0, because that one has to find a port that no socket uses.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port = held.getsockname()[1]
-            mark.bind(f"\0tandem-port-{port}")
-            return HeldPort(port, (held, mark))
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.port = tcp.getsockname()[1]
+            mark.bind(f"\0tandem-port-{held.port}")
+            return held
         except OSError as error:
             held.close()
-            mark.close()
-            if preferred or not port:
-                user = "another Tandem process" if port else "another program"
+            if preferred or not held.port:
+                user = "another Tandem process" if held.port else "another program"
                 message = f"{user} uses port {preferred} of {host} ({error.strerror}); stop it or choose another port"
                 raise Conflict(message, field=name) from error
 

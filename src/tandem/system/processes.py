@@ -9,8 +9,6 @@ torchrun starts every rank in a session of its own, so a signal to a process gro
   finds those that a dead one left.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Following text files that other processes append to, by whole lines."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import BinaryIO

@@ -18,7 +18,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged
 from tandem.spool.fs import sha256_file
 from tandem.spool.schema import Manifest
-from tandem.system.role import private_directory
+from tandem.system.environment import private_directory
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -14,9 +14,9 @@ from tandem.errors import SpoolUnusable, TandemError
 from tandem.inference.server.command import serving_device
 from tandem.spool import Spool
 from tandem.system import processes
+from tandem.system.environment import current_role, runtime_dir
 from tandem.system.gpus import FREE_BYTES, STAYING_BYTES, Devices
 from tandem.system.logs import Log
-from tandem.system.role import current_role, runtime_dir
 
 log = Log("inference")
 

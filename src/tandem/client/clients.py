@@ -1,6 +1,4 @@
-"""The blocking client: the coroutines of `tandem.client.api`, over I/O that never suspends them."""
-
-from __future__ import annotations
+"""The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`, `Tandem` runs them over I/O that blocks."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import wraps
@@ -9,8 +7,31 @@ from typing import Any, Concatenate, Self
 import httpx
 
 from tandem.client.api import JOB_SECONDS, Api
-from tandem.client.http import BlockingHttp, connection
+from tandem.client.http import AsyncHttp, BlockingHttp, connection
 from tandem.spool.schema import Event
+
+
+class AsyncTandem(Api):
+    """`tandem.client.Tandem` with coroutines; use it in one event loop."""
+
+    def __init__(self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0) -> None:
+        self._client = httpx.AsyncClient(**connection(base_url, api_key))
+        super().__init__(AsyncHttp(self._client), patience)
+
+    @property
+    def url(self) -> str:
+        """The controller's address."""
+        return str(self._client.base_url)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
@@ -37,11 +58,11 @@ def _iterate[T](items: AsyncGenerator[T, None]) -> Iterator[T]:
 
 def _blocking[**P, T](
     method: Callable[Concatenate[Api, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Tandem, P], T]:
+) -> Callable[Concatenate["Tandem", P], T]:
     """The same method, blocking: same arguments, and the coroutine's result."""
 
     @wraps(method)
-    def call(self: Tandem, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: "Tandem", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return _run(method(self._api, *args, **kwargs))
 
     return call
