@@ -10,19 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from spool.spool_tools import (
-    LOST,
-    DiedError,
-    commit,
-    dying_at,
-    failed,
-    run_spec,
-    spool_with_run,
-    submit,
-    succeeded,
-    train_one,
-    write_adapter,
-)  # fmt: skip
+from spool.spool_tools import LOST, add_run, commit, failed, run_spec, spool_with_run, submit, succeeded, train_one
+from spool.volume_tools import DiedError, dying_at
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
@@ -36,15 +25,15 @@ def summary(spool: Spool) -> dict:
         steps = {step: spool.checkpoints.verify(spec.name, step).job for step in spool.checkpoints.steps(spec.name)}
         assert list(steps) == list(range(len(steps)))  # a chain without gaps
         state["runs"][spec.name] = steps, spool.served.get(spec.name) is not None
-    for where, job in spool.jobs.list():
-        job_id = job.spec.id
-        assert spool.jobs.get(job_id) == (where, job)
+    for where, listed in spool.jobs.list():
+        job_id = listed.spec.id
+        assert spool.jobs.get(job_id) == (where, listed)
         assert spool.events.ended(job_id) is (where in TERMINAL)
         if where not in TERMINAL:
             assert (spool.paths.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
         if where == "running":
-            assert spool.leases.get(job_id).attempt in (job.attempt, job.attempt + 1)
-        state["jobs"][job_id] = where, job.attempt, job.last_error is not None
+            assert spool.leases.get(job_id).attempt in (listed.attempt, listed.attempt + 1)
+        state["jobs"][job_id] = where, listed.attempt, listed.last_error is not None
     for path in (spool.root / "jobs/events").iterdir():
         events = spool.events.read(path.stem)
         assert [event.seq for event in events] == list(range(len(events)))
@@ -54,15 +43,11 @@ def summary(spool: Spool) -> dict:
 
 def remains(spool: Spool) -> list[str]:
     """Files that belong to no living job (apart from temporary names, which are removed once they are an hour old)."""
-    living = {job.spec.id: state for state, job in spool.jobs.list(states=("queued", "running"))}
-    owners = {"data": ("queued", "running")}
-    return [
-        f"{kind}/{path.name}"
-        for kind in ("data", "work", "leases", "cancel")
-        for path in (spool.root / "jobs" / kind).iterdir()
-        if not path.name.startswith(".")
-        and living.get(path.name.removesuffix(".json")) not in owners.get(kind, ("running",))
-    ]
+    running = {job.spec.id for _, job in spool.jobs.list(states=("running",))}
+    owners = dict.fromkeys(("work", "leases", "cancel"), running)
+    owners["data"] = {job.spec.id for _, job in spool.jobs.list(states=("queued", "running"))}
+    files = [path for kind in owners for path in (spool.root / "jobs" / kind).glob("[!.]*")]
+    return [str(path) for path in files if path.name.removesuffix(".json") not in owners[path.parent.name]]
 
 
 @dataclass
@@ -75,8 +60,8 @@ class Case:
     between: Callable[[dict], bool] = lambda state: False
 
 
-def running(spool: Spool) -> Job:
-    return spool.jobs.list(states=("running",))[0][1]
+def job(spool: Spool) -> Job:
+    return spool.jobs.get("j")[1]
 
 
 def prepare_queued(spool: Spool) -> None:
@@ -90,7 +75,7 @@ def prepare_running(spool: Spool) -> None:
 
 def prepare_committed(spool: Spool) -> None:
     prepare_running(spool)
-    commit(spool, running(spool))
+    commit(spool, job(spool))
 
 
 def prepare_cancelling(spool: Spool) -> None:
@@ -108,7 +93,7 @@ def cancel(spool: Spool) -> None:
 
 
 def requeue(spool: Spool) -> None:
-    spool.queue.requeue(spool.jobs.get("j")[1], LOST)
+    spool.queue.requeue(job(spool), LOST)
 
 
 def half_requeued(state: dict) -> bool:
@@ -116,8 +101,7 @@ def half_requeued(state: dict) -> bool:
 
 
 def finish(spool: Spool) -> None:
-    _, job = spool.jobs.get("j")
-    spool.queue.finish(job, succeeded(job))
+    spool.queue.finish(job(spool), succeeded(job(spool)))
 
 
 def recover_new(spool: Spool) -> None:
@@ -132,16 +116,16 @@ def recover_then_cancel(spool: Spool) -> None:
 def recover_then_claim(spool: Spool) -> None:
     """What a new runner does after one that died in `claim`: the attempt it may have begun counts."""
     recover(spool, "new")
-    job = spool.queue.claim("new")
-    assert job.attempt in (1, 2)
+    claimed = spool.queue.claim("new")
+    assert claimed.attempt in (1, 2)
     # Removes the difference between the two, for the comparison with the undisturbed claim.
     path = spool.root / "jobs/running/j.json"
-    path.write_text(job.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
+    path.write_text(claimed.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
 
 
 def create_run(spool: Spool) -> None:
     try:
-        spool.runs.create(run_spec("new"), write_adapter)
+        add_run(spool, "new")
     except Conflict:
         assert spool.runs.get("new").name == "new"
 
@@ -155,12 +139,11 @@ def fork(spool: Spool) -> None:
 
 def commit_again(spool: Spool) -> None:
     """The next attempt: a checkpoint that this job made already is not made again."""
-    job = running(spool)
     try:
         assert spool.checkpoints.manifest("r", 1).job == "j"
     except NotFound:
-        shutil.rmtree(spool.paths.work_dir("j", job.attempt) / "checkpoint", ignore_errors=True)
-        commit(spool, job)
+        shutil.rmtree(spool.paths.work_dir("j", 1) / "checkpoint", ignore_errors=True)
+        commit(spool, job(spool))
 
 
 def put_served(spool: Spool) -> None:
@@ -178,10 +161,10 @@ CASES = {
     "requeue": Case(prepare_running, requeue, (requeue, recover_new), half_requeued),
     "requeue to cancelled": Case(prepare_cancelling, requeue),
     "finish": Case(prepare_committed, finish, (finish, recover_new)),
-    "fail": Case(prepare_running, lambda spool: spool.queue.finish(spool.jobs.get("j")[1], failed())),
+    "fail": Case(prepare_running, lambda spool: spool.queue.finish(job(spool), failed())),
     "recover": Case(prepare_running, recover_new, between=half_requeued),
     "recover committed": Case(prepare_committed, recover_new),
-    "commit": Case(prepare_running, lambda spool: commit(spool, running(spool)), (commit_again,)),
+    "commit": Case(prepare_running, lambda spool: commit(spool, job(spool)), (commit_again,)),
     "rollback": Case(
         prepare_chain,
         lambda spool: spool.checkpoints.rollback("r", 1),

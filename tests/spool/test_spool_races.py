@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import random
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,24 +15,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spool.spool_tools import (
-    LOST,
-    commit,
-    failed,
-    maker,
-    may_conflict,
-    run_spec,
-    spool_with_run,
-    submit,
-    succeeded,
-    write_adapter,
-)
+from spool.spool_tools import LOST, add_run, commit, failed, maker, memory_directory, spool_with_run, submit, succeeded
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
 from tandem.spool.schema import TERMINAL, Job
 
 FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def may_conflict(field: str) -> Iterator[None]:
+    """A Conflict about `field` is fine here."""
+    try:
+        yield
+    except Conflict as error:
+        if error.field != field:
+            raise
 
 
 def together(*works) -> None:
@@ -49,66 +50,49 @@ def together(*works) -> None:
     assert [process.exitcode for process in processes] == [0] * len(works)
 
 
-def test_the_same_submission_from_many_processes_is_one_job(memory_path):
-    spool = spool_with_run(memory_path)
-    spool.runs.create(run_spec("q"), write_adapter)
+def test_the_same_submission_from_many_processes_is_one_job(spool):
+    add_run(spool, "q")
 
-    def send():
+    def send(run):  # the same ids for two runs: each id goes to one of the two
         for i in range(5):
             with may_conflict("id"):
-                spool.queue.submit(maker(), run="r", job_id=f"j{i}", fingerprint="f", base_step=None)
+                submit(spool, f"j{i}", run)
 
-    def other():  # the same ids for another run: each id goes to one of the two
-        for i in range(5):
-            with may_conflict("id"):
-                spool.queue.submit(maker("q"), run="q", job_id=f"j{i}", fingerprint="f", base_step=None)
-
-    together(send, send, other, other)
-    jobs = spool.jobs.list()
-    assert sorted(job.spec.id for _, job in jobs) == [f"j{i}" for i in range(5)]
-    for run in ("r", "q"):
+    together(*(partial(send, run) for run in "rrqq"))
+    ids = [f"j{i}" for i in range(5)]
+    assert sorted(job.spec.id for _, job in spool.jobs.list()) == ids
+    for run in "rq":
         bases = [job.spec.base_step for _, job in spool.jobs.pending(run)]
         assert bases == list(range(len(bases)))
-    assert sorted(path.name for path in (memory_path / "jobs/data").iterdir()) == [f"j{i}" for i in range(5)]
+    assert sorted(path.name for path in (spool.root / "jobs/data").iterdir()) == ids
 
 
-def test_submissions_to_one_run_form_one_chain(memory_path):
-    spool = spool_with_run(memory_path)
-
-    def send():
-        for _ in range(8):
-            submit(spool)
-
-    together(send, send, send)
-    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(24))
-
-
-def test_only_one_of_several_with_the_same_base_step_gets_it(memory_path):
-    spool = spool_with_run(memory_path)
+@pytest.mark.parametrize(("base_steps", "jobs"), [([None] * 8, 24), (range(6), 6)])
+def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
+    """Of several with the same base step, one gets it."""
 
     def send():
-        for base_step in range(6):
+        for base_step in base_steps:
             with may_conflict("base_step"):
                 submit(spool, base_step=base_step)
 
-    together(send, send, send, send)
-    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(6))
+    together(send, send, send)
+    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(jobs))
 
 
-def test_claims_cancels_requeues_and_submissions_race(memory_path):
+def test_claims_cancels_requeues_and_submissions_race(spool):
     """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events tell one story."""
-    spool = spool_with_run(memory_path)
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
-        spool.runs.create(run_spec(run), write_adapter)
+        add_run(spool, run)
     ids = [f"{run}-{i}" for run in runs for i in range(5)]
-    stop = memory_path / "stop"
+    stop = spool.root / "stop"
 
     def submitter():
         for i in range(5):
             for run in runs:
-                submit(spool, f"{run}-{i}", run=run, max_attempts=3)
-                submit(spool, f"{run}-{i}", run=run, max_attempts=3)
+                submit(spool, f"{run}-{i}", run)
+                submit(spool, f"{run}-{i}", run)
 
     def claimer():
         choice = random.Random(os.getpid())
@@ -116,15 +100,15 @@ def test_claims_cancels_requeues_and_submissions_race(memory_path):
         while time.monotonic() < end:
             job = spool.queue.claim(f"runner {os.getpid()}")
             if job is None:
-                if all(_ended(spool, job_id) for job_id in ids):
+                if len(spool.jobs.list(states=TERMINAL)) == len(ids):
                     return
                 continue
             assert spool.jobs.get(job.spec.id) == ("running", job)
             spool.leases.renew(job.spec.id, f"runner {os.getpid()}", "training")
-            what = choice.random()
-            if what < 0.3:
+            chance = choice.random()
+            if chance < 0.3:
                 spool.queue.requeue(job, LOST)
-            elif what < 0.4 or spool.checkpoints.newest(job.spec.run) != job.spec.base_step:
+            elif chance < 0.4 or spool.checkpoints.newest(job.spec.run) != job.spec.base_step:
                 spool.queue.finish(job, failed())
             else:
                 commit(spool, job)
@@ -135,7 +119,7 @@ def test_claims_cancels_requeues_and_submissions_race(memory_path):
         choice = random.Random(os.getpid())
         while not stop.exists():
             job_id = choice.choice(ids)
-            submitted = list(memory_path.glob(f"jobs/queued/{job_id}.json"))
+            submitted = (spool.root / f"jobs/queued/{job_id}.json").exists()
             try:
                 if choice.random() < 0.15:
                     spool.queue.cancel(job_id)
@@ -162,16 +146,7 @@ def test_claims_cancels_requeues_and_submissions_race(memory_path):
         assert sorted(makers) == sorted(done)
     for job_id in ids:
         _check_story(spool, job_id)
-    assert [
-        path.name for kind in ("data", "work", "leases", "cancel") for path in (memory_path / "jobs" / kind).iterdir()
-    ] == []
-
-
-def _ended(spool: Spool, job_id: str) -> bool:
-    try:
-        return spool.jobs.get(job_id)[0] in TERMINAL
-    except NotFound:
-        return False
+    assert [path for kind in ("data", "work", "leases", "cancel") for path in spool.root.glob(f"jobs/{kind}/*")] == []
 
 
 def _check_story(spool: Spool, job_id: str) -> None:
@@ -194,12 +169,9 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        shm = Path("/dev/shm")
-        self.directory = tempfile.TemporaryDirectory(
-            dir=shm if os.access(shm, os.W_OK) else None, prefix="tandem-test-"
-        )
+        self.directory = memory_directory()
         self.spool = spool_with_run(Path(self.directory.name))
-        self.spool.runs.create(run_spec("q"), write_adapter)
+        add_run(self.spool, "q")
         self.chain: dict[str, list[str]] = {"r": [], "q": []}  # makers of the steps 1, 2, …
         self.queue: dict[str, list[str]] = {"r": [], "q": []}  # ids that are queued, oldest first
         self.running: dict[str, Job] = {}  # run -> job
@@ -221,14 +193,9 @@ class Life(RuleBasedStateMachine):
     def submit(self, run: str, new: bool) -> None:
         self.count += new or not self.count
         job_id = f"{run}{self.count}"
-        known = (
-            job_id in self.ended
-            or job_id in self.queue[run]
-            or (run in self.running and self.running[run].spec.id == job_id)
-        )
-        job, made = self.spool.queue.submit(
-            maker(run, max_attempts=2), run=run, job_id=job_id, fingerprint="f", base_step=None
-        )
+        known = job_id in [*self.ended, *self.queue[run], *(job.spec.id for job in self.running.values())]
+        make = maker(run, max_attempts=2)
+        job, made = self.spool.queue.submit(make, run=run, job_id=job_id, fingerprint="f", base_step=None)
         assert made is not known
         if made:
             self.queue[run].append(job_id)
@@ -248,9 +215,9 @@ class Life(RuleBasedStateMachine):
             assert job.attempt == self.attempts[job.spec.id]
 
     def _end(self, run: str, state: str) -> None:
-        job = self.running.pop(run)
-        self.ended[job.spec.id] = state
-        self.cancelling.discard(job.spec.id)
+        job_id = self.running.pop(run).spec.id
+        self.ended[job_id] = state
+        self.cancelling.discard(job_id)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), twice=st.booleans())
@@ -292,17 +259,16 @@ class Life(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from("rq"), data=st.data())
     def cancel(self, run: str, data) -> None:
-        ids = [*self.queue[run], *([self.running[run].spec.id] if run in self.running else [])]
+        ids = [*self.queue[run], *(job.spec.id for job in self.running.values())]
         if not ids:
             return
         job_id = data.draw(st.sampled_from(ids))
-        state = self.spool.queue.cancel(job_id)
         if job_id in self.queue[run]:
-            assert state == "cancelled"
+            assert self.spool.queue.cancel(job_id) == "cancelled"
             self.queue[run].remove(job_id)
             self.ended[job_id] = "cancelled"
         else:
-            assert state == "running"
+            assert self.spool.queue.cancel(job_id) == "running"
             self.cancelling.add(job_id)
 
     @rule(run=st.sampled_from("rq"), back=st.integers(0, 3))
@@ -332,8 +298,7 @@ class Life(RuleBasedStateMachine):
         assert {job.spec.id: state for state, job in self.spool.jobs.list(states=TERMINAL)} == self.ended
         kept = {path.name for path in (self.spool.root / "jobs/data").iterdir()}
         assert kept == {*self.queue["r"], *self.queue["q"], *(job.spec.id for job in self.running.values())}
-        for job_id in self.cancelling:
-            assert self.spool.jobs.cancel_requested(job_id)
+        assert all(self.spool.jobs.cancel_requested(job_id) for job_id in self.cancelling)
 
 
 TestLife = Life.TestCase

@@ -1,0 +1,98 @@
+"""Volumes: what is on them, full and read-only ones, and processes that die while they write."""
+
+import errno
+import io
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Every path under root with its content; directories map to None."""
+    paths = sorted(root.rglob("*"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def temporary_names(root: Path) -> list[str]:
+    return [name for name in tree(root) if "/." in "/" + name]
+
+
+_CHANGES = ("write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "open")
+
+
+class DiedError(BaseException):
+    """The end of a process that `dying_at` stands for."""
+
+
+@contextmanager
+def dying_at(count: int) -> Iterator[None]:
+    """Raises DiedError instead of the `count`-th call within that changes the file system, and of all calls after it: a
+    dead process can't clean up. The write that dies writes half of its bytes before; the open that dies empties its
+    file."""
+    calls = 0
+
+    def mortal(real: Callable) -> Callable:
+        def call(*args, **kwargs):
+            nonlocal calls
+            if real is io_open and not set(str(args[1:2])) & set("wax+"):  # reading
+                return real(*args, **kwargs)
+            calls += 1
+            if calls == count and real is os_write:
+                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            if calls == count and real is io_open:
+                real(*args, **kwargs).close()
+            if calls >= count:
+                raise DiedError
+            return real(*args, **kwargs)
+
+        return call
+
+    io_open, os_write = io.open, os.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "open", mortal(io.open))
+        for name in _CHANGES:
+            patch.setattr(os, name, mortal(getattr(os, name)))
+        yield
+
+
+def full_disk(*args: object) -> NoReturn:
+    """In place of `os.write` and its like."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked child; its exit status: 0 if it ended well, -9 if it killed itself."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException as error:
+            os.write(2, f"child: {error!r}\n".encode())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def mounted(directory: Path, *options: str) -> Iterator[None]:
+    directory.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *options, directory], capture_output=True, check=False).returncode:
+        pytest.skip("this test needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", directory], check=False)
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """The directory, bind-mounted onto itself read-only."""
+    with mounted(directory, "--bind", str(directory)), mounted(directory, "-o", "remount,bind,ro"):
+        yield
