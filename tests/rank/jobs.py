@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,17 +50,15 @@ def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> sc
 def random_groups(seed: int, groups: int = 4, size: int = 3) -> list[Group]:
     """Groups that share a prompt; prompts and completions of many lengths, so rows hold different numbers of items."""
     rng = np.random.default_rng(seed)
-    out = []
-    for _ in range(groups):
-        prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).tolist()
-        members = []
-        for _ in range(size):
-            tokens = rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()
-            logprobs = (-rng.exponential(3.0, len(tokens))).tolist()
-            turn = Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs)
-            members.append(Trajectory(turns=[turn], reward=float(rng.normal())))
-        out.append(Group(trajectories=members))
-    return out
+
+    def trajectory(prompt: list[int]) -> Trajectory:
+        tokens = rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()
+        logprobs = (-rng.exponential(3.0, len(tokens))).tolist()
+        turn = Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs)
+        return Trajectory(turns=[turn], reward=float(rng.normal()))
+
+    prompts = (rng.integers(0, VOCAB, rng.integers(2, 9)).tolist() for _ in range(groups))
+    return [Group(trajectories=[trajectory(prompt) for _ in range(size)]) for prompt in prompts]
 
 
 def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
@@ -78,11 +77,10 @@ def submit_rl(
     spool: Spool, run: str = "r", job_id: str = "rl", *, groups: list[Group] | None = None, loss: RLLoss | None = None,
     **optimizer: Any,
 ) -> str:  # fmt: skip
-    def pack(out: Path) -> schema.PackedData:
-        packing = PackingSettings(sequence_length=ROW)
-        data = random_groups(0) if groups is None else groups
-        return prepare_rl(data, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=packing, out=out)
-
+    data = random_groups(0) if groups is None else groups
+    pack = partial(
+        prepare_rl, data, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PackingSettings(sequence_length=ROW)
+    )
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
 
 
@@ -90,21 +88,18 @@ def submit_sft(
     spool: Spool, run: str = "r", job_id: str = "sft", *, examples: list[SFTExample] | None = None,
     loss: SFTLoss | None = None, row: int = ROW, **optimizer: Any,
 ) -> str:  # fmt: skip
-    def pack(out: Path) -> schema.PackedData:
-        packing = PackingSettings(sequence_length=row)
-        data = random_examples(0) if examples is None else examples
-        return prepare_sft(data, tokenizer_path="", vocab_size=VOCAB, packing=packing, out=out)
-
+    data = random_examples(0) if examples is None else examples
+    pack = partial(prepare_sft, data, tokenizer_path="", vocab_size=VOCAB, packing=PackingSettings(sequence_length=row))
     return _submit(spool, SFTJob, run, job_id, pack, loss or SFTLoss(), optimizer)
 
 
-def _submit(spool: Spool, kind: Any, run: str, job_id: str, pack: Callable[[Path], schema.PackedData],
+def _submit(spool: Spool, kind: Any, run: str, job_id: str, pack: Callable[..., schema.PackedData],
             loss: RLLoss | SFTLoss, optimizer: dict[str, Any]) -> str:  # fmt: skip
     settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
     def make(name: str, base: int, staged: Path) -> Any:
         return kind(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
-                    stall_seconds=STALL_SECONDS, data=pack(staged), loss=loss, optimizer=settings)  # fmt: skip
+                    stall_seconds=STALL_SECONDS, data=pack(out=staged), loss=loss, optimizer=settings)  # fmt: skip
 
     spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id
@@ -166,9 +161,11 @@ def run_two_ranks(spool: Spool, tensor_parallel: dict[str, int]) -> dict[str, tu
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 
 
-def steps_of(spool: Spool, job_id: str) -> list[dict[str, float]]:
-    """Metrics of each optimizer step."""
-    return [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
+def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[str, float]]:
+    """Metrics of each optimizer step; without `measured` only those that the same job has again."""
+    steps = [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
+    varies = () if measured else ("seconds_", "memory_", "tokens_per_second")
+    return [{name: value for name, value in step.items() if not name.startswith(varies)} for step in steps]
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:

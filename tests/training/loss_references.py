@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Parts = list[NDArray[np.int64]]
 
 
 def cispo(lp: Array, old: Array, adv: Array, low: float, high: float) -> tuple[Array, Array]:
@@ -38,7 +39,7 @@ def ppo(lp: Array, old: Array, adv: Array, low: float, high: float) -> tuple[Arr
 
 
 def gspo_weighted(
-    lp: Array, old: Array, adv: Array, low: float, high: float, sequences: list[NDArray[np.int64]], weights: Array
+    lp: Array, old: Array, adv: Array, low: float, high: float, sequences: Parts, weights: Array
 ) -> tuple[float, Array]:
     """GSPO eq. 5-7, negated: sum_i w_i value_i and its gradient; every token of y has value -min(s A, clip(s) A)."""
     total, grad = 0.0, np.zeros_like(lp)
@@ -70,13 +71,7 @@ def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
     return value, grad
 
 
-def normalised(
-    values: Array,
-    kind: str,
-    trajectories: list[NDArray[np.int64]],
-    groups: list[NDArray[np.int64]],
-    constant: float,
-) -> float:
+def normalised(values: Array, kind: str, trajectories: Parts, groups: Parts, constant: float) -> float:
     """The mean that each paper writes down, over whole trajectories and groups."""
     if kind == "token":
         return float(values.sum() / len(values))

@@ -18,41 +18,29 @@ class Case:
 
     def __init__(self, seed: int, spread: float) -> None:
         rng = np.random.default_rng(seed)
-        self.sequences: list[np.ndarray] = []
-        self.trajectories: list[np.ndarray] = []
-        self.groups: list[np.ndarray] = []
-        start = 0
-        advantages: list[float] = []
-        for _ in range(rng.integers(1, 4)):
-            group_start = start
-            for _ in range(rng.integers(1, 4)):
-                trajectory_start, advantage = start, rng.normal()
-                for _ in range(rng.integers(1, 3)):
-                    length = int(rng.integers(1, 7))
-                    self.sequences.append(np.arange(start, start + length))
-                    advantages += [advantage] * length
-                    start += length
-                self.trajectories.append(np.arange(trajectory_start, start))
-            self.groups.append(np.arange(group_start, start))
-        self.n = start
-        self.lp = -rng.exponential(1.5, start)
-        self.old = self.lp + spread * rng.normal(size=start)
-        self.sampler = self.old + 0.5 * spread * rng.normal(size=start)
-        self.ref = self.lp + spread * rng.normal(size=start)
-        self.entropy = rng.exponential(1.0, start)
-        self.adv = np.array(advantages)
 
-    def index(self, parts: list[np.ndarray]) -> np.ndarray:
-        out = np.zeros(self.n, dtype=np.int64)
-        for i, part in enumerate(parts):
-            out[part] = i
-        return out
+        def owners(n: int, most: int) -> np.ndarray:
+            """For n owners with 1 to `most` members each, the members' owners."""
+            return np.arange(n).repeat(rng.integers(1, most + 1, n))
 
-    def sizes(self, parts: list[np.ndarray]) -> np.ndarray:
-        return np.array([len(parts[i]) for i in self.index(parts)])
+        group = owners(rng.integers(1, 4), 3)  # of each trajectory
+        trajectory = owners(len(group), 2)  # of each sequence
+        self.sequence = owners(len(trajectory), 6)  # of each item
+        of_item = {"trajectory": trajectory[self.sequence], "group": group[trajectory[self.sequence]]}
+        self.sequences, self.trajectories, self.groups = (
+            [np.flatnonzero(owner == i) for i in range(owner[-1] + 1)] for owner in (self.sequence, *of_item.values())
+        )
+        self.sizes = [np.bincount(owner)[owner] for owner in of_item.values()]
+        self.n = n = len(self.sequence)
+        self.lp = -rng.exponential(1.5, n)
+        self.old = self.lp + spread * rng.normal(size=n)
+        self.sampler = self.old + 0.5 * spread * rng.normal(size=n)
+        self.ref = self.lp + spread * rng.normal(size=n)
+        self.entropy = rng.exponential(1.0, n)
+        self.adv = rng.normal(size=len(trajectory))[of_item["trajectory"]]
 
     def weights(self, kind: str) -> tuple[np.ndarray, float]:
-        w, d = losses.item_weights(kind, self.sizes(self.trajectories), self.sizes(self.groups), CONSTANT)
+        w, d = losses.item_weights(kind, self.sizes[0], self.sizes[1], CONSTANT)
         return w, float(d.sum())
 
     def items(self, weights: np.ndarray) -> losses.Items:
@@ -61,7 +49,7 @@ class Case:
             entropy=torch.tensor(self.entropy, requires_grad=True),
             weights=torch.tensor(weights),
             advantages=torch.tensor(self.adv),
-            sequence=torch.tensor(self.index(self.sequences)),
+            sequence=torch.tensor(self.sequence),
             num_sequences=len(self.sequences),
             old_logprobs=torch.tensor(self.old),
             sampler_logprobs=torch.tensor(self.sampler),

@@ -1,4 +1,4 @@
-"""The device of this process, chosen by `activate`: one GPU, or the CPU. Only this package tells the two apart."""
+"""The device of this process, chosen by `activate`: one GPU, or the CPU."""
 
 import os
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     elif _kind is None:
         cpu_shim.install()
     _kind = kind
-    return torch.device("cuda", cuda_start.index) if kind == "cuda" else torch.device("cpu")
+    return torch.device(kind, cuda_start.index) if kind == "cuda" else torch.device(kind)
 
 
 def is_cuda() -> bool:
@@ -52,16 +52,16 @@ def is_cuda() -> bool:
 
 
 def started() -> bool:
-    """Whether the device is ready. Until then, this process has allocated nothing on it."""
+    """Whether the device is ready. Until then this process has no memory on it."""
     return not is_cuda() or cuda_start.finished
 
 
 def wait_until_started() -> Kind:
     """Wait for the device, make it the calling thread's current device, and return its kind."""
-    if is_cuda():
-        cuda_start.wait()
-        return "cuda"
-    return "cpu"
+    if not is_cuda():
+        return "cpu"
+    cuda_start.wait()
+    return "cuda"
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
@@ -107,8 +107,3 @@ def backend() -> Literal["gloo", "cpu:gloo,cuda:nccl"]:
 def default_dtype() -> torch.dtype:
     """The dtype of base weights and activations for the setting `auto`."""
     return torch.bfloat16 if is_cuda() else torch.float32
-
-
-def attention_kernel() -> Literal["flex", "sdpa"]:
-    """The faster of the two kernels of `tandem.model.attention` on this device."""
-    return "flex" if is_cuda() else "sdpa"

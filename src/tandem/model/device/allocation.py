@@ -1,7 +1,6 @@
 """Memory for many tensors at once, and for reading files."""
 
 import contextlib
-import itertools
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -19,21 +18,20 @@ def allocate(
     Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a view of it of each
     shape, in the order of `shapes`.
     """
-    step = ALIGNMENT // dtype.itemsize
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    ends = list(itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=0))
-    whole = torch.empty(
-        -(-ends[-1] * dtype.itemsize // multiple) * multiple // dtype.itemsize, dtype=dtype, device=where
-    )
-    begins = zip(sizes.items(), ends[:-1], strict=True)
-    return whole, {name: whole[begin : begin + size].view(shapes[name]) for (name, size), begin in begins}
+    begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
+    for name, shape in shapes.items():
+        begins[name] = end
+        end += -(-math.prod(shape) // step) * step
+    length = -(-end * dtype.itemsize // multiple) * multiple // dtype.itemsize
+    whole = torch.empty(length, dtype=dtype, device=where)
+    return whole, {name: whole[at : at + math.prod(shapes[name])].view(shapes[name]) for name, at in begins.items()}
 
 
 @contextlib.contextmanager
 def host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
     """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU.
 
-    Pinned memory is in huge pages if the kernel has any: torch's own, in small pages, takes longer to pin and to read.
+    Pinned memory is in huge pages if the kernel has any, because small ones take longer to pin and to read.
     """
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
