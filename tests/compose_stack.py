@@ -126,8 +126,6 @@ class ComposeStack(Compose):
     def __exit__(self, *_: object) -> None:
         self.run("--profile", "*", "down", "-v", "--timeout", "5", "--remove-orphans", timeout=180)
 
-    # ---------------------------------------------------------------- as a user
-
     def up(self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str) -> float:
         """`up --wait`; the seconds it took. AssertionError with the ends of all logs where it fails."""
         begin = time.monotonic()
@@ -146,8 +144,6 @@ class ComposeStack(Compose):
     @cached_property
     def client(self) -> Tandem:
         return Tandem(self.controller_url, self.secret("api_key"))
-
-    # ---------------------------------------------------------------- what is seen from outside
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not."""
@@ -196,8 +192,6 @@ class ComposeStack(Compose):
             last = [check["Output"][-300:] for check in health.get("Log", [])[-1:]]
             parts.append(f"==== {about['Name']} {state} {last}\n{(log.stdout + log.stderr)[-characters:]}")
         return "\n".join(parts)
-
-    # ---------------------------------------------------------------- inside
 
     def exec(self, service: str, *command: str, timeout: float = 60, check: bool = True):
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)

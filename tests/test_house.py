@@ -54,7 +54,7 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
         ("tandem.controller.app", ["torch", "vllm"]),
         ("tandem.trainer.runner.loop", ["torch", "vllm", "transformers"]),
         ("tandem.inference.publisher.publisher", ["torch", "vllm", "transformers"]),
-        ("tandem.inference.server.guard", ["torch", "pydantic"]),
+        ("tandem.inference.server.guard", ["torch", "vllm", "pydantic", "httpx", "numpy"]),
         ("tandem.metrics.exporter", ["torch", "vllm", "transformers", "numpy", "fastapi"]),
         ("tandem.supervise.health", ["torch", "vllm", "transformers", "numpy", "fastapi", "httpx"]),
         ("tandem.supervise.up", ["torch", "vllm", "transformers"]),

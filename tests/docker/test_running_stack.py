@@ -16,8 +16,7 @@ import yes_no_maybe
 
 from compose_stack import SERVICES, ComposeStack, docker, until
 from monitoring.dashboards import metrics, queries, rules
-from monitoring.test_names import KUBE_STATE_METRICS, PROMETHEUS_OWN, RECORDED
-from monitoring.test_recorded import ELSEWHERE, EXPORTED
+from monitoring.test_names import ELSEWHERE, EXPORTED, KUBE_STATE_METRICS, PROMETHEUS_OWN, RECORDED
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "my-run"

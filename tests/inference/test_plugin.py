@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import entry_points
 
 from tandem.system import processes
+from waiting import until
 
 # A server that starts its engine as vLLM does on the CPU: a spawned child that calls the plugin.
 SERVER = """
@@ -40,10 +40,7 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
     try:
         server.send_signal(signal.SIGKILL)
         server.wait(10)
-        deadline = time.monotonic() + 10
-        while (found := processes.read(engine)) is not None and not found.zombie:
-            assert time.monotonic() < deadline, "the engine outlives its server"
-            time.sleep(0.02)
+        until("the engine dies", lambda: (found := processes.read(engine)) is None or found.zombie, 10)
     finally:
         server.stdout.close()
         if processes.read(engine) is not None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import fake_vllm
 from inference.stage import Stage, commit, make_run
 from tandem.errors import Unauthorized
 from tandem.vllm_client.client import VllmClient
+from waiting import until
 
 
 def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
@@ -269,11 +269,7 @@ def test_the_program_is_killed_and_started_again(stage: Stage, tmp_path: Path) -
             stage.step(0.2)
         process = subprocess.Popen([sys.executable, "-m", "tandem.inference.publisher"], env=environment)
         try:
-            deadline = time.monotonic() + 60
-            while (record := stage.spool.served.get("run")) is None or record.step != step:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(f"step {step} is served", lambda s=step: (r := stage.spool.served.get("run")) and r.step == s, 60)
         finally:
             process.send_signal(end)
         assert process.wait(10) == (0 if end == signal.SIGTERM else -end)

@@ -63,9 +63,6 @@ def identity(vllm: VllmServer, tmp_path: Path) -> Path:
     return tmp_path
 
 
-# ---- guard
-
-
 def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
     routes = re.findall(r"Route: (\S+), Methods: (.+)", vllm.log.read_text())
     paths = {re.sub(r"\{[^}]*\}", "x", path) for path, _ in routes}
@@ -104,9 +101,6 @@ def test_secrets_are_on_no_command_line_and_in_no_log(vllm: VllmServer) -> None:
     log = vllm.log.read_text()
     assert API_KEY not in log
     assert ADMIN_TOKEN not in log
-
-
-# ---- client and retention
 
 
 def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
@@ -222,9 +216,6 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
     client.wake_up()  # nor does a second wake
     assert not asleep()
     assert undisturbed[0]["finish_reason"] == "length"
-
-
-# ---- served weights
 
 
 class Trainer:

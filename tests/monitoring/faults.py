@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from monitoring.series import Stack, Value, drop, histogram, put
 from monitoring.stacks import (
@@ -42,16 +43,12 @@ def fault(name: str, base: Callable[[], Stack], expected: dict[int, set[str]], *
     FAULTS.append(Case(name, base, expected, changes))
 
 
-def setting(target: str, name: str, value: Value, **labels: str) -> Change:
-    return lambda stack: put(stack, target, name, value, **labels)
+def _as_change(function: Callable[..., None]) -> Callable[..., Change]:
+    """`function` without its first argument, the stack, which the change gets later."""
+    return lambda *arguments, **named: lambda stack: function(stack, *arguments, **named)
 
 
-def dropping(target: str, prefix: str = "", *, since: int = 0, **labels: str) -> Change:
-    return lambda stack: drop(stack, target, prefix, since=since, **labels)
-
-
-def counting(target: str, name: str, count: Callable[[int], float], **more) -> Change:
-    return lambda stack: histogram(stack, target, name, count, **more)
+setting, dropping, counting = _as_change(put), _as_change(drop), _as_change(histogram)
 
 
 def since(begin: int, value: float, before: float | None = 0.0) -> Value:
@@ -89,11 +86,7 @@ def of_trainer_gpus(name: str, value: Value) -> list[Change]:
     return [setting("trainer", name, value, uuid=uuid) for uuid in TRAINER_GPUS]
 
 
-def kube(name: str, value: Value, **labels: str) -> Change:
-    """A series of kube-state-metrics."""
-    return lambda stack: put(stack, "kube-state-metrics", name, value, **labels)
-
-
+kube = partial(setting, "kube-state-metrics")
 GPU_0, GPU_1 = TRAINER_GPUS
 RANK_0, RANK_1 = {"rank": "0", "uuid": GPU_0}, {"rank": "1", "uuid": GPU_1}
 ENGINE = {"model_name": "tiny", "engine": "0"}
@@ -107,8 +100,6 @@ FINISHED = "tandem_jobs_finished_total"
 SPLIT = "tandem_torch_memory_inactive_split_bytes"
 UTILIZATION = "tandem_gpu_utilization_ratio"
 VLLM_IS_DOWN = setting("inference", UP, since(20, 0, before=1), program="vllm")
-
-# ---------------------------------------------------------------- targets and processes
 
 fault("an exporter is gone", idle, {22: NONE, 24: {"TandemTargetDown"}}, *gone("inference", 20))
 fault("the controller is gone", training, {22: NONE, 24: {"TandemTargetDown"}, 60: {"TandemTargetDown"}},
@@ -131,8 +122,6 @@ fault("the controller crashes every four minutes", idle, {30: NONE, 46: {"Tandem
 fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}},
       setting("trainer", "tandem_collector_success", since(20, 0, before=1), collector="nvml"),
       dropping("trainer", "tandem_gpu_", since=20))  # fmt: skip
-
-# ---------------------------------------------------------------- jobs
 
 fault("the runner does not claim", idle, {29: NONE, 30: {"TandemJobQueueStalled"}},
       setting("controller", "tandem_jobs", since(20, 2), state="queued"))  # fmt: skip
@@ -159,8 +148,6 @@ fault("attempts fail again and again", training, {35: NONE, 45: {"TandemAttempts
 fault("a gradient is infinite", training, {20: NONE, 22: {"TandemNonFinite", "TandemJobFailed"}},
       setting("trainer", FAILED, since(21, 1), error="non_finite"),
       setting("trainer", FINISHED, since(21, 1), outcome="failed"))  # fmt: skip
-
-# ---------------------------------------------------------------- memory
 
 fault("an attempt runs out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
       setting("trainer", FAILED, since(21, 1), error="oom"))  # fmt: skip
@@ -210,8 +197,6 @@ fault("a large model is loaded after an hour without jobs", idle, {68: NONE, 72:
 fault("/dev/shm fills", idle, {24: NONE, 25: {"TandemShmNearlyFull"}},
       setting("inference", "tandem_volume_free_bytes", since(20, GIB, before=16.0 * GIB), volume="shm"))  # fmt: skip
 
-# ---------------------------------------------------------------- the volume
-
 fault("the volume is nearly full", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
       *shared_volume(since(20, 50.0 * GIB, before=150.0 * GIB)))  # fmt: skip
 fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFilling"}},
@@ -220,8 +205,6 @@ fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 
       *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)))  # fmt: skip
 fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
       setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip
-
-# ---------------------------------------------------------------- serving
 
 fault("a checkpoint is refused", training, {20: NONE, 22: {"TandemPublishRefused"}},
       setting("inference", "tandem_policy_refused", since(21, 1), run="math"))  # fmt: skip
@@ -248,8 +231,6 @@ fault("the controller answers 503", training, {24: NONE, 30: {"TandemControllerE
       setting("controller", "tandem_http_requests_total", growing(20, 10), route="/v1/jobs", method="GET",
               status_class="5xx"))  # fmt: skip
 
-# ---------------------------------------------------------------- devices
-
 fault("one of two GPUs is gone", idle, {28: NONE, 31: {"TandemGPUMissing"}}, dropping("trainer", since=15, uuid=GPU_1))
 fault("the only GPU is gone", idle, {28: NONE, 35: {"TandemGPUMissing"}},
       dropping("inference", since=15, uuid=INFERENCE_GPU))  # fmt: skip
@@ -257,8 +238,6 @@ fault("ECC", idle, {20: NONE, 22: {"TandemGPUUncorrectableECC"}, 90: NONE},
       setting("trainer", "tandem_gpu_ecc_uncorrected_errors_total", since(21, 3, before=2), uuid=GPU_0))  # fmt: skip
 fault("a GPU is too hot", training, {24: NONE, 25: {"TandemGPUThrottled"}},
       setting("trainer", "tandem_gpu_throttle_active", since(20, 1), uuid=GPU_0, reason="hw_thermal"))  # fmt: skip
-
-# ---------------------------------------------------------------- Kubernetes
 
 RESTARTS = "kube_pod_container_status_restarts_total"
 fault("a container is killed for its memory", idle, {20: NONE, 22: {"TandemContainerOOMKilled"}, 50: NONE},

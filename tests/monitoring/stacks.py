@@ -11,8 +11,6 @@ INFERENCE_GPU = "GPU-2"
 TOTAL = 140.0 * GIB
 _ENGINE = {"model_name": "tiny", "engine": "0"}
 
-# ---------------------------------------------------------------- nothing to do
-
 
 def idle(*, gpus: bool = True) -> Stack:
     """Everything runs and has nothing to do; the last job was long ago."""
@@ -91,18 +89,17 @@ def _vllm(stack: Stack, *, pace: float) -> None:
 
 def resident_idle() -> Stack:
     """As `idle`; the last job's ranks stay and keep 2.8 GiB of each device."""
-    stack = idle()
-    _keep_ranks(stack)
-    return stack
+    return _with_ranks_kept(idle())
 
 
-def _keep_ranks(stack: Stack) -> None:
+def _with_ranks_kept(stack: Stack) -> Stack:
     for uuid in TRAINER_GPUS:
         for series, values in stack.items():
             if series.startswith("tandem_gpu_memory_used_bytes") and f'uuid="{uuid}"' in series:
                 values[:] = [value if value is None else max(value, 2.8 * GIB) for value in values]
         put(stack, "trainer", "tandem_job_gpu_resident_bytes", 2.8 * GIB, uuid=uuid)
         put(stack, "trainer", "tandem_job_gpu_left_bytes", 0, uuid=uuid)
+    return stack
 
 
 def on_cpu() -> Stack:
@@ -132,8 +129,6 @@ def starting() -> Stack:
             values[minute] = 0 if series.startswith("up") else None
     return stack
 
-
-# ---------------------------------------------------------------- jobs
 
 JOB, PAUSE = 8, 2
 CYCLE = JOB + PAUSE
@@ -208,9 +203,7 @@ def _publish(stack: Stack) -> None:
 
 def resident() -> Stack:
     """As `training`, with ranks that stay between jobs and keep 2.8 GiB of each device."""
-    stack = training()
-    _keep_ranks(stack)
-    return stack
+    return _with_ranks_kept(training())
 
 
 def in_long_job() -> Stack:
