@@ -27,6 +27,7 @@ def test_anything_else_is_unauthorized(server, root, header):
             answer = http.request(*request.split(), headers=headers)
             assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized"), request
             assert answer.headers["www-authenticate"] == "Bearer"
+            assert "TANDEM_API_KEY" in answer.text
             assert "key-one" not in answer.text
         for path in ("/healthz", "/readyz", "/openapi.json"):
             assert http.get(path).status_code == 200

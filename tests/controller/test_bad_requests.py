@@ -35,6 +35,7 @@ T = "groups.0.trajectories.1"
 BAD_VALUES = {
     "NaN reward": (f"{T}.reward", float("nan")),
     "no groups": ("groups", []),
+    "no variance": (f"{T}.reward", 1.0, None),
     "no reward": ("groups", [{"trajectories": [{"turns": [turn([1], [2])]}]}], "groups.0.trajectories.0.reward"),
     "token outside the vocabulary": (f"{T}.turns.0.token_ids", [20, 320]),
     "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
@@ -63,7 +64,8 @@ def test_bad_training_requests(name, http, idle_run):
     answer = http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(request), headers=JSON)
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
-    assert (error["type"], error["field"]) == ("invalid_input", field)
+    expected = "nothing_to_learn" if name == "no variance" else "invalid_input"
+    assert (error["type"], error["field"]) == (expected, field)
     assert error["message"]
 
 

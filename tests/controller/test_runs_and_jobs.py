@@ -10,7 +10,7 @@ import api_server
 from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, serve, sft_request, tree
 from tandem.client import Tandem
 from tandem.data.packed_format import PackedBatch
-from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotServed
 from tandem.spool.schema import JobError, LoraShape
 from waiting import until
 
@@ -165,15 +165,6 @@ def test_fork_and_rollback(client, server, run):
     assert client.get_run(run).newest_step == 0
     assert client.rollback(run, 0).discarded == []
     assert client.train(run, rl_request()).spec.base_step == 0
-
-
-def test_groups_without_variance_are_nothing_to_learn(client, run, root):
-    before = tree(root)
-    same = groups()
-    same[0]["trajectories"][1]["reward"] = 1.0
-    with pytest.raises(NothingToLearn):
-        client.train_rl(run, same)
-    assert tree(root) == before
 
 
 def test_rows_that_do_not_divide_over_the_ranks_are_refused(tmp_path):

@@ -1,16 +1,29 @@
 """The `tandem` command."""
 
+import os
 import sys
+from collections.abc import Callable
+from typing import Annotated, get_args
 
 import typer
 
 import tandem
-from tandem.cli import doctor, jobs, programs, runs, smoke, train
+from tandem.cli import doctor, jobs, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
-from tandem.errors import TandemError
+from tandem.config import load_settings
+from tandem.errors import InvalidInput, TandemError
 
 __all__ = ["app", "main"]
 
+# Command -> its module and its help.
+_PROGRAMS = {
+    "controller": ("tandem.controller", "Run the HTTP API."),
+    "runner": ("tandem.trainer.runner", "Run the trainer's runner: it claims jobs and starts the ranks that train."),
+    "serve": ("tandem.inference.server.serve", "Run vLLM with the deployment's settings."),
+    "publisher": ("tandem.inference.publisher", "Run the publisher: it loads new steps into vLLM and verifies them."),
+    "exporter": ("tandem.metrics.exporter",
+                 "Run the exporter: it serves the metrics of the trainer or of inference to Prometheus."),
+}  # fmt: skip
 app = typer.Typer(
     name="tandem",
     help="""Post-train language models by RL and SFT: Megatron-core trains, vLLM serves, one volume connects them.
@@ -30,7 +43,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("up", rich_help_panel="Programs")(programs.up)
+
+
+@app.command(rich_help_panel="Programs")
+def up(
+    role: Annotated[
+        str, typer.Option(help="all; or what one container runs: trainer (runner), inference (vLLM, publisher)")
+    ] = "all",
+) -> None:
+    """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
+
+    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 2
+    wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
+    """
+    from tandem.supervise.up import up as start  # late: only this command needs supervisord
+    from tandem.system.environment import Role
+
+    chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
+    try:
+        if chosen is None:
+            raise InvalidInput(f"{role!r} is not a role; use one of {', '.join(get_args(Role))}", field="--role")
+        status = start(load_settings(), chosen)
+    except InvalidInput as error:
+        print_error(error, json=False)
+        raise typer.Exit(2) from error
+    raise typer.Exit(status)
+
+
+def _become(module: str) -> Callable[[], None]:
+    """A command that replaces this process by a program, which then gets the signals and sets the exit status."""
+    return lambda: os.execv(sys.executable, [sys.executable, "-m", module])
+
+
 app.add_typer(runs.app, name="run")
 app.command("train")(train.train)
 app.add_typer(jobs.app, name="jobs")
@@ -40,8 +84,8 @@ app.add_typer(runs.checkpoints, name="checkpoints")
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")
-for _name, (_module, _help) in programs.PROGRAMS.items():
-    app.command(_name, help=_help, rich_help_panel="Programs")(programs.become(_module))
+for _name, (_module, _help) in _PROGRAMS.items():
+    app.command(_name, help=_help, rich_help_panel="Programs")(_become(_module))
 
 
 @app.command()

@@ -101,11 +101,8 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     except TandemError as error:
         yield Check("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
         return
-    found = (
-        f"{model}: {arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}, "
-        f"{arch.max_positions} positions"
-    )
-    yield Check("ok", "base model", found)
+    size = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
+    yield Check("ok", "base model", f"{model}: {arch.model_type}, {size}, {arch.max_positions} positions")
     directory = Path(model)
     if not directory.is_dir():
         return

@@ -1,6 +1,6 @@
 """`tandem doctor` and `tandem preflight`: each runs a list of checks and reports them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -44,7 +44,7 @@ def preflight(
 
     parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
     parts += [secrets_checks, machine.volume_checks, machine.spool_checks, machine.disk_checks, deployment.model_checks]
-    _report(_settings_checks(parts), json)
+    _report(list(_settings_checks(parts)), json)
 
 
 def _settings_checks(parts: list[Part]) -> Iterator[Check]:
@@ -62,9 +62,8 @@ def _settings_checks(parts: list[Part]) -> Iterator[Check]:
             yield Check("fail", part.__name__.removesuffix("_checks"), f"{type(error).__name__}: {error}")
 
 
-def _report(checks: Iterable[Check], json: bool) -> None:
+def _report(checks: list[Check], json: bool) -> None:
     """Print the checks; exits with status 1 where one failed."""
-    checks = list(checks)
     show([check._asdict() for check in checks], json, lambda _: _print(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)

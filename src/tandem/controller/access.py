@@ -62,11 +62,9 @@ def _check_host(scope: Scope) -> None:
 def check_bind(settings: Settings) -> None:
     """Without a key, only this machine may reach the controller; raises Unauthorized otherwise."""
     if not settings.api_keys and not _is_loopback(settings.controller_host):
-        raise Unauthorized(
-            f"no API key is set, and {settings.controller_host} can be reached from other machines; set TANDEM_API_KEY "
-            "(or TANDEM_API_KEY_FILE), or bind to 127.0.0.1",
-            field="TANDEM_CONTROLLER_HOST",
-        )
+        problem = f"no API key is set, and {settings.controller_host} can be reached from other machines"
+        remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
+        raise Unauthorized(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
 
 
 def _is_loopback(host: str) -> bool:
@@ -107,7 +105,5 @@ class BodyLimit:
 
 
 def _too_large(limit: int) -> RequestTooLarge:
-    return RequestTooLarge(
-        f"the body is larger than {limit} bytes; train on fewer trajectories per job or raise TANDEM_MAX_REQUEST_BYTES",
-        field="body",
-    )
+    remedy = "train on fewer trajectories per job or raise TANDEM_MAX_REQUEST_BYTES"
+    return RequestTooLarge(f"the body is larger than {limit} bytes; {remedy}", field="body")

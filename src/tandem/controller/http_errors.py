@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tandem.controller.schemas import ErrorBody, ErrorDetail
+from tandem.controller.schemas import ErrorBody
 from tandem.data.inputs import invalid_input
 from tandem.errors import InvalidInput, TandemError, Unauthorized
 
@@ -22,8 +22,7 @@ log = logging.getLogger("tandem.controller")
 def response_of(error: TandemError) -> JSONResponse:
     """The response for an error."""
     challenge = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-    detail = ErrorDetail(type=error.code, message=error.message, field=error.field)
-    return _response(error.http_status, detail, challenge)
+    return _response(error.http_status, challenge, type=error.code, message=error.message, field=error.field)
 
 
 def refuse(error: TandemError) -> JSONResponse:
@@ -82,13 +81,13 @@ def install_handlers(app: FastAPI) -> None:
         status, message = HTTPStatus(error.status_code), str(error.detail)
         if message == status.phrase:
             message += f": {request.method} {request.url.path}"
-        return _response(status, ErrorDetail(type=status.name.lower(), message=message), error.headers)
+        return _response(status, error.headers, type=status.name.lower(), message=message)
 
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback
         message = f"{type(error).__name__} in the controller; its log has the traceback"
-        return _response(500, ErrorDetail(type="internal", message=message))
+        return _response(500, type="internal", message=message)
 
 
-def _response(status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(ErrorBody(error=detail).model_dump(), status, headers)
+def _response(status: int, headers: Mapping[str, str] | None = None, **detail: str | None) -> JSONResponse:
+    return JSONResponse(ErrorBody.model_validate({"error": detail}).model_dump(), status, headers)
