@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
@@ -94,13 +94,10 @@ class Settings(BaseSettings):
     metrics_port: int = Field(default=9400, ge=1, le=65535)
     """Address of the exporter in the trainer's and the inference container; the controller exports on its own port."""
 
-    @model_validator(mode="before")
+    @field_validator("trainer_devices", "inference_devices", mode="before")
     @classmethod
-    def _split_devices(cls, values: dict[str, object]) -> dict[str, object]:
-        for key in ("trainer_devices", "inference_devices"):
-            if isinstance(values.get(key), str):
-                values[key] = [part.strip() for part in str(values[key]).split(",") if part.strip()]
-        return values
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _exit_after_job_is_a_launch(self) -> Self:
@@ -124,9 +121,7 @@ class Settings(BaseSettings):
         elif self.device == "cpu":
             raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
         elif differ := ", ".join(sorted(trainer ^ inference)):
-            raise ValueError(
-                f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or be empty; only one has {differ}"
-            )
+            raise ValueError(f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or none; only one has {differ}")
         return self
 
     @property
@@ -166,9 +161,8 @@ def load_settings() -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None
-        if name is not None and not name.isupper():
-            name = f"TANDEM_{name.upper()}"
-        raise InvalidInput(first["msg"].removeprefix("Value error, "), field=name) from error
+        field = name if name is None or name.isupper() else f"TANDEM_{name.upper()}"
+        raise InvalidInput(first["msg"].removeprefix("Value error, "), field=field) from error
 
 
 def resolve_model(root: Path, base_model: str) -> str:

@@ -14,6 +14,7 @@ _spec = spec_from_file_location("real_pynvml", _file)
 real = sys.modules["real_pynvml"] = module_from_spec(_spec)
 _spec.loader.exec_module(real)
 inits = 0
+VERSIONS = {"nvmlSystemGetDriverVersion": "580.95.05", "nvmlSystemGetCudaDriverVersion_v2": 13010}
 
 
 def __getattr__(name: str):
@@ -39,10 +40,8 @@ def _answer(name: str, arguments: tuple, options: dict) -> object:
     if name == "nvmlDeviceGetHandleByUUID":
         every = [device for gpu in gpus for device in (gpu, *gpu.get("migs", []))]
         return _only([device for device in every if device["nvmlDeviceGetUUID"] == arguments[0]])
-    if name == "nvmlSystemGetDriverVersion":
-        return "580.95.05"
-    if name == "nvmlSystemGetCudaDriverVersion_v2":
-        return 13010
+    if name in VERSIONS:
+        return VERSIONS[name]
     gpu = arguments[0]
     if "lost" in gpu and name != "nvmlDeviceGetUUID":
         raise real.NVMLError(real.NVML_ERROR_GPU_IS_LOST)

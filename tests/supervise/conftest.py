@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -8,12 +9,5 @@ from supervise.tandem_up import Up
 @pytest.fixture
 def up(tmp_path) -> Iterator[Callable[..., Up]]:
     """Starts a `tandem up` on this test's spool."""
-    started: list[Up] = []
-
-    def start(**options) -> Up:
-        started.append(Up(tmp_path, **options))
-        return started[-1]
-
-    yield start
-    for stack in started:
-        stack.close()
+    with ExitStack() as stacks:
+        yield lambda **options: stacks.enter_context(closing(Up(tmp_path, **options)))

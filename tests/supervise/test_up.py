@@ -39,24 +39,17 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
         assert b"s3cret" not in path.read_bytes()
 
 
-def test_a_crash_loop_ends_with_71_and_names_the_program(up):
-    stack = up(FAKE_B="crash-loop")
-    assert stack.wait() == 71
-    assert "ended: exit status 4; crash 1 of 1" in stack.text()
-    assert "b crashes again and again; the end of its log:" in stack.text()
-    assert stack.left() == []
-
-
-def test_a_program_that_cannot_start_ends_with_70(up):
-    stack = up(FAKE_A="start-fails", FAKE_CRASHES="8", FAKE_RETRIES="0")
-    assert stack.wait() == 70
-    assert "a can't be started" in stack.text()
-    assert stack.left() == []
-
-
-def test_a_program_that_ignores_sigterm_is_killed_with_its_group(up):
-    stack = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
-    assert stack.stop() == 0
+@pytest.mark.parametrize(
+    ("how", "code", "lines"),
+    [
+        ("crash-loop", 71, ["ended: exit status 4; crash 1 of 1", "b crashes again and again; the end of its log:"]),
+        ("start-fails", 70, ["b can't be started"]),
+    ],
+)
+def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, code, lines):
+    stack = up(FAKE_B=how, FAKE_RETRIES="3" if code == 71 else "0")
+    assert stack.wait() == code
+    assert [line for line in lines if line not in stack.text()] == []
     assert stack.left() == []
 
 
@@ -97,14 +90,13 @@ def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how
     assert stack.left() == []
 
 
-def test_two_roles_run_on_one_spool_and_their_files_are_the_groups(up):
-    one = both_run(up())
+def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_group(up):
+    one = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
     two = both_run(up(role="trainer"))
     assert one.process.poll() is None
     assert (one.root / "logs/trainer/a.log").stat().st_mode & 0o060 == 0o060
-    for stack in (one, two):
-        stack.process.send_signal(signal.SIGTERM)
-    assert (one.wait(), two.wait()) == (0, 0)
+    assert (two.stop(), one.stop()) == (0, 0)
+    assert one.left() == []
 
 
 def test_as_json_every_line_is_an_object_that_names_its_program(up):

@@ -11,7 +11,7 @@ from tandem.supervise.watchdog import Progress, Sample, parse
 from tandem.system import processes
 from tandem.system.processes import Process
 
-VLLM = Process(pid=7, parent=1, state="S", started=1, command="vllm")
+VLLM = Process(pid=7, parent=1, zombie=False, started=1, command="vllm")
 BUSY = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 vllm:num_requests_running{engine="0",model_name="base"} 2.0

@@ -1,6 +1,7 @@
 """Held ports: nobody else gets them, and the program they are for does."""
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,28 +11,19 @@ from tandem.system.ports import reserve
 
 def test_a_held_port_is_given_to_nobody_who_asks_for_any_port():
     """Many sockets with SO_REUSEADDR, which could share a bound port, never get the held ones."""
-    held = [reserve() for _ in range(50)]
-    taken = {port.port for port in held}
-    assert len(taken) == 50
-    others = []
-    for _ in range(2000):
-        other = socket.socket()
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", 0))
-        others.append(other)
-    assert not taken & {other.getsockname()[1] for other in others}
-    for one in held:
-        one.close()
-    for other in others:
-        other.close()
+    with ExitStack() as stack:
+        held = {stack.enter_context(reserve()).port for _ in range(50)}
+        assert len(held) == 50
+        for _ in range(2000):
+            other = stack.enter_context(socket.socket())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", 0))
+            assert other.getsockname()[1] not in held
 
 
 def test_the_program_it_is_for_listens_while_it_is_held():
-    with reserve() as held:
-        server = socket.create_server(("127.0.0.1", held.port))  # sets SO_REUSEADDR, as servers do
-        client = socket.create_connection(("127.0.0.1", held.port), timeout=5)
-        client.close()
-        server.close()
+    with reserve() as held, socket.create_server(("127.0.0.1", held.port)):  # sets SO_REUSEADDR, as servers do
+        socket.create_connection(("127.0.0.1", held.port), timeout=5).close()
 
 
 def test_a_port_in_use_or_held_is_refused_by_name():
@@ -41,10 +33,5 @@ def test_a_port_in_use_or_held_is_refused_by_name():
         assert caught.value.field == "controller_port"
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Conflict, match="in use"):
         reserve(server.getsockname()[1])
-
-
-def test_a_closed_port_can_be_held_again():
-    held = reserve()
-    held.close()
-    with reserve(held.port) as again:
+    with reserve(held.port) as again:  # closed by now
         assert again.port == held.port

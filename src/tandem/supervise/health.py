@@ -4,8 +4,7 @@ all is well, else with 1.
 TANDEM_ROLE says what is checked: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
 lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
 
-`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is well too, however
-long that job is. (A vLLM that sleeps answers, and is healthy.)
+`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is well too.
 
 `--live`, for a liveness probe: checks only whether the programs' own loops turn (`tandem.system.liveness`), so nothing
 is killed while a model loads, a step is published or a volume is away. If vLLM's engine or a job's ranks hang,
@@ -62,8 +61,7 @@ def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[
 
 def _needed(role: str) -> list[str]:
     """The essential programs that `role` runs under supervisord, apart from the controller, which answers /readyz."""
-    programs = PROGRAMS.get(role, PROGRAMS["all"])
-    return [program.name for program in programs if program.essential and program.name != "controller"]
+    return [p.name for p in PROGRAMS.get(role, PROGRAMS["all"]) if p.essential and p.name != "controller"]
 
 
 def _problem_of_vllm(settings: Settings) -> str:

@@ -45,7 +45,6 @@ STEADY_SECONDS = 600.0
 """A program that ran this long before it crashed is not in a crash loop: its count starts again."""
 TRY_AGAIN_SECONDS = 30.0
 """How often a program that is not essential is tried again after supervisord gave it up."""
-_POLL_SECONDS = 0.25
 
 
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
@@ -72,9 +71,7 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
             held.enter_context(file_lock(runtime_dir(root, role) / "lock", blocking=False))
         except LockHeldError:
             raise Conflict(f"`tandem up` runs on {root} already; stop that one first", field="TANDEM_ROOT") from None
-        for program in programs:
-            if program.port is None:
-                continue
+        for program in (program for program in programs if program.port):
             host, port = (getattr(settings, f"{program.port}_{part}") for part in ("host", "port"))
             try:
                 held.enter_context(ports.reserve(port, host=host, name=f"{program.port}_port"))
@@ -96,10 +93,7 @@ class _Life:
 
 
 class Stack:
-    """supervisord and its programs, from their start to the last process's end.
-
-    `role`: whose `programs` these are; `logs`: the directory of their logs.
-    """
+    """supervisord and the `programs` of `role`, from their start to the last process's end; `logs` is a directory."""
 
     def __init__(
         self, settings: Settings, role: Role, logs: Path, programs: Sequence[Program], console: Console
@@ -172,7 +166,7 @@ class Stack:
                     ready = not health.problems(self._settings, self._role)
                 if ready:
                     self._say(f"ready after {time.monotonic() - begin:.0f} s; {self._addresses()}")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.25)
         return 0
 
     def _check(self, program: Program, status: Status) -> int:
@@ -221,8 +215,7 @@ class Stack:
     def _stop(self) -> None:
         left = partial(processes.descendants, os.getpid())
         self._say("stopping; once more Ctrl-C kills")
-        if self._daemon.poll() is None:
-            self._daemon.send_signal(signal.SIGTERM)
+        self._daemon.send_signal(signal.SIGTERM)
         most_signals = max(self._signals, 1)
         seconds = supervisord_seconds(list(self._programs.values()))
         self._wait(lambda: self._daemon.poll() is not None or self._signals > most_signals, seconds)

@@ -56,8 +56,7 @@ class Devices:
             with closing(Driver()) as driver:
                 for uuid in self.uuids:
                     try:
-                        memory = driver.memory(driver.handle(uuid))
-                        used[uuid] = memory["used"] if memory else None
+                        used[uuid] = (driver.memory(driver.handle(uuid)) or {}).get("used")
                     except DriverFailed as error:
                         failures.append(f"{uuid}: {error}")
         except DriverFailed as error:
@@ -89,8 +88,8 @@ def over(used: Mapping[str, int | None], floor: Floor = None) -> dict[str, int |
 
 def beyond(used: Mapping[str, int | None], floor: Floor) -> dict[str, int | None]:
     """Bytes in use on each device beyond its floor; None for a device that does not answer."""
-    floor = floor or {}
-    return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
+    kept = floor or {}
+    return {uuid: None if size is None else max(size - kept.get(uuid, 0), 0) for uuid, size in used.items()}
 
 
 def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:

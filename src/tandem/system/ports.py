@@ -1,7 +1,7 @@
 """The one place where Tandem chooses TCP ports.
 
-The usual way is to bind port 0, read the number, close the socket and pass the number on; any process can take the port
-in between. Here the socket stays bound, without listening, until its holder closes it:
+A port that is only looked up can be taken before its program listens. Here a socket stays bound to it, without
+listening, until its holder closes it:
 
 - the kernel gives a bound port to no process that asks for "any port", neither for listening nor for connecting;
 - a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then allows it while no

@@ -29,13 +29,9 @@ class Process:
 
     pid: int
     parent: int
-    state: str  # R, S, D, Z, ...
+    zombie: bool
     started: int
     command: str
-
-    @property
-    def zombie(self) -> bool:
-        return self.state in "ZX"
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
@@ -70,7 +66,7 @@ def read(pid: int) -> Process | None:
     before, _, after = text.rpartition(")")
     fields = after.split()
     command = before.partition("(")[2]
-    return Process(pid=pid, parent=int(fields[1]), state=fields[0], started=int(fields[19]), command=command)
+    return Process(pid=pid, parent=int(fields[1]), zombie=fields[0] in "ZX", started=int(fields[19]), command=command)
 
 
 def all_processes() -> list[Process]:
@@ -83,7 +79,7 @@ def descendants(pid: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in all_processes():
         children.setdefault(process.parent, []).append(process)
-    tree = list(children.get(pid, []))
+    tree = children.get(pid, []).copy()
     for process in tree:  # grows while it is read
         tree += children.get(process.pid, [])
     return tree
@@ -104,15 +100,12 @@ def marked(variable: str, value: str) -> list[Process]:
 
 def reap_orphans(known: Collection[int] = ()) -> None:
     """Collect the exit status of adopted children. `known`: children that other code waits for."""
-    try:
+    with suppress(ChildProcessError):
         # Cheap where there is nothing to do: a container does this several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-    except ChildProcessError:
-        return
-    for process in all_processes():
-        if process.parent == os.getpid() and process.zombie and process.pid not in known:
-            with suppress(ChildProcessError):
+        for process in all_processes():
+            if process.parent == os.getpid() and process.zombie and process.pid not in known:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
@@ -145,7 +138,6 @@ def describe_exit(code: int) -> str:
     """An exit status as subprocess returns it, in words."""
     if code >= 0:
         return f"exit code {code}"
-    try:
+    with suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
+    return f"signal {-code}"

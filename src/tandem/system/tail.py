@@ -1,6 +1,7 @@
 """Following text files that other processes append to, by whole lines."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,9 +31,11 @@ class Tail:
                 lines += [line.decode(errors="replace").rstrip("\r") for line in complete]
                 if len(self._partial) > _LONGEST_LINE:
                     lines.append(self._take_partial())
-            if not self._was_rotated(file):
-                break
-            self.close()
+            with suppress(OSError):
+                if not os.path.samestat(self.path.stat(), os.fstat(file.fileno())):
+                    self.close()  # it was rotated
+                    continue
+            break
         if final and self._partial:
             lines.append(self._take_partial())
         return lines
@@ -48,17 +51,9 @@ class Tail:
 
     def _open(self) -> BinaryIO | None:
         if self._file is None:
-            try:
+            with suppress(OSError):
                 self._file = self.path.open("rb", buffering=0)
-            except OSError:
-                return None
         return self._file
-
-    def _was_rotated(self, file: BinaryIO) -> bool:
-        try:
-            return not os.path.samestat(self.path.stat(), os.fstat(file.fileno()))
-        except OSError:
-            return False
 
 
 def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
