@@ -1,5 +1,7 @@
-"""A stack of containers as `docker compose` starts it, with a name, ports, secrets and volumes of its own, and the
-means to look into it and to hurt it."""
+"""Stacks of containers that `docker compose` starts, each with its own name, ports, secrets and volumes.
+
+Tests inspect their containers and kill their processes.
+"""
 
 import json
 import os
@@ -14,6 +16,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
+import pytest
+
 import local_stack
 import waiting
 from tandem.client import Tandem
@@ -24,8 +29,9 @@ MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
 PROGRAMS = local_stack.PROGRAMS | {"up": "tandem", "supervisord": "supervisor.supervisord"}
-# Prints the pids that have a word on their command line, oldest first, and sends them a signal (0: none).
-_FIND = """
+"""Program → a word on its processes' command lines."""
+# Prints the pids with a word on their command line, oldest first, and sends them a signal. Signal 0 sends none.
+FIND = """
 import os, sys
 from contextlib import suppress
 from pathlib import Path
@@ -40,30 +46,51 @@ for pid in pids:
     os.kill(pid, number)
 print(*pids)
 """
+# Prints every process's command line and the fields of its /proc status, as JSON by pid.
+PROCESSES = """
+import json, pathlib
+processes = {}
+for entry in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        lines = (entry / "status").read_text().splitlines()
+        processes[entry.name] = {k: v.strip() for k, v in (line.split(":", 1) for line in lines)}
+        processes[entry.name]["command"] = (entry / "cmdline").read_text()
+    except OSError:
+        pass
+print(json.dumps(processes))
+"""
+
+EXAMPLES = [
+    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+    for q in ("Is it?", "Was it?")
+    for a in ("yes", "no")
+]
 
 until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 
 
-def no_engine() -> str | None:
-    """Why no engine can be used; None where one can."""
-    if shutil.which("docker") is None:
-        return "there is no docker command"
+def require_engine() -> None:
+    """Skip the test without a Docker engine, or fail it where TANDEM_REQUIRE_DOCKER=1."""
     for command in (["docker", "info"], ["docker", "compose", "version"]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode:
-            return f"`{' '.join(command)}` fails: {done.stderr.strip()[-300:]}"
-    return None
+        try:
+            subprocess.run(command, capture_output=True, timeout=60, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            stop = pytest.fail if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1" else pytest.skip
+            stop(f"needs a Docker engine: {error}")
 
 
-def docker(*arguments: str, timeout: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """`docker ...`; AssertionError with what it said where it fails and `check` asks for success."""
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+def docker(
+    *arguments: str, stdin: str | None = None, timeout: float = 120, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """`docker ...`. AssertionError with its errors if it fails and `check` is set."""
+    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, text=True, errors="replace",
+                          timeout=timeout, check=False)  # fmt: skip
     assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.returncode}\n{done.stderr[-4000:]}"
     return done
 
 
 class Compose:
-    """`docker compose` on some of the repository's files, undisturbed by .env and by the caller's variables."""
+    """`docker compose` on some of the repository's files, without .env and the caller's variables."""
 
     def __init__(self, *files: str, project: str = "tandem-test", **variables: str) -> None:
         self.files = files
@@ -72,10 +99,8 @@ class Compose:
         self.environment = kept | {"COMPOSE_PROJECT_NAME": project, "TANDEM_TAG": TAG} | variables
 
     def run(self, *arguments: str, timeout: float = 120, check: bool = True, **variables: str):
-        command = ["docker", "compose", "--project-directory", str(ROOT), "--env-file", os.devnull]
-        command += ["--progress", "plain"]
-        for file in self.files:
-            command += ["-f", file]
+        command = ["docker", "compose", "--project-directory", str(ROOT), "--env-file", os.devnull,
+                   "--progress", "plain", *(word for file in self.files for word in ("-f", file))]  # fmt: skip
         done = subprocess.run([*command, *arguments], env=self.environment | variables, capture_output=True, text=True,
                               timeout=timeout, check=False)  # fmt: skip
         assert not check or done.returncode == 0, (
@@ -84,19 +109,21 @@ class Compose:
         return done
 
     def config(self, *profiles: str, **variables: str) -> dict[str, Any]:
-        """What these files come to."""
-        chosen = [word for profile in profiles for word in ("--profile", profile)]
-        return json.loads(self.run(*chosen, "config", "--format", "json", **variables).stdout)
+        """The merged configuration."""
+        return json.loads(self.run(*_profiles(profiles), "config", "--format", "json", **variables).stdout)
+
+
+def _profiles(names: Sequence[str]) -> list[str]:
+    return [word for name in names for word in ("--profile", name)]
 
 
 class ComposeStack(Compose):
-    """The CPU stack. Nothing is started before `up`; all of it, volumes too, is gone after the `with`."""
+    """The CPU stack. `up` starts it; leaving the context removes it with its volumes."""
 
     def __init__(self, directory: Path, *overrides: str, **variables: str) -> None:
         self.secrets_dir = directory / "secrets"
         self.secrets_dir.mkdir(parents=True)
         create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
-        # A made-up one: it must leak as little as the others.
         (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
         subprocess.run([create], check=True, capture_output=True)
         with ExitStack() as held:
@@ -127,13 +154,12 @@ class ComposeStack(Compose):
         self.run("--profile", "*", "down", "-v", "--timeout", "5", "--remove-orphans", timeout=180)
 
     def up(self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str) -> float:
-        """`up --wait`; the seconds it took. AssertionError with the ends of all logs where it fails."""
+        """`up --wait`; its duration in seconds. AssertionError with the ends of all logs if it fails."""
         begin = time.monotonic()
-        chosen = [word for profile in profiles for word in ("--profile", profile)]
-        done = self.run(*chosen, "up", "--wait", "--wait-timeout", str(int(timeout)), *services, check=False,
-                        timeout=timeout + 60, **variables)  # fmt: skip
+        words = [*_profiles(profiles), "up", "--wait", "--wait-timeout", str(int(timeout)), *services]
+        done = self.run(*words, check=False, timeout=timeout + 60, **variables)
         seconds = time.monotonic() - begin
-        # Compose up to 5.5 may end with 0 when the time is up.
+        # Compose up to 5.5 may exit with 0 at its timeout.
         came_up = done.returncode == 0 and seconds < timeout
         assert came_up, f"up --wait: {done.returncode} after {seconds:.0f} s\n{done.stderr[-3000:]}\n{self.tails()}"
         return seconds
@@ -144,6 +170,25 @@ class ComposeStack(Compose):
     @cached_property
     def client(self) -> Tandem:
         return Tandem(self.controller_url, self.secret("api_key"))
+
+    def submit(self, run: str, epochs: int, **options: Any) -> str:
+        """Submit an SFT job of the length that `epochs` sets; its id."""
+        job = self.client.train_sft(run, examples=EXAMPLES, packing={"sequence_length": 128},
+                                    optimizer={"learning_rate": 1e-4, "epochs": epochs}, **options)  # fmt: skip
+        return job.spec.id
+
+    @property
+    def api_headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secret('api_key')}"}
+
+    def chat_status(self, model: str) -> int | None:
+        """The HTTP status of a chat; None without an answer."""
+        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
+        url = f"{self.inference_url}/v1/chat/completions"
+        try:
+            return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code
+        except httpx.TransportError:
+            return None
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not."""
@@ -171,8 +216,7 @@ class ComposeStack(Compose):
         return done.stdout + done.stderr
 
     def exits(self, since: float, container: str | None = None) -> dict[str, int]:
-        """The latest exit status of each service's container, or of one container, that ended after `since` (Unix
-        seconds)."""
+        """Service → exit status of its last (or this) container that ended after `since` (Unix seconds)."""
         words = ["--since", f"{since:.3f}", "--until", f"{time.time() + 1:.3f}", "--format", "{{json .}}"]
         filters = ["event=die", f"label=com.docker.compose.project={self.project}"]
         for one in filters if container is None else [*filters, f"container={container}"]:
@@ -181,7 +225,7 @@ class ComposeStack(Compose):
         return {actor["com.docker.compose.service"]: int(actor["exitCode"]) for actor in actors}
 
     def tails(self, characters: int = 3000) -> str:
-        """The end of each container's log, with how it is."""
+        """The end of each container's log, with the container's state."""
         parts = []
         for identity in self.run("--profile", "*", "ps", "-a", "-q", check=False).stdout.split():
             about = json.loads(docker("inspect", identity).stdout)[0]
@@ -197,18 +241,23 @@ class ComposeStack(Compose):
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
     def pids(self, service: str, program: str) -> list[int]:
-        """Processes of a program, by their numbers in the container."""
+        """The pids of a program's processes in the container."""
         return self._signal(service, PROGRAMS[program], 0)
 
     def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> int:
-        """Signal the oldest process of a program, waiting until there is one; its number in the container."""
-        found = until(f"a process of {program}", lambda: self._signal(service, PROGRAMS[program], number, True), 60)
-        return found[0]
+        """Wait for a program's process and signal the oldest; its pid in the container."""
+        word = PROGRAMS[program]
+        return until(f"a process of {program}", lambda: self._signal(service, word, number, oldest=True), 60)[0]
 
     def _signal(self, service: str, word: str, number: int, oldest: bool = False) -> list[int]:
         words = [word, str(int(number)), "oldest" if oldest else "all"]
-        return [int(pid) for pid in self.exec(service, "python", "-c", _FIND, *words).stdout.split()]
+        return [int(pid) for pid in self.exec(service, "python", "-c", FIND, *words).stdout.split()]
 
     def kill_first(self, service: str) -> None:
-        """kill -9 the container's first process, as the kernel's memory killer would: the engine didn't ask for it."""
+        """Kill the container's first process as the kernel's OOM killer does, without the engine."""
         os.kill(self.inspect(service)["State"]["Pid"], signal.SIGKILL)
+
+    def kill_container(self, service: str) -> None:
+        """`docker kill`, after which the engine does not restart the container."""
+        docker("kill", self.container(service))
+        assert self.inspect(service)["State"]["ExitCode"] == 137

@@ -1,25 +1,17 @@
-"""Tests on a real Docker Engine. Without one they are skipped, or fail where TANDEM_REQUIRE_DOCKER=1."""
-
-from __future__ import annotations
+"""Fixtures for tests on a real Docker Engine."""
 
 import json
-import os
 import secrets
 from collections.abc import Generator, Iterator
 
 import pytest
 
-from compose_stack import CPU, MAIN, TAG, Compose, ComposeStack, docker, no_engine
+from compose_stack import CPU, MAIN, TAG, Compose, ComposeStack, docker, require_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
 def engine() -> None:
-    why = no_engine()
-    if why is None:
-        return
-    if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
-        pytest.fail(f"TANDEM_REQUIRE_DOCKER=1, but {why}")
-    pytest.skip(f"needs a Docker engine: {why}")
+    require_engine()
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +22,9 @@ def images(engine: None) -> None:
 
 @pytest.fixture(scope="session")
 def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume that can be filled.
+    """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume of 1.2 GB in memory.
 
-    The volume lies in memory and has 1.2 GB. A container holds it, because the engine empties it when nobody uses it.
+    A container keeps the volume in use, because the engine empties an unused one.
     """
     directory = tmp_path_factory.mktemp("stack")
     volume = f"tandem-test-{secrets.token_hex(3)}-data"
@@ -55,7 +47,7 @@ def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What the containers said stands in the report of a test that failed."""
+    """Add the containers' logs to the report of a failed test."""
     report = yield
     if report.failed:
         for value in getattr(item, "funcargs", {}).values():

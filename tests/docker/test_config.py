@@ -1,10 +1,9 @@
-"""What `docker compose config` makes of the files: GPUs per role, what is published, what reaches which container."""
-
-from __future__ import annotations
+"""`docker compose config` of the files: GPUs per role, published ports, hardening, secrets and variables."""
 
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import tiny_model
 
 from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, SHARED, Compose, docker
 from tandem.config import Settings
-from tandem.supervise.programs import PROGRAMS, stop_seconds
 
 pytestmark = pytest.mark.docker
 OURS = ("preflight", *SERVICES)
@@ -23,40 +21,31 @@ FOUR = [f"GPU-0000000{i}-0000-1111-2222-333344445555" for i in range(8)]
 GUARD = "trainer-and-inference-must-not-have-the-same-gpu"
 
 
-def seconds(duration: str) -> float:
-    """Compose writes 1m15s."""
-    units = {"h": 3600, "m": 60, "s": 1}
-    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([hms])", duration))
-
-
 @cache
-def everything() -> dict:
-    return Compose(MAIN).config("*")
+def everything(*files: str) -> dict:
+    """The configuration of all profiles without variables; of the main file by default."""
+    return Compose(*files or (MAIN,)).config("*")
 
 
 def environment(config: dict, service: str) -> dict[str, str]:
     return {name: value for name, value in config["services"][service]["environment"].items() if value is not None}
 
 
-# ---------------------------------------------------------------- GPUs
-
-
 @pytest.mark.parametrize(
-    ("trainer", "inference", "variables"),
+    ("trainer", "inference", "ranks"),
     [
         ("0", "1", {}),
-        ("0,1", "2", {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"}),
-        ("0,1,2,3", "4,5,6,7", {"TANDEM_TRAINER_RANKS": "4", "TANDEM_TENSOR_PARALLEL": "2",
-                                "TANDEM_INFERENCE_TENSOR_PARALLEL": "4"}),
+        ("0,1", "2", {"TRAINER_RANKS": "2", "TENSOR_PARALLEL": "2"}),
+        ("0,1,2,3", "4,5,6,7", {"TRAINER_RANKS": "4", "TENSOR_PARALLEL": "2", "INFERENCE_TENSOR_PARALLEL": "4"}),
         (A, B, {}),
-        (",".join(FOUR[:2]), FOUR[2], {"TANDEM_TRAINER_RANKS": "2"}),
-        (",".join(FOUR[:4]), ",".join(FOUR[4:]), {"TANDEM_TRAINER_RANKS": "4",
-                                                  "TANDEM_INFERENCE_TENSOR_PARALLEL": "4"}),
+        (",".join(FOUR[:2]), FOUR[2], {"TRAINER_RANKS": "2"}),
+        (",".join(FOUR[:4]), ",".join(FOUR[4:]), {"TRAINER_RANKS": "4", "INFERENCE_TENSOR_PARALLEL": "4"}),
     ],
     ids=["1+1", "2+1", "4+4", "1+1 UUIDs", "2+1 UUIDs", "4+4 UUIDs"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("mode", [{}, {"TANDEM_GPU_MODE": "shared"}], ids=["dedicated", "shared"])
-def test_each_role_gets_its_gpus_and_no_other(trainer, inference, variables, mode):
+def test_each_role_gets_its_gpus_and_no_other(trainer, inference, ranks, mode):
+    variables = {f"TANDEM_{name}": value for name, value in ranks.items()}
     given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables, **mode}
     config = Compose(MAIN).config("*", **given)
     devices = {"trainer": trainer, "inference": inference}
@@ -64,17 +53,14 @@ def test_each_role_gets_its_gpus_and_no_other(trainer, inference, variables, mod
         if name == GUARD:
             continue
         assert service.get("runtime") == ("nvidia" if name in devices else None), name
-        assert "deploy" not in service, "GPUs are given by the runtime's variable alone"
-        # preflight and controller have it from their image.
+        assert "deploy" not in service, "only the runtime's variable assigns GPUs"
+        # The images of preflight and controller set it.
         expected = devices.get(name, "void")
         assert environment(config, name).get("NVIDIA_VISIBLE_DEVICES", "void") == expected, name
-    assert not set(trainer.split(",")) & set(inference.split(","))
-    for name in ("TANDEM_TRAINER_RANKS", "TANDEM_TENSOR_PARALLEL"):
-        assert environment(config, "trainer").get(name) == variables.get(name)
-    name = "TANDEM_INFERENCE_TENSOR_PARALLEL"
-    assert environment(config, "inference").get(name) == variables.get(name)
-    for name, value in given.items():
-        assert environment(config, "preflight").get(name) == value, "preflight judges what the others get"
+    for role, name in (("trainer", "TANDEM_TRAINER_RANKS"), ("trainer", "TANDEM_TENSOR_PARALLEL"),
+                       ("inference", "TANDEM_INFERENCE_TENSOR_PARALLEL")):  # fmt: skip
+        assert environment(config, role).get(name) == variables.get(name)
+    assert environment(config, "preflight").items() >= given.items()
 
 
 def test_the_default_is_one_gpu_each():
@@ -85,13 +71,13 @@ def test_the_default_is_one_gpu_each():
 
 @pytest.mark.parametrize("devices", ["0", "3", A, f"{A},{B}"])
 @pytest.mark.parametrize("files", [(MAIN,), (MAIN, NVLINK)], ids=["main", "nvlink"])
-def test_the_same_gpu_for_both_is_refused_by_every_command(devices, files):
+def test_compose_refuses_the_same_gpu_for_both(devices, files):
     both = {"TANDEM_TRAINER_DEVICES": devices, "TANDEM_INFERENCE_DEVICES": devices}
     for command in (("config",), ("up", "--no-start")):
         done = Compose(*files).run(*command, check=False, **both)
         assert done.returncode != 0
         assert GUARD in done.stderr
-    assert Compose(*files).config(TANDEM_GPU_MODE="shared", **both), "in shared mode preflight decides"
+    assert Compose(*files).config(TANDEM_GPU_MODE="shared", **both), "preflight checks shared mode"
 
 
 @pytest.mark.parametrize("given", [{}, {"TANDEM_TRAINER_DEVICES": "2"}, {"TANDEM_TRAINER_DEVICES": f"{A},{B}"}])
@@ -107,7 +93,7 @@ def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(giv
     assert preflight["TANDEM_TRAINER_DEVICES"] == preflight["TANDEM_INFERENCE_DEVICES"] == devices
 
 
-def test_the_file_for_shared_gpus_asks_for_its_mode():
+def test_the_file_for_shared_gpus_requires_its_mode():
     done = Compose(MAIN, SHARED).run("config", check=False)
     assert done.returncode != 0
     assert "set TANDEM_GPU_MODE=shared" in done.stderr
@@ -128,12 +114,12 @@ def test_the_guard_is_never_a_container():
         ("0,1", "2", {}, "TANDEM_TRAINER_RANKS=1"),
         ("0", "1,2", {}, "TANDEM_INFERENCE_TENSOR_PARALLEL=1"),
         ("0", "1", {"TANDEM_GPU_MODE": "shared"}, "must name the same GPUs"),
-        # Said outright, the mode takes the guard away that compares within compose.
+        # Setting the mode disables compose's own guard.
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
     ],
 )
-def test_preflight_refuses_what_compose_cannot_compare(images, tmp_path, trainer, inference, variables, words):
-    """As the image says it, with just the variables that compose would hand over."""
+def test_preflight_refuses_what_compose_cannot_compare(images, trainer, inference, variables, words):
+    """Runs the image with the variables that compose passes."""
     given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables}
     config = Compose(MAIN).config(**given)
     handed = [word for item in environment(config, "preflight").items() for word in ("-e", "=".join(item))]
@@ -144,7 +130,7 @@ def test_preflight_refuses_what_compose_cannot_compare(images, tmp_path, trainer
 
 
 def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
-    """What one user downloaded, another may not read; safetensors' own writer makes files for their user alone."""
+    """safetensors' own writer makes files that only their owner can read."""
     model = tiny_model.write_tiny_qwen3(tmp_path / "model")
     given = {"TANDEM_DEVICE": "cpu", "TANDEM_BASE_MODEL": "/models/it", "TANDEM_API_KEY": "k" * 32,
              "TANDEM_ADMIN_TOKEN": "t" * 32}  # fmt: skip
@@ -159,10 +145,10 @@ def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
 
 
 def test_nvlink_has_the_four_things_that_nccl_needs():
-    """One network, one /dev/shm, one NCCL_HOSTID, all GPUs visible; the processes are pinned instead."""
+    """One network, one /dev/shm, one NCCL_HOSTID, and all GPUs visible in both containers."""
     given = {"TANDEM_TRAINER_DEVICES": "0,2", "TANDEM_INFERENCE_DEVICES": "1,3"}
     config = Compose(MAIN, NVLINK).config(**given)
-    host = set()
+    host_ids = set()
     for role in ("trainer", "inference"):
         service = config["services"][role]
         assert service["runtime"] == "nvidia"
@@ -170,17 +156,17 @@ def test_nvlink_has_the_four_things_that_nccl_needs():
         assert service["ipc"] == "service:pod"
         assert not service.get("networks")
         assert not service.get("ports")
-        assert "shm_size" not in service, "it is the pod's"
+        assert "shm_size" not in service, "the pod has it"
         variables = environment(config, role)
         assert variables["NVIDIA_VISIBLE_DEVICES"] == "all"
         assert {name: variables[name] for name in given} == given
-        host.add(variables["NCCL_HOSTID"])
+        host_ids.add(variables["NCCL_HOSTID"])
         assert service["depends_on"]["preflight"]["condition"] == "service_completed_successfully"
-        assert service["depends_on"]["pod"]["restart"], "its namespaces go with the pod"
-    assert len(host) == 1
+        assert service["depends_on"]["pod"]["restart"], "its namespaces end with the pod"
+    assert len(host_ids) == 1
     pod = config["services"]["pod"]
     assert pod["ipc"] == "shareable"
-    assert int(pod["shm_size"]) == int(Compose(MAIN).config()["services"]["trainer"]["shm_size"])
+    assert int(pod["shm_size"]) == int(everything()["services"]["trainer"]["shm_size"])
     assert [port["target"] for port in pod["ports"]] == [8000]
     assert {port["host_ip"] for port in pod["ports"]} == {"127.0.0.1"}
     assert set(pod["networks"]["internal"]["aliases"]) == {"trainer", "inference"}
@@ -190,9 +176,11 @@ def test_nvlink_has_the_four_things_that_nccl_needs():
     hardened(pod, "pod")
 
 
-def test_without_a_gpu_nothing_asks_for_one():
-    config = Compose(MAIN, CPU).config("example", "prometheus", "monitoring")
+def test_the_cpu_stack_requests_no_gpu():
+    config = everything(MAIN, CPU)
     for name, service in config["services"].items():
+        if name == GUARD:
+            continue
         assert service.get("runtime") in (None, "runc"), name
         assert environment(config, name).get("NVIDIA_VISIBLE_DEVICES", "void") == "void", name
         assert not service.get("gpus"), name
@@ -203,9 +191,6 @@ def test_without_a_gpu_nothing_asks_for_one():
     for name in ("trainer", "inference"):
         assert config["services"][name]["image"].endswith("-cpu")
         assert config["services"][name]["build"]["args"]["DEVICE"] == "cpu"
-
-
-# ---------------------------------------------------------------- the way in, and what is held
 
 
 def test_only_public_ports_are_published_and_on_loopback():
@@ -251,12 +236,14 @@ def hardened(service: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU), (MAIN, NVLINK)], ids=["main", "cpu", "nvlink"])
-def test_every_service_is_hardened(files):
-    services = Compose(*files).config("*")["services"]
+def test_every_service_is_hardened_and_its_image_has_a_version(files):
+    services = everything(*files)["services"]
     assert set(services) >= {*OURS, *UPSTREAM, "example"}
     for name, service in services.items():
         if name != GUARD:
             hardened(service, name)
+            assert service["image"].partition(":")[2] not in ("", "latest"), name
+    assert ":latest" not in (ROOT / "Dockerfile").read_text()
 
 
 def test_any_user_for_all_containers_at_once():
@@ -264,18 +251,12 @@ def test_any_user_for_all_containers_at_once():
     assert {service["user"] for service in config["services"].values()} == {"54321:0"}
 
 
-@pytest.mark.parametrize("role", ["trainer", "inference"])
-def test_compose_waits_longer_than_the_programs_may_take_to_stop(role):
-    grace = seconds(everything()["services"][role]["stop_grace_period"])
-    assert grace >= stop_seconds(PROGRAMS[role]) + 10
-
-
-def test_what_waits_for_what():
+def test_roles_wait_for_preflight_and_not_for_each_other():
     config = everything()
     for name in SERVICES:
         assert config["services"][name]["depends_on"] == {
             "preflight": {"condition": "service_completed_successfully", "required": True}
-        }, "no role waits for another: any of them may be down while the others start"
+        }
         assert config["services"][name]["restart"] == "unless-stopped"
     assert config["services"]["preflight"]["restart"] == "no"
 
@@ -290,9 +271,6 @@ def test_memory_can_be_limited():
         assert [int(services[name]["shm_size"]) >> 30 for name in ("trainer", "inference")] == [4, 5]
 
 
-# ---------------------------------------------------------------- secrets
-
-
 SECRETS = {
     "preflight": {"api_key", "admin_token", "hf_token"},
     "controller": {"api_key", "hf_token"},
@@ -304,7 +282,7 @@ SECRETS = {
 }
 
 
-def test_secrets_are_files_and_only_where_needed(tmp_path):
+def test_each_service_gets_its_secrets_as_files(tmp_path):
     config = Compose(MAIN).config("*", TANDEM_SECRETS_DIR=str(tmp_path))
     for name, service in config["services"].items():
         if name == GUARD:
@@ -317,12 +295,12 @@ def test_secrets_are_files_and_only_where_needed(tmp_path):
         assert secret["file"] == str(tmp_path / name)
 
 
-def test_secrets_in_the_callers_environment_stay_there():
+def test_secrets_in_the_callers_environment_do_not_reach_containers():
     given = {"TANDEM_API_KEY": "leak-1", "TANDEM_ADMIN_TOKEN": "leak-2", "HF_TOKEN": "leak-3"}
     assert "leak-" not in Compose(MAIN, CPU).run("config", **given).stdout
 
 
-def test_secrets_are_made_once_and_closed_to_other_users(tmp_path):
+def test_secrets_are_created_once_in_a_private_directory(tmp_path):
     create = shutil.copy(ROOT / "secrets" / "create", tmp_path)
     subprocess.run([create], check=True)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -339,105 +317,82 @@ def test_secrets_are_made_once_and_closed_to_other_users(tmp_path):
 
 # ---------------------------------------------------------------- variables
 
-# Settings that no variable of compose sets, and why.
 NOT_PASSED = {
-    "root": "the image's: /data",
-    "device": "the image's: cuda, or cpu",
+    "root": "set by the images",
+    "device": "set by the images and docker-compose.cpu.yml",
     "api_key": "a file",
     "admin_token": "a file",
-    "controller_host": "the image's: 0.0.0.0",
-    "controller_port": "fixed in the container; TANDEM_CONTROLLER_PORT is where it is published",
-    "docker": "understood and without effect",
-    "inference_host": "the image's: 0.0.0.0",
-    "inference_port": "fixed in the container; TANDEM_INFERENCE_PORT is where it is published",
-    "log_dir": "the image's: a tmpfs",
-    "metrics_host": "the image's: 0.0.0.0",
-    "metrics_port": "the image's: prometheus.yml names it",
+    "controller_host": "set by the images",
+    "controller_port": "fixed in the container; TANDEM_CONTROLLER_PORT is the published port",
+    "docker": "has no effect",
+    "inference_host": "set by the images",
+    "inference_port": "fixed in the container; TANDEM_INFERENCE_PORT is the published port",
+    "log_dir": "set by the images",
+    "metrics_host": "set by the images",
+    "metrics_port": "prometheus.yml contains the images' port",
 }
-EVERYWHERE = set(OURS)
-BELONGS = {
-    "base_model": EVERYWHERE,
-    "gpu_mode": EVERYWHERE,
-    "dtype": EVERYWHERE,
-    "log_format": EVERYWHERE,
-    "max_lora_rank": EVERYWHERE,
-    "expert_lora": EVERYWHERE,
-    "api_key_file": EVERYWHERE,
+"""Settings that compose does not take from its variables, and why."""
+FIXED = {
+    "api_key_file": set(OURS),
     "admin_token_file": {"preflight", "inference"},
-    "max_request_bytes": {"controller"},
-    "launch": {"trainer"},
-    "exit_after_job": {"trainer"},
-    "trainer_ranks": {"preflight", "trainer"},
-    "tensor_parallel": {"preflight", "trainer"},
-    "trainer_devices": {"preflight"},
-    "recompute": {"trainer"},
-    "heartbeat_seconds": {"trainer"},
-    "lease_seconds": {"trainer"},
-    "inference_url": {"controller", "trainer", "inference"},
-    "inference_tensor_parallel": {"preflight", "inference"},
-    "inference_devices": {"preflight"},
-    "max_model_len": {"inference"},
-    "max_loras": {"inference"},
-    "gpu_memory_utilization": {"inference"},
-    "enforce_eager": {"inference"},
-    "vllm_args": {"inference"},
-    "vllm_stall_seconds": {"inference"},
-    "verify_tolerance": {"inference"},
-    "keep_served": {"inference"},
+    "inference_url": set(SERVICES),
 }
+"""Setting → the services to which compose passes a fixed value."""
+PASSED = {field: set(services) for services, fields in (
+    (OURS, "base_model gpu_mode dtype log_format max_lora_rank expert_lora"),
+    (("preflight", "trainer"), "trainer_ranks tensor_parallel"),
+    (("preflight",), "trainer_devices inference_devices"),
+    (("preflight", "inference"), "inference_tensor_parallel"),
+    (("controller",), "max_request_bytes"),
+    (("trainer",), "launch exit_after_job recompute heartbeat_seconds lease_seconds"),
+    (("inference",), "max_model_len max_loras gpu_memory_utilization enforce_eager vllm_args vllm_stall_seconds"),
+    (("inference",), "verify_tolerance keep_served"),
+) for field in fields.split()}  # fmt: skip
+"""Setting → the services to which compose passes its variable."""
 
 
-def test_every_setting_is_passed_or_said_why_not():
-    assert set(BELONGS) | set(NOT_PASSED) == set(Settings.model_fields)
-    assert not set(BELONGS) & set(NOT_PASSED)
-
-
-@pytest.mark.parametrize("field", sorted(BELONGS))
-def test_a_setting_reaches_its_containers_and_no_other(field):
-    variable, value = f"TANDEM_{field.upper()}", "17"
-    fixed = {"api_key_file", "admin_token_file", "inference_url"}
-    for files in ((MAIN,), (MAIN, CPU)):
-        config = Compose(*files).config(**({} if field in fixed else {variable: value}))
-        having = {name for name in OURS if variable in environment(config, name)}
-        assert having == BELONGS[field]
-        if field not in fixed:
-            assert {environment(config, name)[variable] for name in having} == {value}
-
-
-@pytest.mark.parametrize("field", sorted(NOT_PASSED))
-def test_what_is_not_passed_reaches_no_container(field):
-    variable = f"TANDEM_{field.upper()}"
-    config = Compose(MAIN).config(**{variable: "17"})
-    assert not [name for name in OURS if variable in environment(config, name)]
+@pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU)], ids=["main", "cpu"])
+def test_a_setting_reaches_its_containers_and_no_other(files):
+    assert sorted([*PASSED, *FIXED, *NOT_PASSED]) == sorted(Settings.model_fields)
+    given = {f"TANDEM_{field.upper()}": str(1000 + n) for n, field in enumerate(Settings.model_fields)}
+    config = Compose(*files).config(**given)
+    for field in Settings.model_fields:
+        variable = f"TANDEM_{field.upper()}"
+        values = {name: environment(config, name)[variable] for name in OURS if variable in environment(config, name)}
+        if field in PASSED:
+            assert values == dict.fromkeys(PASSED[field], given[variable]), field
+        else:
+            assert given[variable] not in values.values(), field
+            assert set(values) == (set(OURS) if (field, files) == ("device", (MAIN, CPU)) else FIXED.get(field, set()))
 
 
 def variables_of(path: str) -> dict[str, set[str | None]]:
-    """Each variable that a compose file reads -> its defaults; None where it is passed through and has none here."""
+    """Each variable that a compose file reads → its defaults; None for a variable that it passes on."""
     text = re.sub(r"(?m)^\s*#.*$", "", Path(path).read_text())
-    found: dict[str, set[str | None]] = {}
+    defaults: dict[str, set[str | None]] = defaultdict(set)
     for name, default in re.findall(r"\$\{(\w+)(?::-([^}]*))?[^}]*\}", text):
-        found.setdefault(name, set()).add(default)
+        defaults[name].add(default)
     for name in re.findall(r"(?m)^\s+([A-Z][A-Z0-9_]+):\s*$", text):
-        found.setdefault(name, set()).add(None)
-    return found
+        defaults[name].add(None)
+    return defaults
 
 
 def example() -> dict[str, tuple[str, bool]]:
-    """.env.example: variable -> (value, whether it stands commented out)."""
+    """.env.example: variable → (value, whether it is commented out)."""
     lines = re.findall(r"(?m)^(#?)([A-Z][A-Z0-9_]+)=(.*)$", (ROOT / ".env.example").read_text())
     return {name: (value, bool(comment)) for comment, name, value in lines}
 
 
-# Compose's own; COMPOSE_PROJECT_NAME is used in the file too.
+# Compose's own variables. The file itself uses COMPOSE_PROJECT_NAME.
 OF_COMPOSE = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 
-def test_the_example_explains_every_variable_and_no_other():
+def test_the_example_lists_every_variable_and_no_other():
     read = set().union(*map(variables_of, (MAIN, CPU, NVLINK, SHARED)))
     assert read == set(example()) - OF_COMPOSE
 
 
-def test_the_examples_defaults_are_the_files():
+def test_the_examples_defaults_are_those_of_the_files():
     fields = Settings.model_fields
     for name, (value, commented) in example().items():
         if name in OF_COMPOSE or not commented:
@@ -445,14 +400,13 @@ def test_the_examples_defaults_are_the_files():
         defaults = variables_of(MAIN).get(name, set()) - {None, ""} or {""}
         field = fields.get(name.removeprefix("TANDEM_").lower())
         if defaults == {""} and field is not None and field.default is not None:
-            default = int(field.default) if isinstance(field.default, bool) else field.default
-            number = isinstance(default, int | float)
-            assert (float(value) == default) if number else (value == default), name
+            number = isinstance(field.default, int | float)
+            assert (float(value) if number else value) == field.default, name
         else:
             assert defaults == {value}, name
 
 
-def test_the_example_as_it_is_makes_the_stack():
+def test_the_example_configures_the_stack():
     config = Compose(MAIN).config(**{name: value for name, (value, commented) in example().items() if not commented})
     assert set(config["services"]) == {*OURS, *UPSTREAM}
     assert environment(config, "controller")["TANDEM_BASE_MODEL"] == "/models/Qwen3-0.6B"
@@ -460,13 +414,3 @@ def test_the_example_as_it_is_makes_the_stack():
     everything_uncommented = dict(re.findall(r"(?m)^#?([A-Z][A-Z0-9_]+)=(.+)$", text))
     del everything_uncommented["COMPOSE_FILE"]
     assert set(Compose(MAIN).config(**everything_uncommented)["services"]) == set(config["services"])
-
-
-def test_no_image_floats():
-    for files in ((MAIN,), (MAIN, CPU), (MAIN, NVLINK)):
-        for name, service in Compose(*files).config("*")["services"].items():
-            if name != GUARD:
-                _, _, tag = service["image"].partition(":")
-                assert tag, name
-                assert tag != "latest", name
-    assert ":latest" not in (ROOT / "Dockerfile").read_text()

@@ -1,6 +1,4 @@
-"""The images: what they say of themselves, how large they are, what is in their layers and what is not."""
-
-from __future__ import annotations
+"""The images' metadata, sizes and layers."""
 
 import hashlib
 import json
@@ -32,7 +30,7 @@ def name_of(image: str) -> str:
 
 @cache
 def about(image: str) -> dict:
-    """What the engine knows of an image; skips the test where it was not built, which only the CUDA ones may be."""
+    """`docker image inspect`. Skips the test of a CUDA image that was not built here."""
     done = docker("image", "inspect", name_of(image), check=False)
     if done.returncode and image not in CPU_IMAGES:
         pytest.skip(f"{name_of(image)} was not built here")
@@ -46,17 +44,16 @@ def inside(image: str, *command: str) -> str:
 @dataclass(frozen=True)
 class Entry:
     path: str
-    """As it is in the image."""
     mode: int
     layer: int
 
 
 @cache
 def entries(image: str) -> list[Entry]:
-    """Everything in all layers, what a later layer removes included; read where the engine keeps it."""
+    """The files of all layers in the engine's storage, including those that a later layer removes."""
     graph = about(image)["GraphDriver"]
     data = graph["Data"]
-    # Top first, and without the base where there is only one.
+    # LowerDir lists the top layer first and is absent if there is one layer.
     directories = [data["UpperDir"], *filter(None, (data.get("LowerDir") or "").split(":"))][::-1]
     if graph["Name"] != "overlay2" or not os.access(directories[0], os.R_OK):
         pytest.skip("the engine's layers can't be read here: another machine, another user, or another driver")
@@ -72,10 +69,7 @@ def _walk(top: Path, layer: int) -> Iterator[Entry]:
 
 
 def test_a_budget_for_each_image():
-    assert set(BUDGETS) == {
-        "controller",
-        *(f"{role}{end}" for role in ("trainer", "inference") for end in ("", "-cpu")),
-    }
+    assert set(BUDGETS) == {"controller", "trainer", "trainer-cpu", "inference", "inference-cpu"}
     assert BUDGETS["controller"] < 500
 
 
@@ -87,7 +81,7 @@ def test_an_image_stays_within_its_budget(image):
 
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
-def test_what_an_image_says_of_itself(image):
+def test_an_images_metadata(image):
     role = image.removesuffix("-cpu")
     config = about(image)["Config"]
     labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()
@@ -104,7 +98,7 @@ def test_what_an_image_says_of_itself(image):
     assert config["Healthcheck"]["Timeout"] < config["Healthcheck"]["Interval"]
     ports = {"controller": {"8080/tcp"}, "trainer": {"9400/tcp"}, "inference": {"8000/tcp", "9401/tcp"}}
     assert set(config["ExposedPorts"]) == ports[role]
-    assert not config["Volumes"], "an anonymous volume would keep data where nobody looks"
+    assert not config["Volumes"], "no anonymous volume"
     variables = dict(line.split("=", 1) for line in config["Env"])
     assert variables["TANDEM_ROLE"] == role
     assert variables["NVIDIA_VISIBLE_DEVICES"] == "void"
@@ -126,18 +120,15 @@ def test_torch_is_stored_once(end):
     assert shared >= 5
     for role in ("trainer", "inference"):
         torch = {e.layer for e in entries(f"{role}{end}") if e.path.endswith("/site-packages/torch/__init__.py")}
-        cuda = {
-            e.layer
-            for e in entries(f"{role}{end}")
-            if re.search(r"/nvidia/.*/(libcublas|libnccl|libcudnn)[^/]*$", e.path)
-        }
+        library = re.compile(r"/nvidia/.*/(libcublas|libnccl|libcudnn)[^/]*$")
+        cuda = {e.layer for e in entries(f"{role}{end}") if library.search(e.path)}
         assert len(torch) == 1, "installed twice"
         assert max(torch | cuda) < shared, "torch and CUDA's libraries belong to the layers that both images have"
 
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
 def test_the_source_is_the_last_large_layer(image):
-    """A change of the source rebuilds and pulls only what is a few megabytes."""
+    """A change of the source rebuilds and pulls a few megabytes."""
     ours = {entry.layer for entry in entries(image) if entry.path.endswith("/site-packages/tandem/config.py")}
     others = {entry.layer for entry in entries(image)
               if "/site-packages/" in entry.path and "/site-packages/tandem" not in entry.path}  # fmt: skip
@@ -146,20 +137,20 @@ def test_the_source_is_the_last_large_layer(image):
 
 
 def test_the_controller_has_no_torch():
-    found = {entry.path.split("/site-packages/")[1].split("/")[0]
-             for entry in entries("controller") if "/site-packages/" in entry.path}  # fmt: skip
-    assert not {"torch", "vllm", "megatron", "nvidia", "triton"} & found
-    assert {"tandem", "fastapi", "transformers"} <= found
+    packages = {entry.path.split("/site-packages/")[1].split("/")[0]
+                for entry in entries("controller") if "/site-packages/" in entry.path}  # fmt: skip
+    assert not {"torch", "vllm", "megatron", "nvidia", "triton"} & packages
+    assert {"tandem", "fastapi", "transformers"} <= packages
 
 
-# Ends and parts of paths that no layer may have.
+# Names and directories that no layer may have.
 UNWANTED_NAMES = {".env", ".git", "api_key", "admin_token", "hf_token", "grafana_password", "uv.lock", ".netrc",
                   "id_rsa", ".npmrc", ".pypirc", "pip.conf", "uv.toml"}  # fmt: skip
 OF_THE_BUILD = ("/src/", "/project/", "/wheel/", "/uv/", "/.cache/uv/")
 
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
-def test_no_layer_holds_what_does_not_belong_there(image):
+def test_no_layer_has_secrets_build_files_or_tests(image):
     wrong = []
     for entry in entries(image):
         name = entry.path.rpartition("/")[2]
@@ -171,9 +162,9 @@ def test_no_layer_holds_what_does_not_belong_there(image):
 
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
-def test_only_scratch_space_is_open_to_everybody(image):
-    """Others may write to nothing but directories with the sticky bit, the group to these and to what volumes are made
-    of; nothing of ours changes its user."""
+def test_only_scratch_space_is_writable_for_everybody(image):
+    """Others may write only to sticky directories, the group only to these and to the volumes' directories. No file
+    below /opt is setuid or setgid."""
     final = {entry.path: entry.mode for entry in entries(image)}  # later layers replace and, by a device, remove
     modes = {p: m for p, m in final.items() if not stat.S_ISLNK(m) and not stat.S_ISCHR(m)}
     assert {p for p, m in modes.items() if m & stat.S_IWOTH and not (stat.S_ISDIR(m) and m & stat.S_ISVTX)} == set()
@@ -183,7 +174,7 @@ def test_only_scratch_space_is_open_to_everybody(image):
 
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
-def test_installed_is_what_is_locked(image):
+def test_installed_packages_are_the_locked_ones(image):
     code = (
         "from importlib.metadata import distributions as d; print(*(f'{x.name}=={x.version}' for x in d()), sep='\\n')"
     )
@@ -199,7 +190,7 @@ def test_installed_is_what_is_locked(image):
 
 @pytest.mark.parametrize("image", CPU_IMAGES)
 def test_the_source_is_this_checkouts(image):
-    """What is tested is what is here: the images were built from it."""
+    """The images were built from this checkout."""
     code = (
         "import hashlib, pathlib, tandem; root = pathlib.Path(tandem.__file__).parent\n"
         "for p in root.rglob('*.py'): print(p.relative_to(root), hashlib.sha256(p.read_bytes()).hexdigest())"

@@ -1,9 +1,7 @@
-"""A running stack learns through its published ports, is closed where it should be, and outlives `down` and `up`.
+"""A running stack learns through its published ports, refuses other access, and survives `down` and `up`.
 
-Each test goes on from the state that the one before it left.
+Each test continues from the state that the one before it left.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -14,7 +12,7 @@ import httpx
 import pytest
 import yes_no_maybe
 
-from compose_stack import SERVICES, ComposeStack, docker, until
+from compose_stack import PROCESSES, SERVICES, ComposeStack, docker, until
 from monitoring.dashboards import metrics, queries, rules
 from monitoring.test_names import ELSEWHERE, EXPORTED, KUBE_STATE_METRICS, PROMETHEUS_OWN, RECORDED
 
@@ -50,37 +48,26 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
         assert (job.state, job.attempt) == ("succeeded", 1)
 
 
-# ---------------------------------------------------------------- hardened
-
-# Every process's user, capabilities and NoNewPrivs.
-_STATUS = """
-import pathlib
-for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-    try:
-        found = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    except OSError:
-        continue
-    print(*found["Uid"].split(), found["Gid"].split()[0], *(found[c].strip() for c in ("CapEff", "CapPrm", "CapBnd")),
-          found["NoNewPrivs"].strip(), found["Seccomp"].strip())
-"""
-
-
-def held(stack: ComposeStack, uid: str) -> None:
+def check_processes(stack: ComposeStack, uid: str) -> None:
+    """Every process has this user and no rights; the root file system is read-only."""
     for service in SERVICES:
-        lines = stack.exec(service, "python", "-c", _STATUS).stdout.splitlines()
-        none = "0" * 16
-        assert len(lines) >= 3
-        assert set(lines) == {" ".join([uid] * 4 + ["0", none, none, none, "1", "2"])}, service
+        processes = json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values()
+        assert len(processes) >= 3
+        for status in processes:
+            assert status["Uid"].split() == [uid] * 4
+            assert status["Gid"].split()[0] == "0"
+            assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}
+            assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
         for path in ("/x", "/opt/tandem/x", "/usr/bin/x", "/etc/x", "/entrypoint"):
             done = stack.exec(service, "sh", "-c", f"echo x >>{path}", check=False)
             assert done.returncode != 0
-            # What is there already is refused for its mode, before that.
+            # The mode of an existing file is checked before the read-only file system.
             reason = "Permission denied" if path == "/entrypoint" else "Read-only file system"
             assert reason in done.stderr, (service, path)
 
 
-def test_no_user_is_root_and_nothing_but_volumes_can_be_written(stack):
-    held(stack, "2000")
+def test_no_process_is_root_and_only_volumes_are_writable(stack):
+    check_processes(stack, "2000")
 
 
 def test_containers_see_only_their_secrets(stack):
@@ -98,8 +85,8 @@ CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume
           "/adapters", "/start_profile", "/v1/responses", "/docs", "/openapi.json")  # fmt: skip
 
 
-def test_admin_routes_of_the_published_port_want_the_admin_token(stack):
-    api = {"Authorization": f"Bearer {stack.secret('api_key')}"}
+def test_admin_routes_of_the_published_port_require_the_admin_token(stack):
+    api = stack.api_headers
     wrong = {"X-Tandem-Admin-Token": stack.secret("api_key")}
     for path in CLOSED:
         for method in ("GET", "POST"):
@@ -110,47 +97,43 @@ def test_admin_routes_of_the_published_port_want_the_admin_token(stack):
     for path in CLOSED:
         answer = httpx.request("GET", stack.inference_url + path, headers=admin, timeout=30)
         assert answer.status_code != 401, path
-    # What they do is not asked for, but that one is let through to vLLM.
-    gone = {"lora_name": "no-such"}
-    answer = httpx.post(f"{stack.inference_url}/v1/unload_lora_adapter", json=gone, headers=admin, timeout=30)
+    # With the token, a request reaches vLLM.
+    unknown = {"lora_name": "no-such"}
+    answer = httpx.post(f"{stack.inference_url}/v1/unload_lora_adapter", json=unknown, headers=admin, timeout=30)
     assert answer.status_code == 404
     assert httpx.get(f"{stack.inference_url}/v1/models", timeout=30).status_code == 401
     assert httpx.get(f"{stack.controller_url}/v1/runs", timeout=30).status_code == 401
 
 
-def test_nothing_but_the_public_ports_can_be_reached_from_the_host(stack):
+def test_only_the_public_ports_are_published(stack):
     for service in (*SERVICES, "prometheus"):
         published = {port for port, to in stack.inspect(service)["NetworkSettings"]["Ports"].items() if to}
         expected = {"controller": {"8080/tcp"}, "inference": {"8000/tcp"}, "prometheus": {"9090/tcp"}}
         assert published == expected.get(service, set())
 
 
-def test_secrets_are_nowhere_but_in_their_files(stack):
+def test_secrets_are_only_in_their_files(stack):
     names = ("api_key", "admin_token", "hf_token", "grafana_password")
     containers = stack.run("--profile", "*", "ps", "-a", "-q").stdout.split()
     assert len(containers) == 6
-    said = docker("inspect", *containers).stdout
+    output = docker("inspect", *containers).stdout
     for container in containers:
         done = docker("logs", container)
-        said += done.stdout + done.stderr
+        output += done.stdout + done.stderr
         image = json.loads(docker("inspect", container).stdout)[0]["Image"]
-        said += docker("history", "--no-trunc", image).stdout + docker("inspect", image).stdout
-    said += stack.client.list_jobs(RUN)[0].model_dump_json()
-    said += "".join(stack.client.logs(job.id) for job in stack.client.list_jobs(RUN))
-    assert len(said) > 100_000
+        output += docker("history", "--no-trunc", image).stdout + docker("inspect", image).stdout
+    output += stack.client.list_jobs(RUN)[0].model_dump_json()
+    output += "".join(stack.client.logs(job.id) for job in stack.client.list_jobs(RUN))
+    assert len(output) > 100_000
     for name in names:
-        assert stack.secret(name) not in said, name
+        assert stack.secret(name) not in output, name
     places = ["/data", "/cache", "/tmp", "/run/tandem"]
     for service in SERVICES:
         everything = ["grep", "-rslF", "-D", "skip"]
-        assert stack.exec(service, *everything, RUN, *places).stdout, "what is there can be found"
+        assert stack.exec(service, *everything, RUN, *places).stdout, "grep finds existing text"
         for name in stack.exec(service, "ls", "/run/secrets").stdout.split():
             done = stack.exec(service, *everything, "-f", f"/run/secrets/{name}", *places, check=False)
-            assert not done.stdout, f"{service}: {name} stands in {done.stdout}"
-    # The admin token, which most have not, in what all share and in what the inference container alone has: done above.
-
-
-# ---------------------------------------------------------------- monitored
+            assert not done.stdout, f"{service}: {name} is in {done.stdout}"
 
 
 def ask(stack: ComposeStack, path: str, **parameters: str):
@@ -171,9 +154,9 @@ def test_prometheus_reaches_every_target(stack):
     assert {target["labels"]["namespace"] for target in targets} == {"compose"}
 
 
-# What needs a GPU: a scrape of one has it, tests/monitoring/recorded.
+# Metrics that need a GPU. tests/monitoring/recorded has a scrape with them.
 GPU_ONLY = re.compile(r"tandem_gpu_|tandem_torch_|tandem_job_gpu_")
-# What no scrape of a stack that trains and is well has.
+# Metrics that a healthy stack's training does not export.
 NOT_HERE = {"tandem_train_kl": "only where a job measures KL to a reference"}
 
 
@@ -181,9 +164,9 @@ def test_every_metric_of_rules_and_dashboards_exists(stack):
     used = {name for _, expr in queries() for name in metrics(expr)}
     used |= {name for rule in rules() for name in metrics(rule["expr"])}
     used -= RECORDED | PROMETHEUS_OWN | KUBE_STATE_METRICS
-    # Some exist only while a job runs, which must last for a scrape or two: what counts is the stack's whole life.
+    # Some metrics exist only while a job runs, so it must last for a scrape or two.
     step = stack.client.get_run(RUN).newest_step
-    job = submit(stack, RUN, epochs=600)
+    job = stack.submit(RUN, epochs=600)
     assert stack.client.wait_job(job, timeout=240).state == "succeeded"
     stack.client.wait_served(RUN, step + 1, timeout=120)
     known = set(ask(stack, "label/__name__/values"))
@@ -203,25 +186,10 @@ def test_rules_can_be_evaluated_and_nothing_fires(stack):
     assert not firing
 
 
-# ---------------------------------------------------------------- down and up
-
-EXAMPLES = [
-    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-    for q in ("Is it?", "Was it?")
-    for a in ("yes", "no")
-]
-
-
-def submit(stack: ComposeStack, run: str, epochs: int) -> str:
-    job = stack.client.train_sft(run, examples=EXAMPLES, packing={"sequence_length": 128},
-                                 optimizer={"learning_rate": 1e-4, "epochs": epochs})  # fmt: skip
-    return job.spec.id
-
-
 def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
-    """Nothing is lost: the job goes back to the queue uncounted, and who comes next, whatever its uid, goes on."""
+    """The job returns to the queue without a counted attempt, and containers of another uid continue it."""
     step = stack.client.get_run(RUN).newest_step
-    job = submit(stack, RUN, epochs=400)
+    job = stack.submit(RUN, epochs=400)
     until("the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job)), 60)
     begin = time.time()
     took = time.monotonic()
@@ -233,29 +201,22 @@ def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
 
     stack.environment["TANDEM_UID"] = ANOTHER_UID
     print(f"up again took {stack.up():.0f} s")
-    held(stack, ANOTHER_UID)
+    check_processes(stack, ANOTHER_UID)
     events = stack.client.job_events(job)
     assert not any(event.type in ("failed", "cancelled") for event in events)
     requeued = [event for event in events if event.type == "requeued"]
     assert [event.data["error"]["type"] for event in requeued] == ["runner_stopped"]
-    # What was served is served by the new vLLM, though the job may be done before vLLM is up; and the run goes on.
+    # The new vLLM serves the old step. The job may end before vLLM is ready.
     stack.client.wait_served(RUN, step, timeout=120)
-    until(f"step {step} answers again", lambda: asked(stack, step) == 200, 60)
+    until(f"step {step} answers again", lambda: stack.chat_status(f"{RUN}@{step}") == 200, 60)
     done = stack.client.wait_job(job, timeout=240)
     assert (done.state, done.step, done.attempt) == ("succeeded", step + 1, 2)
     stack.client.wait_served(RUN, step + 1, timeout=120)
-    assert asked(stack, step + 1) == 200
-
-
-def asked(stack: ComposeStack, step: int) -> int:
-    """The status of a chat with the policy of `step`, as a user asks."""
-    words = {"model": f"{RUN}@{step}", "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
-    key = {"Authorization": f"Bearer {stack.secret('api_key')}"}
-    return httpx.post(f"{stack.inference_url}/v1/chat/completions", json=words, headers=key, timeout=60).status_code
+    assert stack.chat_status(f"{RUN}@{step + 1}") == 200
 
 
 def test_files_of_one_user_can_be_changed_by_the_next(stack):
-    """What both users wrote is the group's. The base model is only read."""
+    """All files belong to the group and are writable for it, except the base model."""
     here = ("/data", "-path", "/data/models", "-prune", "-o", "-not", "-type", "l")
     for service in SERVICES:
         closed = stack.exec(service, "find", *here, "!", "-perm", "-g=w", "-print").stdout

@@ -1,29 +1,22 @@
-"""Faults that only containers have, and what becomes of them. docs/jobs.md and docs/operations.md say the same.
+"""Container faults and their consequences, as docs/jobs.md and docs/operations.md describe them.
 
-`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack` left. Each test goes
-on from the state that the one before it left: while vLLM starts again, the trainer's faults are tried.
+`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack` left. Each test
+continues from the state that the one before it left: while vLLM restarts, tests inject the trainer's faults.
 """
-
-from __future__ import annotations
 
 import time
 
 import httpx
 import pytest
 
-from compose_stack import SERVICES, ComposeStack, docker, until
+from compose_stack import EXAMPLES, SERVICES, ComposeStack, docker, until
 from tandem.client import Event
 from tandem.spool.schema import TERMINAL
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
-# Longest a job of this size may take with one fault in it, in seconds.
+# Longest times of a job with one fault and until a step is served, in seconds.
 JOB_BOUND, SERVED_BOUND = 120, 240
-EXAMPLES = [
-    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-    for q in ("Is it?", "Was it?")
-    for a in ("yes", "no")
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,15 +27,18 @@ def run(stack):
 
 
 def submit(stack: ComposeStack, epochs: int = 150) -> str:
-    job = stack.client.train_sft(
-        RUN, examples=EXAMPLES, packing={"sequence_length": 128}, max_attempts=3,
-        optimizer={"learning_rate": 1e-4, "epochs": epochs},
-    )  # fmt: skip
-    return job.spec.id
+    return stack.submit(RUN, epochs, max_attempts=3)
+
+
+def submit_running(stack: ComposeStack) -> str:
+    """The id of a job that has made a step."""
+    job = submit(stack)
+    seen(stack, job, "step")
+    return job
 
 
 def seen(stack: ComposeStack, job: str, kind: str, attempt: int | None = None) -> list[Event]:
-    """The job's events once one of that kind is among them. AssertionError when the job ended before."""
+    """Wait for an event of this kind; the job's events. AssertionError if the job ends before."""
 
     def check():
         events = stack.client.job_events(job)
@@ -54,7 +50,7 @@ def seen(stack: ComposeStack, job: str, kind: str, attempt: int | None = None) -
     return until(f"{kind} of job {job}", check, JOB_BOUND, poll=0.1)
 
 
-# Every checkpoint that has a name is whole; prints the steps.
+# Verifies every checkpoint; prints the steps and the jobs' data.
 _VERIFY = """
 from pathlib import Path
 from tandem.spool import Spool
@@ -68,7 +64,7 @@ print(*(path for path in Path("/data/jobs/data").iterdir()))
 
 
 def succeeds(stack: ComposeStack, job: str) -> tuple[int, list[str]]:
-    """Wait for the job's success and check what holds after any end. (Attempts that count, errors of those before.)"""
+    """Wait for the job's success and check the spool. (Counted attempts, error types of the failed ones.)"""
 
     def check():
         status = stack.client.get_job(job)
@@ -85,7 +81,7 @@ def succeeds(stack: ComposeStack, job: str) -> tuple[int, list[str]]:
     assert steps == list(range(len(steps)))
     assert status.step == status.spec.base_step + 1 == steps[-1]
     assert job not in data
-    # Ranks are copies of the fork server.
+    # Ranks have the fork server's command line.
     assert len(stack.pids("trainer", "forkserver")) <= 1
     return status.attempt, errors
 
@@ -99,44 +95,35 @@ def restarted(stack: ComposeStack, service: str, before: int) -> None:
 
 
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
-    """Of the present container's end after that time; not of the one it took the place of."""
+    """Wait for an end of the service's present container after that time."""
 
-    def found():
-        # Asked once: the engine may tell of an event and, at once after, not.
+    def ended():
+        # One query, because the engine may list an event once and not in the next query.
         exits = stack.exits(since, stack.container(service))
         return exits if service in exits else None
 
-    return until(f"the end of {service}", found, 90)[service]
-
-
-# ---------------------------------------------------------------- inference goes away; training doesn't need it
+    return until(f"the end of {service}", ended, 90)[service]
 
 
 def test_docker_kill_of_inference(stack):
-    job = submit(stack)
-    seen(stack, job, "step")
-    docker("kill", stack.container("inference"))
-    assert stack.inspect("inference")["State"]["ExitCode"] == 137
+    job = submit_running(stack)
+    stack.kill_container("inference")
     assert succeeds(stack, job) == (1, [])
     time.sleep(1)
-    assert stack.status("inference").startswith("exited"), "killed by hand, it stays down"
+    assert stack.status("inference").startswith("exited")
     assert restarts(stack, "inference") == 0
     stack.run("up", "-d", "inference")
-
-
-# ---------------------------------------------------------------- the trainer's parts
 
 
 def test_kill_supervisord(stack):
     """The container ends with 72 and is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
-    job = submit(stack)
-    seen(stack, job, "step")
+    job = submit_running(stack)
     stack.kill_program("trainer", "supervisord")
     assert exit_status(stack, "trainer", begin) == 72
     restarted(stack, "trainer", before)
     attempts, errors = succeeds(stack, job)
-    # All that it left is ended at once; whose end is seen first is a matter of luck.
+    # All its children end at once, in any order.
     assert attempts == 2
     assert errors[0] in ("runner_stopped", "runner_lost", "rank_crashed")
     assert "supervisord ended" in stack.logs("trainer")
@@ -145,8 +132,7 @@ def test_kill_supervisord(stack):
 def test_kill_the_first_process(stack):
     """As the kernel does when memory runs out: 137, everything in the container is gone, and it is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
-    job = submit(stack)
-    seen(stack, job, "step")
+    job = submit_running(stack)
     stack.kill_first("trainer")
     assert exit_status(stack, "trainer", begin) == 137
     restarted(stack, "trainer", before)
@@ -155,12 +141,10 @@ def test_kill_the_first_process(stack):
 
 
 def test_docker_kill_of_the_trainer(stack):
-    job = submit(stack)
-    seen(stack, job, "step")
-    docker("kill", stack.container("trainer"))
-    assert stack.inspect("trainer")["State"]["ExitCode"] == 137
+    job = submit_running(stack)
+    stack.kill_container("trainer")
     time.sleep(1)
-    assert stack.status("trainer").startswith("exited"), "killed by hand, it stays down"
+    assert stack.status("trainer").startswith("exited")
     assert stack.client.get_job(job).state == "running", "nobody but a runner settles a runner's job"
     stack.run("up", "-d", "trainer")
     assert succeeds(stack, job) == (2, ["runner_lost"])
@@ -197,15 +181,10 @@ def test_sigterm_during_a_checkpoint(stack):
     assert (attempts, errors) in [(1, []), (2, ["runner_stopped"])]
 
 
-# ---------------------------------------------------------------- the controller
-
-
 def test_docker_kill_of_the_controller(stack):
     """A job runs on without it, and a client that asks again finds it done."""
-    job = submit(stack)
-    seen(stack, job, "step")
-    docker("kill", stack.container("controller"))
-    assert stack.inspect("controller")["State"]["ExitCode"] == 137
+    job = submit_running(stack)
+    stack.kill_container("controller")
     stack.run("up", "-d", "controller")
     assert succeeds(stack, job) == (1, [])
 
@@ -218,24 +197,11 @@ def test_kill_the_controllers_process(stack):
     assert succeeds(stack, submit(stack, epochs=1)) == (1, [])
 
 
-# ---------------------------------------------------------------- vLLM and the publisher
-
-
 def served(stack: ComposeStack) -> None:
-    """The newest step is what vLLM serves, whoever had to load it."""
+    """Wait until vLLM serves the newest step."""
     step = stack.client.get_run(RUN).newest_step
     stack.client.wait_served(RUN, step, timeout=SERVED_BOUND)
-    asked = {"model": f"{RUN}@{step}", "max_tokens": 2, "messages": [{"role": "user", "content": "Is it?"}]}
-    headers = {"Authorization": f"Bearer {stack.secret('api_key')}"}
-
-    def answers():
-        try:
-            url = f"{stack.inference_url}/v1/chat/completions"
-            return httpx.post(url, json=asked, headers=headers, timeout=60).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    until(f"{RUN}@{step} answers", answers, SERVED_BOUND, poll=1)
+    until(f"{RUN}@{step} answers", lambda: stack.chat_status(f"{RUN}@{step}") == 200, SERVED_BOUND, poll=1)
 
 
 def test_inference_that_was_killed_serves_the_newest_step(stack):
@@ -255,14 +221,13 @@ with open("/data/filler", "wb", buffering=0) as file:
 
 
 def test_a_full_volume(stack):
-    """The controller refuses with 503, the running job fails its attempt or waits, nothing is half there, and when
-    there is room again everything goes on."""
+    """The controller refuses with 503; the running job fails its attempt or waits, and succeeds after space is free."""
     job = submit(stack, epochs=300)
     seen(stack, job, "step")
     assert "No space left" in stack.exec("trainer", "python", "-c", _FILL).stdout
     try:
         request = {"kind": "sft", "examples": EXAMPLES, "packing": {"sequence_length": 128}}
-        headers = {"Authorization": f"Bearer {stack.secret('api_key')}"}
+        headers = stack.api_headers
         answer = httpx.post(f"{stack.controller_url}/v1/runs/{RUN}/train", json=request, headers=headers, timeout=60)
         assert answer.status_code == 503, answer.text
         assert "No space left on device" in answer.text or "the volume is full" in answer.text
@@ -278,9 +243,6 @@ def test_a_full_volume(stack):
     served(stack)
 
 
-# ---------------------------------------------------------------- what can't start
-
-
 def test_a_program_that_cannot_be_started(stack):
     """The container ends and starts again and again, `up --wait` has a bound, and the reason is in the log."""
     begin = time.time()
@@ -291,9 +253,6 @@ def test_a_program_that_cannot_be_started(stack):
     assert not stack.healthy("inference")
     assert restarts(stack, "inference") >= 1
     assert "TANDEM_VLLM_ARGS" in stack.logs("inference")
-
-
-# ---------------------------------------------------------------- preflight
 
 
 @pytest.mark.parametrize(

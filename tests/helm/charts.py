@@ -1,11 +1,9 @@
-"""The real Helm library on a chart: render, lint, install, upgrade, uninstall.
+"""The Helm library on a chart: render, lint, install, upgrade, uninstall.
 
-The library has no `template`. A render is an installation into an API server in memory (`helm.kubernetes_api`) that
-ends when Helm records the release; the objects are read from that record. Errors are the library's, with Helm's own
-message. A key or an object's name given twice, which Helm takes silently, is an error here.
+The library has no `template`. A render is an installation into an API server in memory (`helm.kubernetes_api`), which
+ends when Helm records the release; that record contains the objects. Errors are the library's, with Helm's own
+message. Helm accepts a key or an object's name that is given twice; here both are errors.
 """
-
-from __future__ import annotations
 
 import asyncio
 import atexit
@@ -28,49 +26,48 @@ from helm.pods import pod_template
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
 OLDEST, NEWEST = "1.30.0", "1.37.0"
-"""The Kubernetes versions that every render is tried with."""
+"""The Kubernetes versions of the tests."""
 
 WORK = Path(tempfile.mkdtemp(prefix="tandem-helm-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
 Values = Mapping[str, Any] | Path | None
-SEVERITIES = {0: "unknown", 1: "info", 2: "warning", 3: "error"}
+SEVERITIES = ("unknown", "info", "warning", "error")
 
 
 class UniqueKeys(yaml.CSafeLoader):
-    """YAML whose mappings name no key twice. PyYAML would silently keep the last."""
+    """Refuses mappings that contain a key twice. PyYAML keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
+        if twice := {key for key in keys if keys.count(key) > 1}:
             raise yaml.constructor.ConstructorError(None, None, f"keys given twice: {twice}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects, hooks included, and the notes that a chart renders from some values."""
+    """The objects, hooks included, and the notes that a chart renders."""
 
     objects: list[Object]
     notes: str
 
     def one(self, kind: str, name_suffix: str = "") -> Object:
         """The only object of this kind whose name ends with `name_suffix`."""
-        (found,) = self.all(kind, name_suffix)
-        return found
+        (obj,) = self.all(kind, name_suffix)
+        return obj
 
     def all(self, kind: str, name_suffix: str = "") -> list[Object]:
         """The objects of this kind whose names end with `name_suffix`."""
         return [o for o in self.objects if o["kind"] == kind and o["metadata"]["name"].endswith(name_suffix)]
 
     def pods(self) -> list[tuple[Object, Object]]:
-        """Every workload and every pod, with the `metadata` and `spec` of the pods it makes."""
+        """Every workload and every pod, each with its pod template."""
         return [(obj, template) for obj in self.objects if (template := pod_template(obj)) is not None]
 
 
 def merged(old: Any, patch: Any) -> Any:
-    """`patch` over `old`, as RFC 7386 says."""
+    """`patch` applied to `old`, as in RFC 7386."""
     if not isinstance(patch, dict):
         return patch
     result = dict(old) if isinstance(old, dict) else {}
@@ -83,14 +80,14 @@ def merged(old: Any, patch: Any) -> Any:
 
 
 def load_values(values: Values) -> dict[str, Any]:
-    """Values as Helm reads them from a file, or a copy of the mapping."""
+    """The values in a file, or a copy of the mapping."""
     if isinstance(values, Path):
         return yaml.load(values.read_text(), Loader=UniqueKeys) or {}
     return dict(values or {})
 
 
 def rendered(release: dict[str, Any]) -> Rendered:
-    """The objects of an install's or an upgrade's answer."""
+    """The objects of a release. ValueError if two have one name."""
     manifests = [release.get("manifest", ""), *(hook["manifest"] for hook in release.get("hooks") or [])]
     objects = [obj for text in manifests for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
     names = [(obj["apiVersion"], obj["kind"], obj["metadata"]["name"]) for obj in objects]
@@ -102,22 +99,21 @@ def rendered(release: dict[str, Any]) -> Rendered:
 def render(
     values: Values = None,
     *,
-    release: str = "t",
-    namespace: str = "ns",
     version: str = NEWEST,
     groups: tuple[str, ...] = OPTIONAL_GROUPS,
     existing: tuple[Object, ...] = (),
-    chart: Path | str | None = None,
+    **options: Any,
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
-    `groups`: the optional API groups that it serves; `existing`: objects that templates may look up.
+    `groups`: the optional API groups that it serves; `existing`: objects for the templates' `lookup`; `options`: those
+    of `install`.
     """
     server = _shared_server(version, groups)
     server.recorded = {}
     server.reset(*existing)
     try:
-        install(server, values, release=release, namespace=namespace, chart=chart)
+        install(server, values, **options)
     except helm_sdkpy.InstallError:
         if not server.recorded:
             raise
@@ -143,66 +139,66 @@ def _kubeconfig(port: int, text: str) -> Path:
     return path
 
 
-def _configuration(server: ApiServer, namespace: str) -> helm_sdkpy.Configuration:
+def _configuration(server: ApiServer, namespace: str = "ns") -> helm_sdkpy.Configuration:
     return helm_sdkpy.Configuration(namespace, str(_kubeconfig(server.port, server.kubeconfig)))
 
 
 def install(
-    server: ApiServer,
-    values: Values = None,
-    *,
-    release: str = "t",
-    namespace: str = "ns",
-    chart: Path | str | None = None,
+    server: ApiServer, values: Values = None, *, release: str = "t", namespace: str = "ns", chart: Path = CHART
 ) -> dict[str, Any]:
     """`helm install`; the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
     options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
-    return asyncio.run(action.run(release, str(chart or CHART), load_values(values), **options))
+    return asyncio.run(action.run(release, str(chart), load_values(values), **options))
 
 
 def upgrade(
-    server: ApiServer,
-    values: Values = None,
-    *,
-    release: str = "t",
-    chart: Path | str | None = None,
-    reuse_values: bool = False,
+    server: ApiServer, values: Values = None, *, release: str = "t", chart: Path = CHART, reuse_values: bool = False
 ) -> dict[str, Any]:
-    """`helm upgrade`, with `--reuse-values` or with the chart's defaults under the values."""
-    action = helm_sdkpy.Upgrade(_configuration(server, "ns"))
+    """`helm upgrade`, with `--reuse-values` or `--reset-values`."""
+    action = helm_sdkpy.Upgrade(_configuration(server))
     options: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values, "wait": False}
-    return asyncio.run(action.run(release, str(chart or CHART), load_values(values), timeout=60, **options))
+    return asyncio.run(action.run(release, str(chart), load_values(values), timeout=60, **options))
 
 
-def uninstall(server: ApiServer, *, release: str = "t") -> dict[str, Any]:
-    """`helm uninstall`."""
-    return asyncio.run(helm_sdkpy.Uninstall(_configuration(server, "ns")).run(release, wait=False, timeout=60))
+def uninstall(server: ApiServer) -> None:
+    """`helm uninstall` of the release `t`."""
+    asyncio.run(helm_sdkpy.Uninstall(_configuration(server)).run("t", wait=False, timeout=60))
 
 
-def package(directory: Path, chart: Path | str | None = None) -> Path:
-    """`helm package` into a directory: the path of the archive."""
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS), "ns")
-    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(chart or CHART), str(directory))))
+def package(directory: Path, chart: Path) -> Path:
+    """`helm package` into a directory; the path of the archive."""
+    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
+    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(chart), str(directory))))
 
 
-def lint(values: Values = None, *, chart: Path | str | None = None) -> list[str]:
+def lint(values: Values = None, *, chart: Path = CHART) -> list[str]:
     """`helm lint` with values: `"error values.yaml"` and the like, without informational messages.
 
-    The library takes no values, so they are merged into the values.yaml of a copy. Helm's lint ignores `fail`, so only
-    `render` shows what templates refuse.
+    The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's lint ignores `fail`:
+    only `render` finds what templates refuse.
     """
-    copy = _copy(Path(chart or CHART))
-    original = yaml.safe_load((Path(chart or CHART) / "values.yaml").read_text()) or {}
+    copy = _lint_copy(chart)
+    original = load_values(chart / "values.yaml")
     (copy / "values.yaml").write_text(yaml.safe_dump(merged(original, load_values(values)), sort_keys=False))
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS), "ns")
+    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
     result = asyncio.run(helm_sdkpy.Lint(config).run(str(copy)))
     return [f"{SEVERITIES[m['Severity']]} {m['Path']}" for m in result["Messages"] or [] if m["Severity"] != 1]
 
 
 @cache
-def _copy(chart: Path) -> Path:
-    """A copy of the chart with its links followed."""
-    target = Path(tempfile.mkdtemp(dir=WORK)) / chart.name
-    shutil.copytree(chart, target)
-    return target
+def _lint_copy(chart: Path) -> Path:
+    return Path(shutil.copytree(chart, Path(tempfile.mkdtemp(dir=WORK)) / chart.name))
+
+
+def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
+    """A copy of the chart in a new directory below this one, with another version and, if given, other defaults."""
+    copy = Path(tempfile.mkdtemp(dir=directory)) / "tandem"
+    ignored = () if values is None else ("values.schema.json",)
+    shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns(*ignored))
+    text = (copy / "Chart.yaml").read_text()
+    assert "\nversion: 0.1.0\n" in text
+    (copy / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0\n", f"\nversion: {version}\n"))
+    if values is not None:
+        (copy / "values.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return copy

@@ -1,10 +1,8 @@
 """The Kubernetes API server that the Helm library needs to render or to keep a release: objects in memory, no pods.
 
-It serves discovery, single objects, lists of Secrets by label, and refuses changes to immutable fields. Schemas are
-checked elsewhere (`helm.schemas`). It does not check quotas, limit ranges, admission, claim templates or Kueue.
+It serves discovery, single objects and lists by label, and refuses changes to immutable fields. `helm.schemas` checks
+schemas. Nothing checks quotas, limit ranges, admission or Kueue.
 """
-
-from __future__ import annotations
 
 import base64
 import copy
@@ -13,7 +11,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
@@ -22,7 +20,7 @@ Object = dict[str, Any]
 
 OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
 SINCE = {"resource.k8s.io": (1, 34)}
-"""The Kubernetes version from which on a group is served."""
+"""The first Kubernetes version that serves a group."""
 KINDS = {
     "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment", "StatefulSet"),
@@ -35,10 +33,12 @@ KINDS = {
 IMMUTABLE = {
     "Deployment": lambda field: field == "selector",
     "PersistentVolumeClaim": lambda field: field not in ("resources", "volumeName", "volumeAttributesClassName"),
-    "StatefulSet": lambda field: field not in ("replicas", "template", "updateStrategy", "minReadySeconds", "ordinals",
-                                               "persistentVolumeClaimRetentionPolicy", "revisionHistoryLimit"),
+    "StatefulSet": lambda field: field not in (
+        "replicas", "template", "updateStrategy", "minReadySeconds", "ordinals", "persistentVolumeClaimRetentionPolicy",
+        "revisionHistoryLimit",
+    ),
 }  # fmt: skip
-"""Whether a field of a kind's spec may not change."""
+"""Kind → whether a field of its spec is immutable."""
 
 _PATH = re.compile(
     r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?"
@@ -47,13 +47,13 @@ _PATH = re.compile(
 
 
 class Refused(Exception):
-    """An answer that is not success."""
+    """An error response."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": reason,
-                       "code": code, "message": message}  # fmt: skip
+        self.status = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "reason": reason, "code": code,
+                       "message": message}  # fmt: skip
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class ApiServer:
     def __init__(self, version: str = "1.37.0", groups: tuple[str, ...] = OPTIONAL_GROUPS) -> None:
         self.version = version
         self.records = True
-        """Whether Helm may store a release. If not, `recorded` is what it tried to store, and Helm stops there."""
+        """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and Helm stops there."""
         self.recorded: Object = {}
         self._objects: dict[tuple[str, str], Object] = {}
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class ApiServer:
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
-    def __enter__(self) -> ApiServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -105,52 +105,40 @@ class ApiServer:
         })  # fmt: skip
 
     def reset(self, *objects: Object) -> None:
-        """Forget every object but these."""
-        self._objects = {}
-        for obj in objects:
-            self._objects[_plural(obj["kind"]), obj["metadata"]["name"]] = copy.deepcopy(obj)
+        """Replace all objects by these."""
+        self._objects = {(_plural(obj["kind"]), obj["metadata"]["name"]): copy.deepcopy(obj) for obj in objects}
 
     def objects(self, kind: str | None = None) -> list[Object]:
-        """Copies of what is stored, without the records of releases."""
-        return [
-            copy.deepcopy(obj)
-            for obj in self._objects.values()
-            if kind in (None, obj["kind"]) and obj.get("type") != "helm.sh/release.v1"
-        ]
-
-    # ---------------------------------------------------------------- what a client asks
+        """The stored objects, without the records of releases."""
+        stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
+        return [obj for obj in stored if kind in (None, obj["kind"])]
 
     def answer(self, method: str, url: str, body: bytes) -> Object:
-        """The answer to one request. Raises Refused."""
+        """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
         if split.path == "/version":
             major, minor_ = minor(self.version)
             return {"major": str(major), "minor": str(minor_), "gitVersion": f"v{self.version}"}
         if split.path in ("/api", "/apis"):
             return self._groups(core=split.path == "/api")
-        found = _PATH.match(split.path)
-        if found is None:
-            if split.path == "/api/v1":
-                # A template's `lookup` asks for the core group's kinds.
-                core = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
-                         "singularName": kind.lower()} for kind in KINDS["v1"]]  # fmt: skip
-                return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1", "resources": core}
-            raise Refused(404, "NotFound", f"the server could not find {split.path}")
-        kind = self._kinds.get((found["core"] or found["group"], found["plural"]))
-        if kind is None:
+        match = _PATH.match(split.path)
+        if split.path == "/api/v1":
+            # Helm reads the core group's kinds before a template's `lookup`.
+            core = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
+                     "singularName": kind.lower()} for kind in KINDS["v1"]]  # fmt: skip
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1", "resources": core}
+        kind = self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
+        if match is None or kind is None:
             raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")
         with self._lock:
-            if found["name"] is None and method == "GET":
-                return self._list(kind, found["plural"], parse_qs(split.query).get("labelSelector", [""])[0])
-            return self._one(method, found["plural"], kind, found["name"], body)
+            if match["name"] is None and method == "GET":
+                return self._list(kind, match["plural"], parse_qs(split.query).get("labelSelector", [""])[0])
+            return self._one(method, match["plural"], kind, match["name"], body)
 
     def _list(self, kind: str, plural: str, selector: str) -> Object:
         wanted = dict(term.split("=") for term in selector.split(",") if term)
-        items = [
-            obj
-            for (of, _), obj in self._objects.items()
-            if of == plural and wanted.items() <= obj["metadata"].get("labels", {}).items()
-        ]
+        stored = (obj for (resource, _), obj in self._objects.items() if resource == plural)
+        items = [obj for obj in stored if wanted.items() <= obj["metadata"].get("labels", {}).items()]
         return {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
 
     def _one(self, method: str, plural: str, kind: str, name: str | None, body: bytes) -> Object:
@@ -172,7 +160,7 @@ class ApiServer:
         return self._objects[plural, str(name)]
 
     def _groups(self, *, core: bool) -> Object:
-        """Discovery in its aggregated form."""
+        """Aggregated discovery."""
         groups: dict[str, list[Object]] = {}
         for (api_version, plural), kind in self._kinds.items():
             if core == (api_version == "v1"):
@@ -197,10 +185,10 @@ def _plural(kind: str) -> str:
 
 
 def _release_secret(body: bytes) -> Object:
-    """The Secret in which Helm records a release. Helm sends it as protobuf; only its text fields are needed."""
+    """The Secret in which Helm records a release. Helm sends it as protobuf; the tests need its text fields only."""
     (data,) = re.findall(rb"H4sI[A-Za-z0-9+/=]+", body)
     name = re.search(rb"sh\.helm\.release\.v1\.[a-z0-9.-]+\.v[0-9]+", body)
-    assert name, "Helm sends one object as protobuf: its record of a release"
+    assert name, "an object in protobuf is not the record of a release"
     release = json.loads(gzip.decompress(base64.b64decode(data)))
     labels = {"owner": "helm", "name": release["name"], "version": str(release["version"]),
               "status": release["info"]["status"]}  # fmt: skip
@@ -223,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Silent: a render makes dozens of requests."""
+        """Log nothing: a render makes dozens of requests."""
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

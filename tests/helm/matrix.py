@@ -1,45 +1,87 @@
-"""The values the chart is tried with, most of them found by walking its own values.yaml and values.schema.json."""
+"""Values for the chart: named sets, and single values that are found in values.yaml and values.schema.json."""
 
-from __future__ import annotations
-
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from helm.charts import CHART, load_values, merged
 
+SOURCE = CHART.parent / "source"
+ROLES = ("controller", "trainer", "inference")
+NAME, INSTANCE, COMPONENT = (f"app.kubernetes.io/{key}" for key in ("name", "instance", "component"))
 BASE: dict[str, Any] = {"baseModel": "Qwen/Qwen3-8B"}
-"""The least that must be set."""
+"""The required values."""
 HOSTS = {"controllerHost": "api.example.org", "inferenceHost": "models.example.org"}
-GATEWAY = {"gateway": {**HOSTS, "parentRefs": [{"name": "public", "namespace": "gateways"}]}}
+SHARED = {"gpuMode": "shared", "trainer": {"gpus": 2}, "inference": {"gpus": 2}}
+SHARED_BY_RESOURCE = {**SHARED, "shared": {"via": "resource"}}
+ONE_NODE = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "ReadWriteOnce"}}
+STEALING = {COMPONENT: "controller", NAME: "other", INSTANCE: "b", "tandem": "mine"}
+"""A user's labels that claim to be another component of another release."""
+_PEER = {"namespaceSelector": {"matchLabels": {"team": "research"}}, "podSelector": {"matchLabels": {"app": "proxy"}}}
+_SERVICE = {"type": "LoadBalancer", "port": 80, "annotations": {"example.org/lb": "internal"}}
+EVERYTHING: dict[str, Any] = {
+    "commonLabels": STEALING,
+    "models": {"existingClaim": "models"},
+    "networkPolicy": {
+        "clients": [_PEER],
+        "extraEgress": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}],
+    },
+    "podDisruptionBudget": {"enabled": True},
+    "kueue": {"queue": "post-training", "priorityClass": "high"},
+    "ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls", **HOSTS},
+    "gateway": {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], **HOSTS},
+    "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},
+    "controller": {"podLabels": STEALING, "service": _SERVICE},
+    "trainer": {"podLabels": STEALING},
+    "inference": {"podLabels": STEALING, "service": _SERVICE},
+}
+"""Every switch on."""
+_SERVICES = {"monitoring": {"monitors": {"kind": "service"}}}
+_FILES = [CHART / "values-cpu.yaml", *sorted((CHART / "examples").glob("*.yaml"))]
+_SETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "shared by claim": SHARED,
+    "shared by resource": SHARED_BY_RESOURCE,
+    "one node": ONE_NODE,
+    "one node for the cache": {"cache": {"accessMode": "ReadWriteOnce"}},
+    "one node, shared": {**ONE_NODE, **SHARED},
+    "existing claims": {"data": {"existingClaim": "work"}, "cache": {"existingClaim": "scratch"}},
+    "ephemeral cache": {"cache": {"type": "ephemeral"}},
+    "tiny model on GPUs": {"baseModel": "", "tinyModel": True},
+    "OpenShift": {"podSecurity": {"assignedUser": True}},
+    "everything": EVERYTHING,
+    "everything by services": merged(EVERYTHING, _SERVICES),
+    "everything, shared": merged(EVERYTHING, SHARED),
+    "everything, shared, by services": merged(merged(EVERYTHING, SHARED), _SERVICES),
+    "everything, one node": merged(EVERYTHING, ONE_NODE),
+}
+VALUES = {name: merged(BASE, values) for name, values in _SETS.items()} | {p.name: load_values(p) for p in _FILES}
+"""The sets that every property of the rendered objects is tested with."""
+CASES = list(VALUES)
 
 NEEDS: dict[str, dict[str, Any]] = {
     "ingress.enabled": {"ingress": HOSTS},
-    "gateway.enabled": GATEWAY,
+    "gateway.enabled": {"gateway": {**HOSTS, "parentRefs": [{"name": "public"}]}},
     "gpuMode": {"shared": {"via": "resource"}},
     "shared.via": {"gpuMode": "shared"},
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},
 }
-"""What must be set for a value to be allowed, or to matter."""
-INSTEAD: dict[str, dict[str, Any]] = {"tinyModel": {"baseModel": ""}}
-"""What else is set with a value that isn't the default."""
+"""Values without which a value is refused or has no effect."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One value that isn't the default, and what has to be set with it."""
+    """One value that isn't the default."""
 
     path: str
     value: Any
 
-    @property
-    def name(self) -> str:
-        return (
-            f"{self.path}={json.dumps(self.value)}" if not isinstance(self.value, str) else f"{self.path}={self.value}"
-        )
+    def __str__(self) -> str:
+        return f"{self.path}={self.value}"
 
     @property
     def before(self) -> dict[str, Any]:
@@ -48,8 +90,9 @@ class Choice:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values with it."""
-        return merged(merged(self.before, at(self.path, self.value)), INSTEAD.get(self.path, {}))
+        """The values with the choice."""
+        more = {"baseModel": ""} if self.path == "tinyModel" else {}
+        return merged(merged(self.before, at(self.path, self.value)), more)
 
 
 @cache
@@ -59,33 +102,19 @@ def defaults() -> dict[str, Any]:
 
 
 @cache
+def documented() -> list[Any]:
+    """Every key of values.yaml with its comment, as helm/source/values.py reads them."""
+    spec = importlib.util.spec_from_file_location("tandem_helm_values", SOURCE / "values.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.read((CHART / "values.yaml").read_text())
+
+
+@cache
 def schema() -> dict[str, Any]:
     """values.schema.json."""
     return json.loads((CHART / "values.schema.json").read_text())
-
-
-def at(path: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 → {"a": {"b": 1}}."""
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value
-
-
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a mapping of mappings; empty mappings are values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from leaves(value, f"{path}.{key}".lstrip("."))
-    else:
-        yield path, node
-
-
-def mappings(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping that has keys of its own, the whole first."""
-    yield path, node
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from mappings(value, f"{path}.{key}".lstrip("."))
 
 
 def schema_of(path: str) -> dict[str, Any]:
@@ -96,50 +125,68 @@ def schema_of(path: str) -> dict[str, Any]:
     return node
 
 
-def switches() -> list[Choice]:
-    """Every boolean of values.yaml, turned."""
-    return [Choice(path, not value) for path, value in leaves(defaults()) if isinstance(value, bool)]
+def at(path: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 → {"a": {"b": 1}}."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
 
 
-def choices() -> list[Choice]:
-    """Every choice among names that isn't the default."""
-    return [
-        Choice(path, choice)
-        for path, value in leaves(defaults())
-        if not isinstance(value, dict | list | bool)
-        for choice in schema_of(path).get("enum", [])
-        if choice is not None and choice != value
-    ]
+def keys(node: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key in a mapping of mappings, sections too."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield (*prefix, key)
+            yield from keys(value, (*prefix, key))
 
 
-def files() -> list[Path]:
-    """The values that come with the chart."""
-    return [CHART / "values-cpu.yaml", *sorted((CHART / "examples").glob("*.yaml"))]
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in a mapping of mappings. Empty mappings are values."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, node
+
+
+def choices() -> Iterator[Choice]:
+    """Every boolean of values.yaml negated, and every other member of each enumeration."""
+    for path, value in leaves(defaults()):
+        if isinstance(value, bool):
+            yield Choice(path, not value)
+        elif not isinstance(value, dict | list):
+            others = (other for other in schema_of(path).get("enum", []) if other not in (None, value))
+            yield from (Choice(path, other) for other in others)
+
+
+def sample(schema: dict[str, Any]) -> Any:
+    """A value that the schema of a nullable scalar allows."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = next(kind for kind in schema["type"] if kind != "null")
+    return {"boolean": True, "integer": schema.get("minimum", 1), "number": 0.5, "string": "text"}[kind]
 
 
 def roles(**values: Any) -> dict[str, Any]:
-    """The same values for each of the three roles."""
-    return {role: dict(values) for role in ("controller", "trainer", "inference")}
+    """The same values for each role."""
+    return dict.fromkeys(ROLES, values)
 
 
 def pod_extras(name: str = "more") -> dict[str, Any]:
-    """What a role takes in Kubernetes' own words; `name` is in the names of what it adds."""
-    restricted = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "runAsNonRoot": True,
+    """Every value of a role that is passed on to Kubernetes; the names that it adds contain `name`."""
+    context = {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True,
         "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    sidecar = {"image": "example.org/sidecar:1", "securityContext": restricted}
+    }  # fmt: skip
+    sidecar = {"image": "example.org/sidecar:1", "securityContext": context}
     terms = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]
-    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
     return {
         "podLabels": {"team": "research"},
         "podAnnotations": {"example.org/note": "yes"},
         "nodeSelector": {"pool": "gpu"},
         "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "gpu", "effect": "NoExecute"}],
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}},
-        "topologySpreadConstraints": [spread],
+        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
         "priorityClassName": "high",
         "extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
         "extraVolumes": [{"name": name, "emptyDir": {}}],
@@ -149,81 +196,39 @@ def pod_extras(name: str = "more") -> dict[str, Any]:
     }
 
 
-def settings() -> dict[str, Any]:
-    """Every setting that is null, set to something its schema allows."""
-    found: dict[str, Any] = {}
-    for path, value in leaves(defaults()):
-        if value is None:
-            found = merged(found, at(path, sample(schema_of(path))))
-    return found
-
-
-def sample(schema: dict[str, Any]) -> Any:
-    """A value that a schema of a nullable scalar allows."""
-    if "enum" in schema:
-        return schema["enum"][0]
-    kind = next(kind for kind in schema["type"] if kind != "null")
-    return {"boolean": True, "integer": schema.get("minimum", 1), "number": 0.5, "string": "text"}[kind]
-
-
-def whole() -> dict[str, dict[str, Any]]:
-    """Values that are set together."""
-    peer = {"namespaceSelector": {"matchLabels": {"team": "research"}}}
-    egress = {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
+def more_sets() -> dict[str, dict[str, Any]]:
+    """Further sets, for tests of schemas and lint only."""
     extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"a": "b"}}
     template = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}-more}"
-    relabeling = [{"action": "replace", "targetLabel": "cluster", "replacement": "one"}]
-    drop = [{"action": "drop", "regex": "go_.*", "sourceLabels": ["__name__"]}]
-    everything = {"labels": {"release": "prometheus"}, "annotations": {"example.org/a": "b"}}
-    monitoring = {
-        "monitors": {"kind": "pod", "relabelings": relabeling, "metricRelabelings": drop, **everything},
-        "rules": {
-            "enabled": True,
-            "alertLabels": {"team": "ml"},
-            "runbook": "https://example.org/alerts",
-            **everything,
-        },
-        "dashboards": {"enabled": True, "namespace": "ns", "annotations": {"grafana_folder": "Tandem"}},
+    own = {"labels": {"release": "prometheus"}, "annotations": {"example.org/a": "b"}}
+    relabelings = {
+        "relabelings": [{"action": "replace", "targetLabel": "cluster", "replacement": "one"}],
+        "metricRelabelings": [{"action": "drop", "regex": "go_.*", "sourceLabels": ["__name__"]}],
     }
-    services = {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"example.org/lb": "internal"}}}
-    claims = {"data": {"existingClaim": "work"}, "cache": {"existingClaim": "scratch"}}
-    one_node = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "ReadWriteOnce"}}
-    shared = {"gpuMode": "shared", "shared": {"via": "resource"}}
-    names = {
-        "nameOverride": "post",
-        "commonLabels": {"cost": "42"},
-        "serviceAccount": {"create": False, "name": "mine"},
-    }
-    cases: dict[str, dict[str, Any]] = {
-        "defaults": {},
+    rules = {"enabled": True, "alertLabels": {"team": "ml"}, "runbook": "https://example.org/alerts", **own}
+    dashboards = {"enabled": True, "namespace": "ns", "annotations": {"grafana_folder": "Tandem"}}
+    gpus = {"gpus": 8, "gpuResource": "nvidia.com/mig-3g.40gb", "extendedResources": {"rdma/hca": 1}}
+    settings: dict[str, Any] = {}
+    for path, value in leaves(defaults()):
+        if value is None:
+            settings = merged(settings, at(path, sample(schema_of(path))))
+    sets: dict[str, dict[str, Any]] = {
         "pod extras": roles(**pod_extras()),
-        "pod extras, shared": {"trainer": pod_extras("one"), "inference": pod_extras("two"), **shared},
-        "every setting": settings(),
-        "existing claims": {**claims, "models": {"existingClaim": "models"}},
-        "existing claims, one node": merged(claims, one_node),
-        "one node": one_node,
-        "one node, ephemeral cache": merged(one_node, {"cache": {"type": "ephemeral"}}),
-        "one node, shared": {**one_node, **shared},
+        "pod extras, shared": merged(SHARED_BY_RESOURCE, {"trainer": pod_extras("a"), "inference": pod_extras("b")}),
+        "every setting": settings,
+        "existing claims, one node": merged(_SETS["existing claims"], ONE_NODE),
+        "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
         "no storage class": {"data": {"storageClass": "-"}, "cache": {"storageClass": "-"}},
-        "network": {"networkPolicy": {"clients": [peer], "prometheus": [peer], "extraEgress": [egress]}},
-        "everything public": merged(
-            {"ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls", **HOSTS}},
-            merged(GATEWAY, {"gateway": {"enabled": True}, "controller": services, "inference": services}),
-        ),
         "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
-        "monitoring": {"monitoring": monitoring},
-        "monitoring by services": merged({"monitoring": monitoring}, at("monitoring.monitors.kind", "service")),
-        "monitoring, shared": {"monitoring": monitoring, **shared},
-        "kueue, shared": {"kueue": {"queue": "q", "priorityClass": "high"}, **shared},
-        "many GPUs, RDMA": {
-            role: {"gpus": 8, "gpuResource": "nvidia.com/mig-3g.40gb", "extendedResources": {"rdma/hca": 1}}
-            for role in ("trainer", "inference")
-        },
+        **{f"monitoring by {kind}": {"monitoring": {
+            "monitors": {"kind": kind, **relabelings, **own}, "rules": rules, "dashboards": dashboards,
+        }} for kind in ("pod", "service")},
+        "many GPUs, RDMA": {"trainer": gpus, "inference": gpus},
         "CPU ranks": {"device": "cpu", "trainer": {"cpuRanks": 2, "settings": {"tensorParallel": 2}}},
-        "names": names,
+        "names": {"nameOverride": "post", "serviceAccount": {"create": False, "name": "mine"}},
         "a long name": {"fullnameOverride": "a" * 40},
         "digests": roles(image={"digest": "sha256:" + "0" * 64, "registry": "registry.example.org"}),
         "pull secrets": {"image": {"pullSecrets": ["pull"], "registry": "registry.example.org", "tag": "1"}},
         "more objects": {"extraObjects": [extra, template]},
-    }
-    return {name: merged(BASE, values) for name, values in cases.items()}
+    }  # fmt: skip
+    return {name: merged(BASE, values) for name, values in sets.items()}

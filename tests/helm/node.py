@@ -2,21 +2,21 @@
 
 User, groups, capabilities, read-only file systems, limits, variables, volumes, Secrets, init containers, probes,
 preStop hooks and grace periods are real. There are no controllers, restarts, scheduling, NetworkPolicies and GPUs. A
-field that is neither translated nor known to mean nothing on one machine is an error.
+field that is neither translated nor listed as meaningless on one machine is an error.
 """
-
-from __future__ import annotations
 
 import json
 import secrets
 import subprocess
 import time
 from dataclasses import dataclass, field
+from typing import Self
 
 import httpx
 
+from compose_stack import docker
 from helm.kubernetes_api import Object
-from helm.pods import quantity
+from helm.pods import containers, quantity
 from helm.reachability import selects
 
 TRANSLATED = {
@@ -32,6 +32,7 @@ TRANSLATED = {
     "containerSecurity": {"allowPrivilegeEscalation", "capabilities", "readOnlyRootFilesystem"},
     "volume": {"emptyDir", "name", "persistentVolumeClaim", "projected"},
     "mount": {"mountPath", "name", "readOnly"},
+    "limit": {"cpu", "memory"},
     "probe": {"exec", "failureThreshold", "httpGet", "periodSeconds", "successThreshold", "timeoutSeconds"},
 }  # fmt: skip
 WITHOUT_MEANING_HERE = {
@@ -43,18 +44,10 @@ WITHOUT_MEANING_HERE = {
 }  # fmt: skip
 
 
-def docker(*arguments: str, stdin: str | None = None, timeout: float = 120, check: bool = True) -> str:
-    """`docker ...`: its output and errors."""
-    done = subprocess.run(["docker", *arguments], input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, errors="replace", timeout=timeout, check=False)  # fmt: skip
-    assert done.returncode == 0 or not check, f"docker {' '.join(arguments)}: {done.returncode}\n{done.stdout[-3000:]}"
-    return done.stdout
-
-
 class Node:
-    """`with Node(services, secret_values, helper="an image with python3") as node:`; nothing of it stays on the engine.
+    """A Docker network for pods. Leaving the context removes it with its containers and volumes.
 
-    `secret_values`: name of a Secret → key → text.
+    `secret_values`: name of a Secret → key → text. `helper`: an image with python3.
     """
 
     def __init__(self, services: list[Object], secret_values: dict[str, dict[str, str]], *, helper: str) -> None:
@@ -62,26 +55,26 @@ class Node:
         self.id = f"tandem-node-{secrets.token_hex(3)}"
         self.label = f"tandem.node={self.id}"
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Self:
         docker("network", "create", "--label", self.label, self.id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for kind, list_, remove in (
-            ("container", "ps -aq", "rm -f"),
-            ("volume", "volume ls -q", "volume rm -f"),
-            ("network", "network ls -q", "network rm"),
-        ):
-            left = docker(*list_.split(), "--filter", f"label={self.label}").split()
-            if left:
+        for kind, remove in (("container", "rm -f"), ("volume", "volume rm -f"), ("network", "network rm")):
+            if left := self.left(kind):
                 docker(*remove.split(), *left, check=kind != "volume")
 
+    def left(self, kind: str) -> list[str]:
+        """The ids of this node's objects on the engine; `kind`: container, volume or network."""
+        all_of_them = ["-a"] if kind == "container" else []
+        return docker(kind, "ls", "-q", *all_of_them, "--filter", f"label={self.label}").stdout.split()
+
     def volume(self, name: str, *options: str) -> str:
-        """A Docker volume with this name in this node; the same for the same name."""
+        """The Docker volume that has this name on this node."""
         docker("volume", "create", "--label", self.label, *options, f"{self.id}-{name}")
         return f"{self.id}-{name}"
 
-    def start(self, name: str, template: Object) -> RunningPod:
+    def start(self, name: str, template: Object) -> "RunningPod":
         """Run a pod's init containers to their ends and start its containers."""
         pod = RunningPod(self, name, template)
         pod.start()
@@ -96,8 +89,9 @@ class RunningPod:
     name: str
     template: Object
     containers: dict[str, str] = field(default_factory=dict)
-    """Name → Docker id, of init containers too."""
+    """Name → Docker id, including init containers."""
     _mounts: dict[str, str] = field(default_factory=dict)
+    """Name of a volume → name of the Docker volume."""
 
     @property
     def spec(self) -> Object:
@@ -116,8 +110,8 @@ class RunningPod:
         self._network = docker(
             "run", "-d", "--label", self.node.label, "--hostname", self.spec.get("hostname", self.name), "--network",
             self.node.id, *aliases, "--user", "65535:65535", "--entrypoint", "sleep", self.node.helper, "infinity",
-        ).split()[-1]  # fmt: skip
-        networks = json.loads(docker("inspect", "-f", "{{json .NetworkSettings.Networks}}", self._network))
+        ).stdout.strip()  # fmt: skip
+        networks = json.loads(docker("inspect", "-f", "{{json .NetworkSettings.Networks}}", self._network).stdout)
         self.address = networks[self.node.id]["IPAddress"]
         for init in self.spec.get("initContainers", []):
             self._start_container(init)
@@ -131,21 +125,18 @@ class RunningPod:
         for container in self.spec["containers"]:
             for kind in ("startupProbe", "readinessProbe"):
                 while wrong := self.probe(container, kind):
-                    running = docker("inspect", "-f", "{{.State.Running}}", self.containers[container["name"]]).strip()
-                    assert running == "true", f"{self.name} ended\n{self.log(container['name'])}"
+                    state = docker("inspect", "-f", "{{.State.Running}}", self.containers[container["name"]])
+                    assert state.stdout.strip() == "true", f"{self.name} ended\n{self.log(container['name'])}"
                     assert time.monotonic() < end, f"{self.name}: {wrong}\n{self.log(container['name'])}"
                     time.sleep(0.5)
 
     def probe(self, container: Object, kind: str) -> str | None:
-        """What a probe finds wrong; None if it succeeds or the container has none of this kind."""
-        probe = container.get(kind)
-        if probe is None:
+        """Why a probe fails; None if it succeeds or the container has none of this kind."""
+        if (probe := container.get(kind)) is None:
             return None
         timeout = probe.get("timeoutSeconds", 1)
         if get := probe.get("httpGet"):
-            port = next(
-                p["containerPort"] for p in container["ports"] if get["port"] in (p["name"], p["containerPort"])
-            )
+            port = {p["name"]: p["containerPort"] for p in container["ports"]}.get(get["port"], get["port"])
             url = f"http://{self.address}:{port}{get['path']}"
             try:
                 status = httpx.get(url, timeout=timeout, trust_env=False).status_code
@@ -160,18 +151,20 @@ class RunningPod:
         return None if done.returncode == 0 else f"exit {done.returncode}: {done.stdout}{done.stderr}"
 
     def exec(self, *command: str, check: bool = True) -> str:
-        """The output of a command in the pod's first container."""
-        return docker("exec", self.containers[self.spec["containers"][0]["name"]], *command, check=check)
+        """The output and errors of a command in the pod's first container."""
+        done = docker("exec", self.containers[self.spec["containers"][0]["name"]], *command, check=check)
+        return done.stdout + done.stderr
 
     def log(self, container: str) -> str:
-        return docker("logs", "--tail", "100", self.containers[container])
+        done = docker("logs", "--tail", "100", self.containers[container])
+        return done.stdout + done.stderr
 
     def wait_end(self, container: str, timeout: float) -> int:
         """The exit status of a container that ends by itself."""
-        return int(docker("wait", self.containers[container], timeout=timeout).split()[-1])
+        return int(docker("wait", self.containers[container], timeout=timeout).stdout)
 
     def stop(self) -> int:
-        """preStop, SIGTERM and, after the grace period, SIGKILL: the exit status of the pod's only container."""
+        """Run preStop, SIGTERM and, after the grace period, SIGKILL; the exit status of the pod's only container."""
         (container,) = self.spec["containers"]
         end = time.monotonic() + self.spec["terminationGracePeriodSeconds"]
         if hook := container.get("lifecycle", {}).get("preStop"):
@@ -180,16 +173,14 @@ class RunningPod:
         docker("stop", "--time", str(left), self.containers[container["name"]], timeout=left + 30)
         return self.wait_end(container["name"], 30)
 
-    # ---------------------------------------------------------------- containers and volumes
-
     def _start_container(self, container: Object) -> None:
         name = f"{self.node.id}-{self.name}-{container['name']}"
         arguments = ["--label", self.node.label, "--network", f"container:{self._network}", *self._options(container)]
-        self.containers[container["name"]] = docker("create", "--name", name, *arguments).split()[-1]
-        docker("start", self.containers[container["name"]])
+        self.containers[container["name"]] = docker("create", "--name", name, *arguments).stdout.strip()
+        docker("start", name)
 
     def _options(self, container: Object) -> list[str]:
-        """The arguments of `docker create` that the spec asks for: options, image, command."""
+        """The arguments of `docker create`: options, image, command."""
         security, pod_security = container.get("securityContext", {}), self.spec.get("securityContext", {})
         options = []
         if "runAsUser" in pod_security:
@@ -204,7 +195,7 @@ class RunningPod:
         if security.get("allowPrivilegeEscalation") is False:
             options += ["--security-opt", "no-new-privileges"]
         limits = container.get("resources", {}).get("limits", {})
-        _check("limit", limits, {"cpu", "memory"})
+        _check("limit", limits)
         if "memory" in limits:
             memory = str(int(quantity(limits["memory"])))
             options += ["--memory", memory, "--memory-swap", memory]
@@ -245,7 +236,7 @@ class RunningPod:
                self.node.helper, "-c", PREPARE, stdin=json.dumps({"group": group, "volumes": wanted}))  # fmt: skip
 
     def _secret_files(self, projected: Object) -> dict[str, tuple[int, str]]:
-        """File → mode and text. A Secret or a key that is missing must be optional."""
+        """File → mode and text. AssertionError for a missing key of a Secret that is not optional."""
         files = {}
         for source in projected["sources"]:
             secret = source["secret"]
@@ -258,13 +249,13 @@ class RunningPod:
 
 
 def _check_known(spec: Object) -> None:
-    """An error for a field that would be left out."""
+    """AssertionError for a field that is not translated."""
     _check("pod", spec)
     _check("podSecurity", spec.get("securityContext", {}))
-    assert spec["automountServiceAccountToken"] is False, "a pod with a service account's token"
+    assert spec["automountServiceAccountToken"] is False
     for volume in spec.get("volumes", []):
         _check("volume", volume)
-    for container in (*spec.get("initContainers", []), *spec["containers"]):
+    for container in containers({"spec": spec}):
         _check("container", container)
         _check("containerSecurity", container.get("securityContext", {}))
         for mount in container.get("volumeMounts", []):
@@ -273,18 +264,18 @@ def _check_known(spec: Object) -> None:
             _check("probe", container.get(kind, {}))
 
 
-def _check(what: str, fields: Object, known: set[str] | None = None) -> None:
-    unknown = set(fields) - (known or TRANSLATED[what]) - WITHOUT_MEANING_HERE.get(what, set())
-    assert not unknown, f"a {what}'s {sorted(unknown)} is not translated"
+def _check(kind: str, fields: Object) -> None:
+    unknown = set(fields) - TRANSLATED[kind] - WITHOUT_MEANING_HERE.get(kind, set())
+    assert not unknown, f"{kind}: {sorted(unknown)} not translated"
 
 
-# Runs as root with the pod's volumes at /v/<name>. Gives them the owner and mode that Kubernetes gives them, and writes
-# the files of Secrets.
+# Runs as root with the pod's volumes at /v/<name>. Sets the owners and modes that Kubernetes sets, and writes the files
+# of Secrets.
 PREPARE = """
 import json, os, sys
-asked = json.load(sys.stdin)
-group = asked["group"]
-for name, volume in asked["volumes"].items():
+pod = json.load(sys.stdin)
+group = pod["group"]
+for name, volume in pod["volumes"].items():
     root = f"/v/{name}"
     mode = volume["mode"] | (0o2070 if group is not None and volume["owned"] else 0)
     os.chown(root, -1, group or 0)

@@ -1,104 +1,89 @@
-"""The rules of Kubernetes' Pod Security Standards, profile restricted (baseline is part of it): what a pod breaks."""
+"""The rules of Kubernetes' Pod Security Standards, profile restricted, which includes baseline."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Object = dict[str, Any]
 VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-}
+    "name", "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
+}  # fmt: skip
 PROFILES = {"RuntimeDefault", "Localhost"}
 SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
-SYSCTLS = {
-    "kernel.shm_rmid_forced",
-    "net.ipv4.ip_local_port_range",
-    "net.ipv4.ip_unprivileged_port_start",
-    "net.ipv4.tcp_syncookies",
-    "net.ipv4.ping_group_range",
-    "net.ipv4.ip_local_reserved_ports",
-    "net.ipv4.tcp_keepalive_time",
-    "net.ipv4.tcp_fin_timeout",
-    "net.ipv4.tcp_keepalive_intvl",
-    "net.ipv4.tcp_keepalive_probes",
-    "net.ipv4.tcp_rmem",
-    "net.ipv4.tcp_wmem",
-}
+SYSCTLS = {"kernel.shm_rmid_forced"} | {f"net.ipv4.{name}" for name in (
+    "ip_local_port_range", "ip_unprivileged_port_start", "tcp_syncookies", "ping_group_range",
+    "ip_local_reserved_ports", "tcp_keepalive_time", "tcp_fin_timeout", "tcp_keepalive_intvl", "tcp_keepalive_probes",
+    "tcp_rmem", "tcp_wmem",
+)}  # fmt: skip
 APPARMOR_ANNOTATION = "container.apparmor.security.beta.kubernetes.io/"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle.postStart", "lifecycle.preStop")
+
+Rules = dict[str, Callable[[Any], bool]]
+"""Path of a field → whether a value is allowed. `*` stands for each item of a list. Absent fields are allowed."""
+
+
+def _unset(value: Any) -> bool:
+    return not value
+
+
+CONTEXT: Rules = {
+    "securityContext.windowsOptions.hostProcess": _unset,
+    "securityContext.seLinuxOptions.type": SELINUX_TYPES.__contains__,
+    "securityContext.seLinuxOptions.user": _unset,
+    "securityContext.seLinuxOptions.role": _unset,
+    "securityContext.appArmorProfile.type": PROFILES.__contains__,
+    "securityContext.seccompProfile.type": PROFILES.__contains__,
+    "securityContext.runAsNonRoot": lambda value: value is not False,
+    "securityContext.runAsUser": lambda value: value != 0,
+}
+POD: Rules = CONTEXT | {
+    **dict.fromkeys(("hostNetwork", "hostPID", "hostIPC"), _unset),
+    "securityContext.sysctls.*.name": SYSCTLS.__contains__,
+    "volumes.*": lambda volume: set(volume) <= VOLUMES,
+}
+CONTAINER: Rules = CONTEXT | {
+    "securityContext.privileged": _unset,
+    "securityContext.procMount": lambda value: value == "Default",
+    "securityContext.capabilities.add.*": lambda value: value == "NET_BIND_SERVICE",
+    "ports.*.hostPort": _unset,
+    **{f"{probe}.{kind}.host": _unset for probe in PROBES for kind in ("httpGet", "tcpSocket")},
+}
 
 
 def violations(pod: Object) -> Iterator[str]:
-    """Of a pod's (or a template's) metadata and spec."""
-    spec = pod["spec"]
-    context = spec.get("securityContext") or {}
-    for field in ("hostNetwork", "hostPID", "hostIPC"):
-        if spec.get(field):
-            yield f"{field} is set"
+    """The rules that a pod or a pod template (`metadata` and `spec`) violates."""
     for name, value in (pod["metadata"].get("annotations") or {}).items():
         if name.startswith(APPARMOR_ANNOTATION) and not (value == "runtime/default" or value.startswith("localhost/")):
             yield f"AppArmor annotation {value}"
-    for sysctl in context.get("sysctls") or []:
-        if sysctl["name"] not in SYSCTLS:
-            yield f"sysctl {sysctl['name']}"
-    for volume in spec.get("volumes") or []:
-        kinds = set(volume) - {"name"}
-        if not kinds <= VOLUMES:
-            yield f"volume {volume['name']} is a {', '.join(kinds - VOLUMES)}"
-    yield from (f"pod: {problem}" for problem in _both(context))
+    spec = pod["spec"]
+    yield from (f"pod: {problem}" for problem in _broken(POD, spec))
     for field in ("initContainers", "containers", "ephemeralContainers"):
         for container in spec.get(field) or []:
-            yield from (f"{container['name']}: {problem}" for problem in _container(container, context))
+            problems = (*_broken(CONTAINER, container), *_missing(container, spec.get("securityContext") or {}))
+            yield from (f"{container['name']}: {problem}" for problem in problems)
 
 
-def _both(context: Object) -> Iterator[str]:
-    """What pods and containers may set, and how."""
-    if (context.get("windowsOptions") or {}).get("hostProcess"):
-        yield "hostProcess"
-    labels = context.get("seLinuxOptions") or {}
-    if labels.get("type", "") not in SELINUX_TYPES or labels.get("user") or labels.get("role"):
-        yield f"seLinuxOptions {labels}"
-    if (context.get("appArmorProfile") or {"type": "RuntimeDefault"})["type"] not in PROFILES:
-        yield "AppArmor is unconfined"
-    if (context.get("seccompProfile") or {"type": "RuntimeDefault"})["type"] not in PROFILES:
-        yield "seccomp is unconfined"
-    if context.get("runAsNonRoot") is False:
-        yield "runAsNonRoot is false"
-    if context.get("runAsUser") == 0:
-        yield "runs as root"
+def _broken(rules: Rules, node: Object) -> Iterator[str]:
+    for path, allowed in rules.items():
+        yield from (f"{path} is {value}" for value in _values(node, path.split(".")) if not allowed(value))
 
 
-def _container(container: Object, pod: Object) -> Iterator[str]:
+def _missing(container: Object, pod_context: Object) -> Iterator[str]:
+    """The fields that a container must have, itself or from its pod."""
     context = container.get("securityContext") or {}
-    yield from _both(context)
-    if context.get("privileged"):
-        yield "privileged"
     if context.get("allowPrivilegeEscalation") is not False:
         yield "allowPrivilegeEscalation is not false"
-    if context.get("procMount", "Default") != "Default":
-        yield f"procMount {context['procMount']}"
-    capabilities = context.get("capabilities") or {}
-    if "ALL" not in (capabilities.get("drop") or []):
-        yield "does not drop all capabilities"
-    if more := set(capabilities.get("add") or []) - {"NET_BIND_SERVICE"}:
-        yield f"adds {', '.join(sorted(more))}"
-    if not (context.get("runAsNonRoot") or ("runAsNonRoot" not in context and pod.get("runAsNonRoot"))):
-        yield "runAsNonRoot is not set"
-    if not (context.get("seccompProfile") or pod.get("seccompProfile")):
-        yield "seccompProfile is not set"
-    for port in container.get("ports") or []:
-        if port.get("hostPort"):
-            yield f"hostPort {port['hostPort']}"
-    lifecycle = container.get("lifecycle") or {}
-    handlers = [container.get(probe) for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
-    for handler in [*handlers, lifecycle.get("postStart"), lifecycle.get("preStop")]:
-        for kind in ("httpGet", "tcpSocket"):
-            if ((handler or {}).get(kind) or {}).get("host"):
-                yield f"a probe or hook asks {handler[kind]['host']}"
+    if "ALL" not in ((context.get("capabilities") or {}).get("drop") or []):
+        yield "capabilities.drop lacks ALL"
+    for field in ("runAsNonRoot", "seccompProfile"):
+        if not (pod_context | context).get(field):
+            yield f"{field} is not set"
+
+
+def _values(node: Any, path: list[str]) -> Iterator[Any]:
+    if not path:
+        yield node
+    elif path[0] == "*":
+        for item in node:
+            yield from _values(item, path[1:])
+    elif node.get(path[0]) is not None:
+        yield from _values(node[path[0]], path[1:])

@@ -1,6 +1,4 @@
-"""Pods inside objects, and what an API server checks of them that no schema says."""
-
-from __future__ import annotations
+"""Pods inside objects, and the checks of an API server on pods that no schema contains."""
 
 import re
 from collections.abc import Iterator
@@ -14,70 +12,61 @@ PORT_NAME = re.compile(r"^(?=.*[a-z])(?!.*--)[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?$
 
 
 def pod_template(obj: Object) -> Object | None:
-    """The pod that an object is or makes (`metadata` and `spec`); None where it makes none."""
+    """The `metadata` and `spec` of the pod that an object is or makes; None for other objects."""
     if obj["kind"] == "Pod":
         return {"metadata": obj["metadata"], "spec": obj["spec"]}
-    if obj["kind"] == "CronJob":
-        return obj["spec"]["jobTemplate"]["spec"]["template"]
-    if obj["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job"):
-        return obj["spec"]["template"]
-    return None
+    return obj["spec"]["template"] if obj["kind"] in ("Deployment", "StatefulSet", "Job") else None
+
+
+def containers(template: Object) -> list[Object]:
+    """A pod's init containers and containers."""
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 
 def quantity(value: str | float) -> float:
-    """`2Gi`, `250m`, 4 → a number."""
-    found = QUANTITY.match(str(value))
-    if not found:
+    """`2Gi`, `250m` or 4 as a number. ValueError for anything else."""
+    match = QUANTITY.match(str(value))
+    if not match:
         raise ValueError(f"{value!r} is not a quantity")
-    return float(found[1]) * FACTORS[found[2] or ""]
+    return float(match[1]) * FACTORS[match[2] or ""]
 
 
-def problems(obj: Object) -> list[str]:
-    """What an API server would refuse in the pod of an object that fits its schema."""
+def problems(obj: Object) -> Iterator[str]:
+    """Why an API server would refuse the pod of an object that fits its schema."""
     template = pod_template(obj)
     if template is None:
-        return []
-    return [*_selector(obj, template), *_spec(obj, template["spec"])]
-
-
-def _selector(obj: Object, template: Object) -> Iterator[str]:
-    wanted = obj["spec"].get("selector", {}).get("matchLabels", {}) if obj["kind"] != "Pod" else {}
-    labels = template["metadata"].get("labels", {})
-    wrong = {key: value for key, value in wanted.items() if labels.get(key) != value}
-    if wrong:
-        yield f"spec.selector: {wrong} does not match the labels of the template"
-
-
-def _spec(obj: Object, spec: Object) -> Iterator[str]:
+        return
+    spec, labels = template["spec"], template["metadata"].get("labels", {})
+    wanted = obj["spec"].get("selector", {}).get("matchLabels", {})
+    if not wanted.items() <= labels.items():
+        yield f"spec.selector: {wanted} does not match the labels of the template"
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
-    volumes |= {claim["metadata"]["name"] for claim in obj["spec"].get("volumeClaimTemplates", [])}
     claims = {claim["name"] for claim in spec.get("resourceClaims", [])}
-    names: list[str] = []
-    for container in [*spec.get("initContainers", []), *spec["containers"]]:
-        name = container["name"]
-        names.append(name)
-        for mount in container.get("volumeMounts", []):
-            if mount["name"] not in volumes:
-                yield f"container {name}: there is no volume {mount['name']} to mount"
-        for port in container.get("ports", []):
-            if not PORT_NAME.match(port.get("name", "a")):
-                yield f"container {name}: {port['name']!r} is not a valid name of a port"
-        for claim in container.get("resources", {}).get("claims", []):
-            if claim["name"] not in claims:
-                yield f"container {name}: the pod has no resource claim {claim['name']}"
-        yield from _resources(name, container.get("resources", {}))
-    yield from (f"more than one container is named {name}" for name in sorted(set(names)) if names.count(name) > 1)
+    names = [container["name"] for container in containers(template)]
+    yield from (f"several containers are named {name}" for name in sorted(set(names)) if names.count(name) > 1)
+    for container in containers(template):
+        yield from (f"container {container['name']}: {text}" for text in _container(container, volumes, claims))
 
 
-def _resources(name: str, resources: Object) -> Iterator[str]:
+def _container(container: Object, volumes: set[str], claims: set[str]) -> Iterator[str]:
+    resources = container.get("resources", {})
+    for mount in container.get("volumeMounts", []):
+        if mount["name"] not in volumes:
+            yield f"there is no volume {mount['name']} to mount"
+    for port in container.get("ports", []):
+        if not PORT_NAME.match(port.get("name", "a")):
+            yield f"{port['name']!r} is not a valid name of a port"
+    for claim in resources.get("claims", []):
+        if claim["name"] not in claims:
+            yield f"the pod has no resource claim {claim['name']}"
     requests, limits = resources.get("requests", {}), resources.get("limits", {})
-    for resource, value in {**requests, **limits}.items():
+    for name, value in {**requests, **limits}.items():
         try:
-            asked, limit = quantity(requests.get(resource, value)), quantity(limits.get(resource, value))
+            request, limit = quantity(requests.get(name, value)), quantity(limits.get(name, value))
         except ValueError as error:
-            yield f"container {name}: {resource}: {error}"
+            yield f"{name}: {error}"
             continue
-        if asked > limit:
-            yield f"container {name}: {resource}: request {requests[resource]} is above the limit {limits[resource]}"
-        if "/" in resource and (resource not in limits or asked != limit or asked % 1):
-            yield f"container {name}: {resource}: an extended resource's request and limit are one whole number"
+        if request > limit:
+            yield f"{name}: request {requests[name]} is above the limit {limits[name]}"
+        if "/" in name and (name not in limits or request != limit or request % 1):
+            yield f"{name}: an extended resource's request and limit are one whole number"

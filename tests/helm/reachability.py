@@ -1,31 +1,31 @@
-"""Who reaches whom: NetworkPolicies evaluated over pods, as their API describes it.
+"""Evaluates NetworkPolicies over pods, as their API describes it.
 
-Policies add up; a pod that none selects for a direction is open in that direction; both ends must allow. An address
-block contains pods too, which network plugins see differently: the assertions hold for the more open reading.
+Policies add up. A pod that no policy selects for a direction is open in that direction. Both ends must allow a
+connection. An address block contains pods too here, although network plugins differ on that: it is the more open
+reading.
 """
-
-from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod, or an address outside of the cluster (`namespace` is empty)."""
+    """A pod, or an address outside the cluster (`namespace` is empty)."""
 
     name: str
     namespace: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     ports: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Name → number and protocol."""
     address: str = "10.0.0.1"
 
     @classmethod
-    def of(cls, name: str, namespace: str, template: Object) -> Pod:
+    def of(cls, name: str, namespace: str, template: Object) -> Self:
         """The pod that a template makes."""
         ports = {
             port["name"]: (port["containerPort"], port.get("protocol", "TCP"))
@@ -35,62 +35,49 @@ class Pod:
         return cls(name, namespace, template["metadata"]["labels"], ports)
 
 
+OPERATORS = {
+    "In": lambda value, values: value in values,
+    "NotIn": lambda value, values: value not in values,
+    "Exists": lambda value, _: value is not None,
+    "DoesNotExist": lambda value, _: value is None,
+}
+
+
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector takes an object with these labels."""
+    """Whether a LabelSelector selects an object with these labels. ValueError for unknown fields."""
     if unknown := set(selector) - {"matchLabels", "matchExpressions"}:
         raise ValueError(f"not a LabelSelector: {unknown}")
-    for key, value in (selector.get("matchLabels") or {}).items():
-        if labels.get(key) != value:
-            return False
-    for expression in selector.get("matchExpressions") or []:
-        value, values = labels.get(expression["key"]), expression.get("values", [])
-        fits = {
-            "In": value in values,
-            "NotIn": value not in values,
-            "Exists": value is not None,
-            "DoesNotExist": value is None,
-        }
-        if not fits[expression["operator"]]:
-            return False
-    return True
+    return (selector.get("matchLabels") or {}).items() <= labels.items() and all(
+        OPERATORS[expression["operator"]](labels.get(expression["key"]), expression.get("values", []))
+        for expression in selector.get("matchExpressions") or []
+    )
 
 
 class Network:
-    """Namespaces (by their labels) and the policies in them."""
+    """Namespaces (name → labels) and the policies in them."""
 
     def __init__(self, policies: Iterable[Object], namespaces: Mapping[str, Mapping[str, str]]) -> None:
         self.policies = list(policies)
         self.namespaces = namespaces
 
     def reaches(self, source: Pod, destination: Pod, port: int, protocol: str = "TCP") -> bool:
-        """Whether a connection from one to a port of the other gets through."""
-        return self._allows("Egress", source, destination, destination, port, protocol) and self._allows(
-            "Ingress", destination, source, destination, port, protocol
-        )
+        """Whether both ends allow a connection from `source` to a port of `destination`."""
 
-    def _allows(self, direction: str, pod: Pod, peer: Pod, owner: Pod, port: int, protocol: str) -> bool:
-        """Whether `pod` lets a connection with `peer` to a port of `owner` pass in this direction."""
-        applying = [policy for policy in self.policies if self._applies(policy, direction, pod)]
-        key, peers = ("egress", "to") if direction == "Egress" else ("ingress", "from")
-        return not applying or any(
-            self._is_peer(rule.get(peers), peer, policy["metadata"]["namespace"])
-            and _is_port(rule.get("ports"), owner, port, protocol)
-            for policy in applying
-            for rule in policy["spec"].get(key) or []
-        )
+        def allows(direction: str, peers: str, pod: Pod, peer: Pod) -> bool:
+            applying = [policy for policy in self.policies if _applies(policy, direction, pod)]
+            return not applying or any(
+                self._is_peer(rule.get(peers), peer, policy["metadata"]["namespace"])
+                and _is_port(rule.get("ports"), destination, port, protocol)
+                for policy in applying
+                for rule in policy["spec"].get(direction.lower()) or []
+            )
 
-    def _applies(self, policy: Object, direction: str, pod: Pod) -> bool:
-        spec = policy["spec"]
-        types = spec.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in spec else [])]
-        here = policy["metadata"]["namespace"] == pod.namespace
-        return here and direction in types and selects(spec["podSelector"], pod.labels)
+        return allows("Egress", "to", source, destination) and allows("Ingress", "from", destination, source)
 
     def _is_peer(self, peers: list[Object] | None, pod: Pod, home: str) -> bool:
-        if not peers:
-            return True
-        return any(self._is_one(peer, pod, home) for peer in peers)
+        return not peers or any(self._matches(peer, pod, home) for peer in peers)
 
-    def _is_one(self, peer: Object, pod: Pod, home: str) -> bool:
+    def _matches(self, peer: Object, pod: Pod, home: str) -> bool:
         if block := peer.get("ipBlock"):
             address = ipaddress.ip_address(pod.address)
             excluded = any(address in ipaddress.ip_network(part) for part in block.get("except", []))
@@ -98,23 +85,24 @@ class Network:
         if not pod.namespace:
             return False
         if "namespaceSelector" in peer:
-            if not selects(peer["namespaceSelector"], self.namespaces[pod.namespace]):
-                return False
-        elif pod.namespace != home:
-            return False
-        return selects(peer.get("podSelector", {}), pod.labels)
+            here = selects(peer["namespaceSelector"], self.namespaces[pod.namespace])
+        else:
+            here = pod.namespace == home
+        return here and selects(peer.get("podSelector", {}), pod.labels)
+
+
+def _applies(policy: Object, direction: str, pod: Pod) -> bool:
+    spec = policy["spec"]
+    types = spec.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in spec else [])]
+    here = policy["metadata"]["namespace"] == pod.namespace
+    return here and direction in types and selects(spec["podSelector"], pod.labels)
 
 
 def _is_port(ports: list[Object] | None, owner: Pod, port: int, protocol: str) -> bool:
-    if not ports:
-        return True
-    for allowed in ports:
-        wanted = allowed.get("port")
-        if allowed.get("protocol", "TCP") != protocol:
-            continue
+    def matches(wanted: str | int | None, last: int | None) -> bool:
         if isinstance(wanted, str):
-            if owner.ports.get(wanted) == (port, protocol):
-                return True
-        elif wanted is None or wanted <= port <= allowed.get("endPort", wanted):
-            return True
-    return False
+            return owner.ports.get(wanted) == (port, protocol)
+        return wanted is None or wanted <= port <= (last or wanted)
+
+    allowed = [entry for entry in ports or [] if entry.get("protocol", "TCP") == protocol]
+    return not ports or any(matches(entry.get("port"), entry.get("endPort")) for entry in allowed)

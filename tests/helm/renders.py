@@ -1,66 +1,16 @@
-"""Renders that the property tests share: named values, each rendered once, and what one wants to know of the result."""
-
-from __future__ import annotations
+"""Renders of named values, each made once, and the parts of a render that tests look at."""
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from helm import charts, matrix
-from helm.charts import CHART, Object, Rendered, merged
+from helm.charts import Object, Rendered, merged
+from helm.matrix import COMPONENT, VALUES
 
-ROLES = ("controller", "trainer", "inference")
 NAMESPACE = "ns"
 RELEASES = ("a", "b")
-"""Two in one namespace."""
-
-NAME, INSTANCE, COMPONENT = (f"app.kubernetes.io/{key}" for key in ("name", "instance", "component"))
-_STEALING = {COMPONENT: "controller", NAME: "other", INSTANCE: "b", "tandem": "mine"}
-"""Labels of a user who tries to be another component, or another release."""
-_PEER = {"namespaceSelector": {"matchLabels": {"team": "research"}}, "podSelector": {"matchLabels": {"app": "proxy"}}}
-EVERYTHING: dict[str, Any] = {
-    "commonLabels": _STEALING,
-    "models": {"existingClaim": "models"},
-    "networkPolicy": {
-        "clients": [_PEER],
-        "extraEgress": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}],
-    },
-    "podDisruptionBudget": {"enabled": True},
-    "kueue": {"queue": "post-training"},
-    "ingress": {"enabled": True, **matrix.HOSTS},
-    "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], **matrix.HOSTS},
-    "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},
-    **{role: {"podLabels": _STEALING} for role in ROLES},
-}
-"""Every switch on."""
-SHARED = {"gpuMode": "shared", "trainer": {"gpus": 2}, "inference": {"gpus": 2}}
-ONE_NODE = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "ReadWriteOnce"}}
-_SERVICES = {"monitoring": {"monitors": {"kind": "service"}}}
-
-_BASED: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "shared by claim": SHARED,
-    "shared by resource": {**SHARED, "shared": {"via": "resource"}},
-    "one node": ONE_NODE,
-    "one node for the cache": {"cache": {"accessMode": "ReadWriteOnce"}},
-    "one node, shared": {**ONE_NODE, **SHARED},
-    "existing claims": {"data": {"existingClaim": "work"}, "cache": {"existingClaim": "scratch"}},
-    "ephemeral cache": {"cache": {"type": "ephemeral"}},
-    "tiny model on GPUs": {"baseModel": "", "tinyModel": True},
-    "OpenShift": {"podSecurity": {"assignedUser": True}},
-    "everything": EVERYTHING,
-    "everything by services": merged(EVERYTHING, _SERVICES),
-    "everything, shared": merged(EVERYTHING, SHARED),
-    "everything, shared, by services": merged(merged(EVERYTHING, SHARED), _SERVICES),
-    "everything, one node": merged(EVERYTHING, ONE_NODE),
-}
-VALUES: dict[str, dict[str, Any]] = {
-    **{name: merged(matrix.BASE, values) for name, values in _BASED.items()},
-    **{path.name: charts.load_values(path) for path in matrix.files()},
-}
-"""By name; a test is for all of them unless it says otherwise."""
-CASES = list(VALUES)
+"""Two releases in one namespace."""
 
 
 @cache
@@ -79,13 +29,14 @@ def case(name: str, release: str = "a") -> Rendered:
 
 
 def with_values(**values: Any) -> Rendered:
-    """The least values, and these."""
+    """The render of the required values and these."""
     return of(merged(matrix.BASE, values))
 
 
+@cache
 def value(name: str, path: str) -> Any:
-    """What a value is in a case, its default where the case says nothing."""
-    node = merged(charts.load_values(CHART / "values.yaml"), VALUES[name])
+    """A value in a case; its default where the case does not set it."""
+    node = merged(matrix.defaults(), VALUES[name])
     for part in path.split("."):
         node = node[part]
     return node
@@ -101,21 +52,19 @@ def component_of(name: str, role: str) -> str:
 
 
 def component(template: Object) -> str:
-    """Of a pod's template."""
+    """The component that a pod template's label names."""
     return template["metadata"]["labels"][COMPONENT]
 
 
-def containers(template: Object) -> Iterator[Object]:
-    """Of a pod, those before its start too."""
-    yield from template["spec"].get("initContainers", [])
-    yield from template["spec"]["containers"]
+def templates(rendered: Rendered) -> dict[str, Object]:
+    """The pod template of each workload, by component."""
+    return {component(template): template for obj, template in rendered.pods() if obj["kind"] != "Pod"}
 
 
 def pod_of(rendered: Rendered, role: str) -> Object:
-    """The template of the pod that has a role's container."""
-    found = [t for _, t in rendered.pods() if any(c["name"] == role for c in t["spec"]["containers"])]
-    assert len(found) == 1, f"{len(found)} pods have a container {role}"
-    return found[0]
+    """The template of the one pod that has a role's container."""
+    (template,) = (t for _, t in rendered.pods() if any(c["name"] == role for c in t["spec"]["containers"]))
+    return template
 
 
 def container_of(rendered: Rendered, role: str) -> Object:
@@ -124,20 +73,19 @@ def container_of(rendered: Rendered, role: str) -> Object:
 
 
 def preflight_of(rendered: Rendered, role: str) -> Object:
-    """A role's preflight."""
-    found = [c for c in pod_of(rendered, role)["spec"]["initContainers"] if ["--role", role] == c["args"][2:4]]
-    assert len(found) == 1
-    return found[0]
+    """A role's init container `preflight`."""
+    (container,) = (c for c in pod_of(rendered, role)["spec"]["initContainers"] if ["--role", role] == c["args"][2:4])
+    return container
 
 
 def environment(container: Object) -> dict[str, str]:
-    """The variables of a container."""
-    names = [variable["name"] for variable in container.get("env", [])]
-    assert len(names) == len(set(names)), f"a variable more than once: {names}"
-    return {variable["name"]: variable["value"] for variable in container.get("env", [])}
+    """A container's variables, each of which is set once."""
+    variables = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+    assert len(variables) == len(container.get("env", [])), "a variable is set twice"
+    return variables
 
 
-def volume(template: Object, container: Object, path: str) -> Object:
-    """The volume that a container has at a path."""
-    name = next(m["name"] for m in container["volumeMounts"] if m["mountPath"] == path)
-    return next(v for v in template["spec"]["volumes"] if v["name"] == name)
+def volume(rendered: Rendered, role: str, path: str) -> Object:
+    """The volume that a role's container mounts at a path."""
+    mounts = {mount["mountPath"]: mount["name"] for mount in container_of(rendered, role)["volumeMounts"]}
+    return next(v for v in pod_of(rendered, role)["spec"]["volumes"] if v["name"] == mounts[path])

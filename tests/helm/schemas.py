@@ -1,12 +1,10 @@
-"""Whether an object is one that a Kubernetes of a given version would take: `validate(obj, version)`.
+"""Whether a Kubernetes of a given version accepts an object: `validate(obj, version)`.
 
-Built-in kinds against Kubernetes' own JSON schemas (the `kubernetes-validate` package, strict: unknown fields are
-refused); the kinds in `crds/` against their definitions; and every object against what an API server checks besides:
-names, labels, keys that must be unique in a list, selectors, mounts and limits of pods. A kind without a schema is a
-problem like any other. The CEL rules of the CRDs aren't evaluated.
+Built-in kinds are checked against Kubernetes' own JSON schemas (the strict ones of the `kubernetes-validate` package,
+which refuse unknown fields), custom kinds against their definitions in `crds/`. Every object is checked further as an
+API server does: names, labels, unique keys in lists, and the rules of `helm.pods`. A kind without a schema is a
+problem too. The CEL rules of the CRDs are not evaluated.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -33,32 +31,27 @@ LABEL_KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-
 SUBDOMAIN = re.compile(r"^(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
 DNS_LABEL = re.compile(r"^(?=.{1,63}$)[a-z]([-a-z0-9]*[a-z0-9])?$")
 POD_NAME_SUFFIX = 11
-"""`-<10 characters>`: a StatefulSet's pods carry the name of the revision as a label, at most 63 characters."""
+"""A StatefulSet's pods have a label of at most 63 characters: its name, `-` and 10 characters."""
 UNIQUE = {
-    "containers": ("name",),
-    "initContainers": ("name",),
-    "volumes": ("name",),
-    "env": ("name",),
-    "volumeMounts": ("mountPath",),
-    "imagePullSecrets": ("name",),
+    "ports": lambda item: (item.get("containerPort", item.get("port")), item.get("protocol", "TCP")),
+    "volumeMounts": lambda item: item.get("mountPath"),
+    **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets"), lambda i: i.get("name")),
 }
+"""Lists that an API server treats as maps → the key of an item."""
 
 
 def validate(obj: dict[str, Any], version: str) -> list[str]:
-    """What is wrong with the object for this version of Kubernetes (`1.30`, `1.37.0`); empty if nothing is."""
+    """The object's problems with this version of Kubernetes (`1.30`, `1.37.0`)."""
+    title = f"{obj.get('kind', 'an object without a kind')} {obj.get('metadata', {}).get('name', 'without a name')}"
     try:
         validator = _validator(obj.get("apiVersion", ""), obj.get("kind", ""), ".".join(version.split(".")[:2]))
     except LookupError as error:
-        return [f"{_title(obj)}: {error.args[0]}"]
+        return [f"{title}: {error.args[0]}"]
     problems = [_message(error) for error in validator.iter_errors(obj)]
-    problems += [*_naming(obj), *_duplicates(obj, "")]
+    problems += [*_naming(obj), *_duplicates(obj)]
     if not problems:
         problems += pods.problems(obj)
-    return [f"{_title(obj)}: {problem}" for problem in problems]
-
-
-def _title(obj: dict[str, Any]) -> str:
-    return f"{obj.get('kind', 'an object without a kind')} {obj.get('metadata', {}).get('name', 'without a name')}"
+    return [f"{title}: {problem}" for problem in problems]
 
 
 def _message(error: ValidationError) -> str:
@@ -84,45 +77,36 @@ def _validator(api_version: str, kind: str, minor: str) -> Draft202012Validator:
         if not path.is_file():
             raise LookupError(f"no schema of {api_version} {kind} in {CRDS.name}/")
         schema = _strict(json.loads(path.read_text()))
-        schema["properties"] |= {
-            "apiVersion": {"const": api_version},
-            "kind": {"const": kind},
-            "metadata": {"$ref": OBJECT_META},
-        }
+        own = {"apiVersion": {"const": api_version}, "kind": {"const": kind}, "metadata": {"$ref": OBJECT_META}}
+        schema["properties"] |= own
         schema["required"] = sorted({*schema.get("required", []), "apiVersion", "kind", "metadata"})
         return Draft202012Validator(schema, registry=registry)
-    name = f"{kind.lower()}-{group.split('.')[0]}-{version}" if group else f"{kind.lower()}-{version}"
-    file = directory / f"{name}.json"
-    if not kind or not file.is_file():
-        raise LookupError(f"Kubernetes {minor} has no {api_version} {kind}")
-    schema = json.loads(file.read_text())
+    file = directory / ("-".join(filter(None, (kind.lower(), group.split(".")[0], version))) + ".json")
+    schema = json.loads(file.read_text()) if file.is_file() else {}
     if {"group": group, "version": version, "kind": kind} not in schema.get("x-kubernetes-group-version-kind", []):
         raise LookupError(f"Kubernetes {minor} has no {api_version} {kind}")
     return Draft202012Validator(schema, registry=registry)
 
 
 def _strict(schema: Any) -> Any:
-    """The schema with unknown fields refused wherever fields are listed."""
+    """The schema with unknown fields refused wherever it lists fields."""
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {key: _strict(value) for key, value in schema.items() if key != "properties"}
-    if "properties" in schema:
-        result["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
-        if schema.get("type") == "object" and not schema.get("x-kubernetes-preserve-unknown-fields"):
-            result.setdefault("additionalProperties", False)
-    return result
+    closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict)
+    more = {"additionalProperties": False} if closed and not schema.get("x-kubernetes-preserve-unknown-fields") else {}
+    return more | {key: _strict(value) for key, value in schema.items()}
 
 
 def _naming(obj: dict[str, Any]) -> Iterator[str]:
-    """Names and labels, of the object and of the pods it makes."""
+    """Problems with the names and labels of the object and of its pods."""
     name, kind = obj.get("metadata", {}).get("name", ""), obj.get("kind")
     if not (DNS_LABEL if kind in ("Service", "Namespace") else SUBDOMAIN).match(name):
         yield f"metadata.name: {name!r} is not a valid name"
     if kind == "StatefulSet" and len(name) + POD_NAME_SUFFIX > 63:
-        yield f"metadata.name: {name!r} leaves no room for a pod's revision label (63 characters)"
-    for path, meta in _metadata(obj, ""):
+        yield f"metadata.name: {name!r} leaves no space for a pod's revision label (63 characters)"
+    for path, meta in ((path, node) for path, key, node in walk(obj) if key == "metadata" and isinstance(node, dict)):
         for key, value in (meta.get("labels") or {}).items():
             if not LABEL_KEY.match(key) or not LABEL_VALUE.match(str(value)):
                 yield f"{path}.labels: {key}: {value!r} is not a valid label"
@@ -131,35 +115,17 @@ def _naming(obj: dict[str, Any]) -> Iterator[str]:
                 yield f"{path}.annotations: {key!r} is not a valid key"
 
 
-def _metadata(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            here = f"{path}.{key}".lstrip(".")
-            if key == "metadata" and isinstance(value, dict):
-                yield here, value
-            else:
-                yield from _metadata(value, here)
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _metadata(value, f"{path}.{index}")
+def walk(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Path, key and value of everything in an object."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        here = f"{path}.{key}".lstrip(".")
+        yield here, str(key), value
+        yield from walk(value, here)
 
 
-def _duplicates(node: Any, path: str) -> Iterator[str]:
-    """Lists that are maps to the API server: a key given twice is refused (or, worse, merged)."""
-    if isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _duplicates(value, f"{path}.{index}")
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            here = f"{path}.{key}".lstrip(".")
-            yield from _duplicates(value, here)
-            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-                continue
-            if key == "ports":
-                port = "containerPort" if any("containerPort" in item for item in value) else "port"
-                seen = [(item.get(port), item.get("protocol", "TCP")) for item in value]
-            elif key in UNIQUE:
-                seen = [tuple(item.get(part) for part in UNIQUE[key]) for item in value]
-            else:
-                continue
-            yield from (f"{here}: {item} more than once" for item in sorted(set(seen), key=str) if seen.count(item) > 1)
+def _duplicates(obj: dict[str, Any]) -> Iterator[str]:
+    """Keys that a list contains twice. An API server refuses or merges such items."""
+    for path, name, items in walk(obj):
+        if name in UNIQUE and isinstance(items, list) and all(isinstance(item, dict) for item in items):
+            keys = [UNIQUE[name](item) for item in items]
+            yield from (f"{path}: {key} more than once" for key in sorted(set(keys), key=str) if keys.count(key) > 1)

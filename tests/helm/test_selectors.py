@@ -1,85 +1,68 @@
-"""What each selector takes, over all pods of two releases in one namespace; names that don't collide."""
-
-from __future__ import annotations
+"""The pods that each selector selects, over all pods of two releases in one namespace; names that don't collide."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from helm import charts, matrix
-from helm.charts import merged
+from helm import charts, matrix, schemas
+from helm.charts import NEWEST, merged
+from helm.matrix import CASES, COMPONENT, EVERYTHING, INSTANCE, NAME, ROLES, SHARED
 from helm.reachability import selects
-from helm.renders import CASES, COMPONENT, EVERYTHING, INSTANCE, NAME, RELEASES, SHARED, case, component, of
+from helm.renders import RELEASES, case, component, component_of, with_values
 
 HEADLESS = "tandem-headless"
-STATEFULSET_LONGEST = 52
-"""A StatefulSet's name: its pods have a label that appends 11 characters, and 63 is the most."""
-
-
-def everybody(name: str) -> list[tuple[str, dict]]:
-    """(release, pod) of both releases."""
-    return [(release, template) for release in RELEASES for _, template in case(name, release).pods()]
 
 
 def taken(name: str, selector: dict) -> set[tuple[str, str]]:
-    """The (release, component) of the pods that a selector takes."""
-    return {(r, component(pod)) for r, pod in everybody(name) if selects(selector, pod["metadata"]["labels"])}
+    """The (release, component) of all pods of both releases that a selector selects."""
+    pods = [(release, pod) for release in RELEASES for _, pod in case(name, release).pods()]
+    return {(release, component(pod)) for release, pod in pods if selects(selector, pod["metadata"]["labels"])}
 
 
-def identity(release: str, *components: str) -> dict[str, str]:
-    """What a selector consists of."""
-    return {NAME: "tandem", INSTANCE: release} | dict(zip([COMPONENT], components, strict=False))
+def identity(release: str, one: str | None = None) -> dict[str, str]:
+    """The labels by which a release's pods, or those of one component, are selected."""
+    return {NAME: "tandem", INSTANCE: release} | ({COMPONENT: one} if one else {})
 
 
-def gpu_components(name: str) -> set[str]:
-    return {component(pod) for _, pod in everybody(name)} & {"trainer", "inference", "engine"}
-
-
-def selecting(name: str, release: str) -> Iterator[tuple[str, dict, set[str]]]:
-    """(what, its selector, the components it is for) of every object that selects pods of one component."""
-    full = f"{release}-tandem-"
-    engine = "engine" in gpu_components(name)
-    of_role = {"inference": "engine", "inference-pods": "engine"} if engine else {"inference-pods": "inference"}
+def selectors(name: str, release: str) -> Iterator[tuple[str, dict, str]]:
+    """(object, selector, component) of every object that selects the pods of one component."""
     for obj in case(name, release).objects:
-        kind, own = obj["kind"], obj["metadata"]["name"].removeprefix(full)
-        what = f"{kind} {own}"
+        kind, own, spec = obj["kind"], obj["metadata"]["name"].removeprefix(f"{release}-tandem-"), obj.get("spec", {})
+        role = {"inference-pods": "inference", "vllm": "inference"}.get(own, own)
         if kind in ("Deployment", "StatefulSet"):
-            yield what, obj["spec"]["selector"], {component(obj["spec"]["template"])}
+            yield f"{kind} {own}", spec["selector"], component(spec["template"])
         elif kind == "Service":
-            yield what, {"matchLabels": obj["spec"]["selector"]}, {of_role.get(own, own)}
-        elif kind == "PodDisruptionBudget":
-            yield what, obj["spec"]["selector"], {own}
-        elif kind == "NetworkPolicy" and own not in ("default-deny", "within", "outside"):
-            yield what, obj["spec"]["podSelector"], {own}
+            yield f"{kind} {own}", {"matchLabels": spec["selector"]}, component_of(name, role)
         elif kind == "PodMonitor":
-            role = {"vllm": "inference"}.get(own, own)
-            yield what, obj["spec"]["selector"], {"engine" if engine and role != "controller" else role}
+            yield f"{kind} {own}", spec["selector"], component_of(name, role)
+        elif kind == "PodDisruptionBudget":
+            yield f"{kind} {own}", spec["selector"], own
+        elif kind == "NetworkPolicy" and own not in ("default-deny", "within", "outside"):
+            yield f"{kind} {own}", spec["podSelector"], own
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_selector_takes_its_component_and_nothing_else(name):
+def test_a_selector_selects_only_its_component(name):
     for release in RELEASES:
-        found = list(selecting(name, release))
-        assert {"Deployment controller", "Service inference", "NetworkPolicy controller"} <= {
-            what for what, *_ in found
-        }
-        for what, selector, components in found:
-            assert taken(name, selector) == {(release, one) for one in components}, what
-            assert selector == {"matchLabels": identity(release, *components)}, what
+        found = list(selectors(name, release))
+        objects = {where for where, *_ in found}
+        assert {"Deployment controller", "Service inference", "NetworkPolicy controller"} <= objects
+        for where, selector, expected in found:
+            assert taken(name, selector) == {(release, expected)}, where
+            assert selector == {"matchLabels": identity(release, expected)}, where
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_policies_for_all_pods_take_all_of_the_release(name):
+def test_policies_for_all_pods_select_all_pods_of_the_release(name):
+    workers = {component_of(name, role) for role in ROLES}
+    tests = {f"test-{test}" for test in ("reach", "volume-write", "volume-read", "job")}
     for release in RELEASES:
-        mine = {(release, component(pod)) for _, pod in case(name, release).pods()}
-        assert {f"test-{test}" for test in ("reach", "volume-write", "volume-read", "job")} < {c for _, c in mine}
-        for policy in ("default-deny", "within"):
+        for policy, components in (
+            ("default-deny", workers | tests), ("within", workers | tests), ("outside", workers)
+        ):  # fmt: skip
             selector = case(name, release).one("NetworkPolicy", policy)["spec"]["podSelector"]
-            assert selector == {"matchLabels": identity(release)}
-            assert taken(name, selector) == mine
-        outside = case(name, release).one("NetworkPolicy", "outside")["spec"]["podSelector"]
-        assert outside["matchLabels"] == identity(release)
-        assert taken(name, outside) == {(release, c) for c in gpu_components(name) | {"controller"}}
+            assert selector["matchLabels"] == identity(release)
+            assert taken(name, selector) == {(release, one) for one in components}, policy
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "by services" in name])
@@ -94,42 +77,31 @@ def test_service_monitors_select_by_one_label_more(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_pods_select_one_another_by_has_the_release_in_it(name):
-    """Affinities and the peers of policies."""
+def test_affinities_and_peers_of_policies_name_the_release(name):
     for release in RELEASES:
         for obj in case(name, release).objects:
             if obj["kind"] in ("NetworkPolicy", "Deployment", "StatefulSet", "Pod"):
-                for selector in _nested(obj["spec"], ("podSelector", "labelSelector")):
-                    if NAME in (labels := selector.get("matchLabels", {})) and labels[NAME] == "tandem":
+                for selector in (node for _, key, node in schemas.walk(obj) if key in ("podSelector", "labelSelector")):
+                    labels = selector.get("matchLabels", {})
+                    if labels.get(NAME) == "tandem":
                         assert {r for r, _ in taken(name, selector)} == {release}
                         assert set(labels) <= {NAME, INSTANCE, COMPONENT}
 
 
-def _nested(node, keys) -> Iterator[dict]:
-    if isinstance(node, dict):
-        yield from (value for key, value in node.items() if key in keys)
-        for value in node.values():
-            yield from _nested(value, keys)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _nested(value, keys)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_pods_carry_what_selects_them_whatever_users_say(name):
+def test_users_labels_do_not_replace_those_of_selectors(name):
     for release in RELEASES:
         for obj, pod in case(name, release).pods():
             labels = pod["metadata"]["labels"]
             expected = obj["metadata"]["name"].removeprefix(f"{release}-tandem-")
             assert {key: labels[key] for key in (NAME, INSTANCE, COMPONENT)} == identity(release, expected)
             if "everything" in name:
-                assert labels["tandem"] == "mine", "users' labels are there"
+                assert labels["tandem"] == "mine", "the user's other labels stay"
 
 
 def test_a_user_cannot_mark_services_as_headless():
     """ServiceMonitors would scrape vLLM twice."""
-    labels = {HEADLESS: "true"}
-    rendered = of(merged(matrix.BASE, {"commonLabels": labels, "monitoring": {"monitors": {"kind": "service"}}}))
+    rendered = with_values(commonLabels={HEADLESS: "true"}, monitoring={"monitors": {"kind": "service"}})
     marked = {o["metadata"]["name"] for o in rendered.all("Service") if HEADLESS in o["metadata"]["labels"]}
     assert marked == {"a-tandem-trainer", "a-tandem-inference-pods"}
 
@@ -140,24 +112,22 @@ def test_names_of_two_releases_differ(name):
     assert not one & two
 
 
-LONG = [f"{'r' * 50}{end}" for end in ("one", "two")]
-
-
 @pytest.mark.parametrize("values", [EVERYTHING, merged(EVERYTHING, SHARED)], ids=["dedicated", "shared"])
 def test_names_of_long_releases_fit_and_differ(values):
     names = []
-    for release in LONG:
-        rendered = charts.render(merged(matrix.BASE, values), release=release)
+    for end in ("one", "two"):
+        rendered = charts.render(merged(matrix.BASE, values), release="r" * 50 + end)
         names.append({(o["kind"], o["metadata"]["name"]) for o in rendered.objects})
-        for obj in rendered.objects:
-            limit = {"StatefulSet": STATEFULSET_LONGEST, "ConfigMap": 253}.get(obj["kind"], 63)
-            assert len(obj["metadata"]["name"]) <= limit, obj["metadata"]["name"]
-            for node in (obj["metadata"], *(pod["metadata"] for _, pod in rendered.pods())):
-                assert all(len(value) <= 63 for value in node["labels"].values())
+        check_names(rendered)
     assert not names[0] & names[1]
 
 
 def test_a_long_override_fits():
-    rendered = charts.render({**matrix.BASE, "fullnameOverride": "x" * 63, "nameOverride": "y" * 63})
+    check_names(with_values(fullnameOverride="x" * 63, nameOverride="y" * 63))
+
+
+def check_names(rendered: charts.Rendered) -> None:
+    """Names have at most 63 characters, the limit of Services and labels; schemas check labels and StatefulSets."""
     for obj in rendered.objects:
-        assert len(obj["metadata"]["name"]) <= (STATEFULSET_LONGEST if obj["kind"] == "StatefulSet" else 63)
+        assert schemas.validate(obj, NEWEST) == []
+        assert obj["kind"] == "ConfigMap" or len(obj["metadata"]["name"]) <= 63

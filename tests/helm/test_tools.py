@@ -1,6 +1,4 @@
-"""The tools of the chart's tests notice what they must notice, shown with a small chart and with wrong objects."""
-
-from __future__ import annotations
+"""`helm.charts` on a small chart, and `helm.schemas` on invalid objects."""
 
 import json
 import re
@@ -41,21 +39,18 @@ kind: Pod
 metadata: {name: {{ .Release.Name }}-test, annotations: {helm.sh/hook: test}}
 spec: {restartPolicy: Never, containers: [{name: main, image: busybox}]}
 """
-SCHEMA = {
-    "type": "object",
-    "additionalProperties": False,
+VALUES_SCHEMA = {
     "properties": {
-        "global": {"type": "object"},
-        "image": {"type": "string"},
-        "greeting": {"type": "string"},
-        "nested": {"type": "object", "additionalProperties": False, "properties": {"deep": {"type": "integer"}}},
+        "global": {}, "image": {}, "greeting": {},
+        "nested": {"additionalProperties": False, "properties": {"deep": {"type": "integer"}}},
     },
-}
+    "additionalProperties": False,
+}  # fmt: skip
 
 
 @pytest.fixture
 def chart(tmp_path: Path) -> Path:
-    """A chart with a test pod, a schema and a link to files outside of it."""
+    """A chart with a test pod, a schema and a link to files outside it."""
     root = tmp_path / "small"
     (root / "templates").mkdir(parents=True)
     (root / "files").mkdir()
@@ -65,7 +60,7 @@ def chart(tmp_path: Path) -> Path:
     chart = {"apiVersion": "v2", "name": "small", "version": "0.1.0", "kubeVersion": ">=1.30.0-0"}
     (root / "Chart.yaml").write_text(yaml.safe_dump(chart))
     (root / "values.yaml").write_text("greeting: hello\nimage: busybox\nnested: {deep: 1}\n")
-    (root / "values.schema.json").write_text(json.dumps(SCHEMA))
+    (root / "values.schema.json").write_text(json.dumps(VALUES_SCHEMA))
     for name, text in (("config", CONFIG), ("set", WORKLOADS), ("test", TEST)):
         (root / "templates" / f"{name}.yaml").write_text(text)
     (root / "templates" / "NOTES.txt").write_text("{{ .Values.greeting }} from {{ .Release.Namespace }}")
@@ -73,9 +68,8 @@ def chart(tmp_path: Path) -> Path:
 
 
 def test_render_gives_objects_hooks_and_notes(chart):
-    rendered = charts.render(
-        {"greeting": "hi"}, release="r", namespace="team", version="1.30.0", groups=(), chart=chart
-    )
+    options = {"release": "r", "namespace": "team", "version": "1.30.0", "groups": (), "chart": chart}
+    rendered = charts.render({"greeting": "hi"}, **options)
     data = rendered.one("ConfigMap", "-config")["data"]
     assert data == {"greeting": "hi", "kubernetes": "v1.30.0", "podmonitors": "false", "rules": "a rule"}
     assert rendered.notes.strip() == "hi from team"
@@ -121,9 +115,12 @@ def test_an_upgrade_of_an_immutable_field_is_refused(chart):
             charts.upgrade(server, {"greeting": "other"}, chart=chart)
 
 
+def obj(api_version: str, kind: str, **spec: Any) -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": "a"}, "spec": spec}
+
+
 def pod(**container: Any) -> dict[str, Any]:
-    main = {"name": "main", "image": "busybox", **container}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [main]}}
+    return obj("v1", "Pod", containers=[{"name": "main", "image": "busybox", **container}])
 
 
 def resources(request: str, limit: str, name: str = "memory") -> dict[str, Any]:
@@ -132,25 +129,21 @@ def resources(request: str, limit: str, name: str = "memory") -> dict[str, Any]:
 
 def workload(label: str) -> dict[str, Any]:
     template = {"metadata": {"labels": {"app": label}}, "spec": pod()["spec"]}
-    spec = {"selector": {"matchLabels": {"app": "a"}}, "template": template}
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}, "spec": spec}
+    return obj("apps/v1", "Deployment", selector={"matchLabels": {"app": "a"}}, template=template)
 
 
-def monitor(kind: str, endpoints: str, **endpoint: Any) -> dict[str, Any]:
-    spec = {"selector": {}, endpoints: [{"port": "http", **endpoint}]}
-    return {"apiVersion": "monitoring.coreos.com/v1", "kind": kind, "metadata": {"name": "m"}, "spec": spec}
+def monitor(endpoints: str) -> dict[str, Any]:
+    return obj("monitoring.coreos.com/v1", "PodMonitor", selector={}, **{endpoints: [{"port": "http"}]})
 
 
 def rule(**fields: Any) -> dict[str, Any]:
     group = {"name": "g", "rules": [{"alert": "A", "expr": "up == 0", **fields}]}
-    meta = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "r"}}
-    return meta | {"spec": {"groups": [group]}}
+    return obj("monitoring.coreos.com/v1", "PrometheusRule", groups=[group])
 
 
 def route(**fields: Any) -> dict[str, Any]:
-    spec = {"parentRefs": [{"name": "g"}], "rules": [{"backendRefs": [{"name": "s", "port": 80}]}], **fields}
-    meta = {"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute", "metadata": {"name": "r"}}
-    return meta | {"spec": spec}
+    rules = [{"backendRefs": [{"name": "s", "port": 80}]}]
+    return obj("gateway.networking.k8s.io/v1", "HTTPRoute", parentRefs=[{"name": "g"}], rules=rules, **fields)
 
 
 @pytest.mark.parametrize("version", [charts.OLDEST, charts.NEWEST])
@@ -159,7 +152,7 @@ def route(**fields: Any) -> dict[str, Any]:
     [
         (pod(), pod(imag="x"), r"spec.containers.0: .*'imag' was unexpected"),
         (pod(), pod(env=[{"name": "A", "value": 1}]), r"env.0.value: 1 is not of type 'string'"),
-        (pod(env=[{"name": "A"}]), pod(env=[{"name": "A"}, {"name": "A"}]), r"env: \('A',\) more than once"),
+        (pod(env=[{"name": "A"}]), pod(env=[{"name": "A"}, {"name": "A"}]), r"env: A more than once"),
         (pod(), pod() | {"metadata": {"name": "a", "labels": {"v": "1+2"}}}, r"'1\+2' is not a valid label"),
         (pod(), pod() | {"metadata": {"name": "A_"}}, "'A_' is not a valid name"),
         (pod(), pod() | {"apiVersion": "apps/v1"}, "has no apps/v1 Pod"),
@@ -167,12 +160,12 @@ def route(**fields: Any) -> dict[str, Any]:
         (resources("1Gi", "1Gi"), resources("1.5Gi", "1Gi"), "request 1.5Gi is above the limit 1Gi"),
         (resources("1", "1", "a.b/c"), resources("1", "2", "a.b/c"), "a.b/c: an extended resource.s request and limit"),
         (workload("a"), workload("b"), "does not match the labels"),
-        (monitor("PodMonitor", "podMetricsEndpoints"), monitor("PodMonitor", "endpoints"), "endpoints"),
+        (monitor("podMetricsEndpoints"), monitor("endpoints"), "endpoints"),
         (rule(), rule(annotations={"summary": 1}), r"summary: 1 is not of type 'string'"),
         (route(), route(hostname="a.b"), "'hostname' was unexpected"),
         (route(), route() | {"kind": "HTTPRout"}, "no schema of gateway.networking.k8s.io/v1 HTTPRout"),
     ],
 )
-def test_each_kind_of_schema_catches_a_wrong_field(version, good, bad, named):
+def test_validate_finds_an_invalid_object(version, good, bad, named):
     assert schemas.validate(good, version) == []
     assert re.search(named, schemas.validate(bad, version)[0])

@@ -1,27 +1,55 @@
-"""No value without a use: each key of values.yaml is given a value of its own, and is found in what is rendered."""
-
-from __future__ import annotations
+"""Every key of values.yaml has a use: a distinct value for each of them appears in the rendered objects."""
 
 import json
+import re
+from typing import Any
 
-from helm import charts, marks
+from helm import charts
 from helm.charts import merged
+from helm.matrix import BASE, ROLES, at, defaults, leaves, schema_of
 
-ROLES = ("controller", "trainer", "inference")
-OVER_OTHERS = {
+PATTERNED = ("mark{n}x", "{big}Gi", "{big}s", "{big}m", "mark{n}x.example.org", "example.org/mark{n}x",
+             "sha256:{n:064x}")  # fmt: skip
+"""Values for a key whose schema has a pattern; the first that matches is used."""
+_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
+_RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
+_TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
+TEMPLATES: dict[str, Any] = {
+    "pullSecrets": ["MARK"],
+    "tolerations": [{"key": "MARK", "operator": "Exists"}],
+    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
+    "extraEnv": [{"name": "MARK", "value": "1"}],
+    "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "MARK", "mountPath": "/MARK"}],
+    "extraContainers": [{"name": "MARK", "image": "busybox"}],
+    "extraInitContainers": [{"name": "MARK", "image": "busybox"}],
+    "clients": _PEER,
+    "prometheus": _PEER,
+    "extraEgress": [{"to": _PEER}],
+    "parentRefs": [{"name": "MARK"}],
+    "relabelings": _RELABELING,
+    "metricRelabelings": _RELABELING,
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "MARK"}}],
+    "alertLabels": {"MARK": "1"},
+    "extendedResources": {"example.org/MARK": "1"},
+}
+"""Last part of a key → its value, in which MARK is replaced by a distinct text."""
+
+OVERRIDING = {
     "data.existingClaim",
     "cache.existingClaim",
     "fullnameOverride",
     *(f"{role}.image.{key}" for role in ROLES for key in ("registry", "repository", "tag")),
 }
-"""Keys that take the place of others."""
-OVER_ALL = {f"{role}.image.digest" for role in ROLES}
-"""Keys that take the place of those."""
+"""Keys that replace others."""
+DIGESTS = {f"{role}.image.digest" for role in ROLES}
+"""Keys that replace some of OVERRIDING."""
 NOT_VERBATIM = {
-    # Added up with /dev/shm, or counted in other units; other tests compare the sums.
+    # Added to /dev/shm or converted; other tests compare the results.
     *(f"{role}.resources.{kind}.memory" for role in ROLES for kind in ("requests", "limits")),
     "inference.startupMinutes",
-    # Must fit other values: test_matrix has them.
+    # Must agree with other values; test_matrix sets them.
     "trainer.settings.tensorParallel",
     "trainer.cpuRanks",
     "monitoring.rules.disabled",
@@ -35,17 +63,40 @@ ON = {
 }
 
 
+def distinct(path: str, n: int) -> tuple[Any, str] | None:
+    """A value for a key and the text that identifies it; None for switches, choices and values without such a text."""
+    schema, name, mark = schema_of(path), path.rpartition(".")[2], f"mark{n}x"
+    kinds = schema.get("type", [])
+    if "enum" in schema or "boolean" in kinds:
+        return None
+    if name in TEMPLATES:
+        return json.loads(json.dumps(TEMPLATES[name]).replace("MARK", mark)), mark
+    if "integer" in kinds:
+        value = schema.get("minimum", 0) + 43000 + n
+        return value, str(value)
+    if "number" in kinds and "string" not in kinds:
+        return (43000 + n) / 100000, str((43000 + n) / 100000)
+    if "string" in kinds:
+        texts = (pattern.format(n=n, big=43000 + n) for pattern in PATTERNED)
+        text = next(text for text in texts if re.search(schema.get("pattern", ""), text))
+        return text, text
+    return ({"example.org/mark": mark}, mark) if "additionalProperties" in schema else None
+
+
 def test_every_value_arrives():
-    found = marks.marks()
-    plain = set(found) - OVER_OTHERS - OVER_ALL - NOT_VERBATIM
-    shared = {"gpuMode": "shared"}
+    paths = dict.fromkeys(path.replace("labels.grafana_dashboard", "labels") for path, _ in leaves(defaults()))
+    values = {path: value for n, path in enumerate(paths, 100) if (value := distinct(path, n)) is not None}
+    assert len(values) > 120
+    plain = set(values) - OVERRIDING - DIGESTS - NOT_VERBATIM
     text = ""
-    for paths, switches in (
+    for keys, switches in (
         (plain, ON),
-        (plain | OVER_OTHERS, ON),
-        (plain | OVER_OTHERS | OVER_ALL, ON),
-        ({"shared.deviceClassName"}, shared),
+        (plain | OVERRIDING, ON),
+        (plain | OVERRIDING | DIGESTS, ON),
+        ({"shared.deviceClassName"}, {"gpuMode": "shared"}),
     ):
-        text += json.dumps(charts.render(merged(marks.values(paths), switches)).objects)
-    assert [path for path in set(found) - NOT_VERBATIM if found[path][1] not in text] == []
-    assert len(found) > 120
+        given = BASE
+        for path in keys:
+            given = merged(given, at(path, values[path][0]))
+        text += json.dumps(charts.render(merged(given, switches)).objects)
+    assert [path for path in set(values) - NOT_VERBATIM if values[path][1] not in text] == []

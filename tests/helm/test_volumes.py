@@ -1,51 +1,48 @@
-"""Volumes per access mode, and where pods are placed so that all of them get theirs."""
+"""Volumes per access mode, and pods placed so that all of them get their volumes."""
 
-from __future__ import annotations
-
-from itertools import permutations
+from itertools import combinations
 
 import pytest
 
-from helm import charts, matrix
+from helm import matrix
 from helm.charts import merged
+from helm.matrix import CASES, ONE_NODE, ROLES, SHARED_BY_RESOURCE
 from helm.reachability import selects
-from helm.renders import CASES, ONE_NODE, ROLES, SHARED, case, component, container_of, of, pod_of, value, volume
+from helm.renders import case, container_of, of, templates, value, volume
 
 HOSTNAME = "kubernetes.io/hostname"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 NODES = {"n1": 0, "n2": 4, "n3": 4}
-"""Nodes and their GPUs."""
-
-
-def claim_of(name: str, role: str, path: str) -> str | None:
-    rendered = case(name)
-    found = volume(pod_of(rendered, role), container_of(rendered, role), path)
-    return found.get("persistentVolumeClaim", {}).get("claimName")
+"""Node → its number of GPUs."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_roles_mount_the_same_two_volumes(name):
-    ephemeral = value(name, "cache.type") == "ephemeral"
-    data = value(name, "data.existingClaim") or "a-tandem-data"
-    cache = None if ephemeral else value(name, "cache.existingClaim") or "a-tandem-cache"
+    rendered = case(name)
+    claims = {
+        kind: value(name, f"{kind}.existingClaim") or f"a-tandem-{kind}"
+        for kind in ("data", "cache")
+        if kind == "data" or value(name, "cache.type") == "claim"
+    }
     for role in ROLES:
-        assert claim_of(name, role, "/data") == data
-        assert claim_of(name, role, "/cache") == cache
-        mounts = {m["mountPath"]: m for m in container_of(case(name), role)["volumeMounts"]}
+        for kind in ("data", "cache"):
+            claim = volume(rendered, role, f"/{kind}").get("persistentVolumeClaim", {}).get("claimName")
+            assert claim == claims.get(kind)
+        mounts = {m["mountPath"]: m for m in container_of(rendered, role)["volumeMounts"]}
         assert "readOnly" not in mounts["/data"]
         assert ("/models" in mounts) == bool(value(name, "models.existingClaim"))
         assert "/models" not in mounts or mounts["/models"]["readOnly"] is True
-    made = {o["metadata"]["name"]: o for o in case(name).all("PersistentVolumeClaim")}
-    own = {"a-tandem-data", None if ephemeral else "a-tandem-cache"} & {data, cache}
-    assert set(made) == own - {None}
-    for claim, kind in (("a-tandem-data", "data"), ("a-tandem-cache", "cache")):
-        if claim in made:
-            assert made[claim]["spec"]["accessModes"] == [value(name, f"{kind}.accessMode")]
-            assert made[claim]["spec"]["resources"] == {"requests": {"storage": value(name, f"{kind}.size")}}
-            policy = made[claim]["metadata"].get("annotations", {}).get("helm.sh/resource-policy")
-            assert policy == ("keep" if value(name, f"{kind}.keep") else None)
+    made = {o["metadata"]["name"]: o for o in rendered.all("PersistentVolumeClaim")}
+    assert set(made) == {claim for kind, claim in claims.items() if not value(name, f"{kind}.existingClaim")}
+    for claim, obj in made.items():
+        kind = claim.removeprefix("a-tandem-")
+        assert obj["spec"]["accessModes"] == [value(name, f"{kind}.accessMode")]
+        assert obj["spec"]["resources"] == {"requests": {"storage": value(name, f"{kind}.size")}}
+        policy = obj["metadata"].get("annotations", {}).get("helm.sh/resource-policy")
+        assert policy == ("keep" if value(name, f"{kind}.keep") else None)
 
 
-def test_the_data_is_kept_unless_told_otherwise_and_the_cache_is_not():
+def test_an_uninstall_keeps_the_data_but_not_the_cache_by_default():
     assert value("defaults", "data.keep") is True
     assert value("defaults", "cache.keep") is False
 
@@ -57,23 +54,19 @@ def test_storage_classes(given, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pods_are_held_together_only_where_a_volume_demands_it(name):
+def test_pods_must_share_a_node_only_if_a_volume_is_read_write_once(name):
     modes = {value(name, "data.accessMode")}
     if value(name, "cache.type") == "claim":
         modes.add(value(name, "cache.accessMode"))
     together = "ReadWriteOnce" in modes
     for obj, pod in case(name).pods():
-        terms = required(pod)
-        assert len(terms) == together, obj["metadata"]["name"]
-        assert all(term["topologyKey"] == HOSTNAME for term in terms)
+        assert [term["topologyKey"] for term in required(pod)] == [HOSTNAME] * together, obj["metadata"]["name"]
     strategy = case(name).one("Deployment")["spec"]["strategy"]["type"]
     assert strategy == ("Recreate" if together else "RollingUpdate"), "a second pod may not get the volume"
 
 
 def required(pod: dict) -> list[dict]:
-    return (
-        pod["spec"].get("affinity", {}).get("podAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", [])
-    )
+    return pod["spec"].get("affinity", {}).get("podAffinity", {}).get(REQUIRED, [])
 
 
 def gpus(pod: dict) -> int:
@@ -81,8 +74,10 @@ def gpus(pod: dict) -> int:
 
 
 def feasible(pod: dict, bound: dict[str, str], pods: dict[str, dict]) -> set[str]:
-    """The nodes where a scheduler may put a pod: GPUs that are free, and Kubernetes' rule for affinities to pods, with
-    its exception for the first of a kind that matches itself."""
+    """The nodes on which a scheduler may put a pod: those with enough free GPUs that satisfy its affinities to pods.
+
+    An affinity that no bound pod matches is ignored if the pod matches it itself.
+    """
     free = {n: NODES[n] - sum(gpus(pods[p]) for p, at in bound.items() if at == n) for n in NODES}
     nodes = {node for node in NODES if free[node] >= gpus(pod)}
     for term in required(pod):
@@ -92,85 +87,67 @@ def feasible(pod: dict, bound: dict[str, str], pods: dict[str, dict]) -> set[str
     return nodes
 
 
-def endings(pods: dict[str, dict], bound: dict[str, str]) -> list[dict[str, str]]:
-    """Every way in which a scheduler may end, whatever it takes first and chooses where it has a choice."""
-    found: dict[frozenset, dict[str, str]] = {}
-    seen, todo = set(), [bound]
+def outcomes(pods: dict[str, dict], bound: dict[str, str]) -> list[dict[str, str]]:
+    """Every final placement (pod → node), over all orders of the pods and all feasible nodes."""
+    final, seen, todo = [], set(), [bound]
     while todo:
         state = todo.pop()
-        moves = [
-            {**state, name: node} for name in pods if name not in state for node in feasible(pods[name], state, pods)
-        ]
+        if (key := frozenset(state.items())) in seen:
+            continue
+        seen.add(key)
+        unbound = [name for name in pods if name not in state]
+        moves = [{**state, name: node} for name in unbound for node in feasible(pods[name], state, pods)]
+        todo += moves
         if not moves:
-            found[frozenset(state.items())] = state
-        for move in moves:
-            if (key := frozenset(move.items())) not in seen:
-                seen.add(key)
-                todo.append(move)
-    return list(found.values())
-
-
-def workers(rendered: charts.Rendered) -> dict[str, dict]:
-    return {component(pod): pod for obj, pod in rendered.pods() if obj["kind"] != "Pod"}
+            final.append(state)
+    return final
 
 
 ONE_NODE_CASES = [name for name in CASES if "one node" in name] + ["2+2.yaml", "values-cpu.yaml"]
 
 
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
-def test_everything_starts_on_one_node_whoever_is_first(name):
-    pods = workers(case(name))
-    ends = endings(pods, {})
-    assert len(ends) >= 2, "the scheduler has a choice of nodes"
+def test_all_pods_start_on_one_node_in_any_order(name):
+    pods = templates(case(name))
+    ends = outcomes(pods, {})
+    assert len(ends) >= 2, "the scheduler can choose between nodes"
     for end in ends:
-        assert set(end) == set(pods), f"waits for ever: {set(pods) - set(end)}"
-        assert len(set(end.values())) == 1
-    assert all(NODES[node] >= sum(map(gpus, pods.values())) for end in ends for node in end.values())
+        assert set(end) == set(pods), f"pending forever: {set(pods) - set(end)}"
+        (node,) = set(end.values())
+        assert NODES[node] >= sum(map(gpus, pods.values()))
 
 
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
-def test_whoever_comes_back_goes_where_the_others_are(name):
-    pods = workers(case(name))
-    tests = {component(pod): pod for obj, pod in case(name).pods() if obj["kind"] == "Pod"}
-    for gone in [g for size in range(1, len(pods)) for g in permutations(pods, size)]:
+def test_pods_return_to_the_node_of_the_others(name):
+    pods = templates(case(name))
+    for gone in [g for size in range(1, len(pods)) for g in combinations(pods, size)]:
         for node in ("n2", "n3"):
-            staying = {one: node for one in pods if one not in gone}
-            ends = endings(pods, staying)
-            assert ends == [dict.fromkeys(pods, node)] or [set(e.items()) for e in ends] == [
-                {(one, node) for one in pods}
-            ], gone
-    for test, pod in tests.items():
-        assert feasible(pod, dict.fromkeys(pods, "n3"), pods) == {"n3"}, f"{test} mounts the volume too"
-        # It pulls nobody: a test that is left over somewhere must not decide where the trainer goes.
+            assert outcomes(pods, {pod: node for pod in pods if pod not in gone}) == [dict.fromkeys(pods, node)], gone
+    for pod in (pod for obj, pod in case(name).pods() if obj["kind"] == "Pod"):
+        assert feasible(pod, dict.fromkeys(pods, "n3"), pods) == {"n3"}, "a test pod mounts the volume too"
+        # A test pod that is left on a node must not attract the trainer.
         for other in pods.values():
             assert not any(selects(term["labelSelector"], pod["metadata"]["labels"]) for term in required(other))
 
 
-def test_two_releases_don_t_hold_each_other():
-    mine, other = workers(case("one node", "a")), workers(case("one node", "b"))
-    everybody = {f"a {c}": p for c, p in mine.items()} | {f"b {c}": p for c, p in other.items()}
-    bound = {f"a {c}": "n2" for c in mine}
-    ends = endings(everybody, bound)
+def test_two_releases_may_use_different_nodes():
+    mine, other = templates(case("one node", "a")), templates(case("one node", "b"))
+    pods = {f"a {c}": p for c, p in mine.items()} | {f"b {c}": p for c, p in other.items()}
+    ends = outcomes(pods, {f"a {c}": "n2" for c in mine})
     assert {end["b trainer"] for end in ends} == {"n2", "n3"}
-    assert all(set(end) == set(everybody) for end in ends)
+    assert all(set(end) == set(pods) for end in ends)
     assert all(len({end[f"b {c}"] for c in other}) == 1 for end in ends)
 
 
-@pytest.mark.parametrize("more", [{}, {**SHARED, "shared": {"via": "resource"}}], ids=["dedicated", "shared"])
-def test_a_user_s_affinity_stays(more):
+@pytest.mark.parametrize("more", [{}, SHARED_BY_RESOURCE], ids=["dedicated", "shared"])
+def test_a_users_affinity_stays(more):
     term = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "db"}}}
-    preferred = [{"weight": 1, "podAffinityTerm": term}]
-    own = {
-        "podAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": [term],
-            "preferredDuringSchedulingIgnoredDuringExecution": preferred,
-        },
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]},
-    }
-    values = merged(merged(matrix.BASE, ONE_NODE), merged(more, {role: {"affinity": own} for role in ROLES}))
-    for pod in workers(of(values)).values():
+    preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": term}]}
+    own = {"podAffinity": {REQUIRED: [term], **preferred}, "podAntiAffinity": {REQUIRED: [term]}}
+    values = merged(merged(matrix.BASE, ONE_NODE), merged(more, matrix.roles(affinity=own)))
+    for pod in templates(of(values)).values():
         affinity = pod["spec"]["affinity"]
         assert affinity["podAntiAffinity"] == own["podAntiAffinity"]
-        assert affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"] == preferred
+        assert affinity["podAffinity"].items() >= preferred.items()
         assert len(required(pod)) == 2
         assert required(pod)[0] == term
