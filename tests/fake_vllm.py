@@ -26,11 +26,9 @@ def effect(adapter: Path) -> float:
 
 
 def logprobs(tokens: Sequence[int], moved: float) -> list[float]:
-    out = []
-    for j in range(1, len(tokens)):
-        digest = hashlib.sha256(json.dumps(list(tokens[: j + 1])).encode()).digest()
-        out.append(-3.0 - digest[0] / 256 + moved * (digest[1] / 128 - 1))
-    return out
+    prefixes = (json.dumps(list(tokens[: j + 1])).encode() for j in range(1, len(tokens)))
+    digests = (hashlib.sha256(prefix).digest() for prefix in prefixes)
+    return [-3.0 - digest[0] / 256 + moved * (digest[1] / 128 - 1) for digest in digests]
 
 
 class FakeVllm:

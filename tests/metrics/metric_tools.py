@@ -1,6 +1,7 @@
 """Collectors whose collections the test starts, and their metrics as Prometheus parses them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import httpx
 from prometheus_client.exposition import generate_latest
@@ -25,6 +26,10 @@ class Scraped:
 
     def get(self, name: str, /, **labels: str) -> float | None:
         return self.samples.get((name, frozenset(labels.items())))
+
+    def check(self, labels: Mapping[str, str] | None = None, /, **values: Any) -> None:
+        """Asserts the values of `tandem_<name>` with these labels. None: there is no such sample."""
+        assert {name: self.get(f"tandem_{name}", **(labels or {})) for name in values} == values
 
     def all(self, name: str, /) -> list[dict[str, str]]:
         """The label sets of the samples with that name."""

@@ -36,12 +36,9 @@ def test_everything_a_device_reports_has_its_uuid(nvml):
     assert seen.get("tandem_gpu_info", **info) == 1
     for part, size in {"total": 100, "free": 59, "reserved": 1, "used": 40}.items():
         assert seen.get(f"tandem_gpu_memory_{part}_bytes", uuid="GPU-a") == size * GIB
-    assert seen.get("tandem_gpu_utilization_ratio", uuid="GPU-b") == 0.37
-    assert seen.get("tandem_gpu_temperature_celsius", uuid="GPU-b") == 61
-    assert seen.get("tandem_gpu_energy_joules_total", uuid="GPU-b") == 5000.5
-    assert seen.get("tandem_gpu_power_limit_watts", uuid="GPU-b") == 700
-    assert seen.get("tandem_gpu_compute_processes", uuid="GPU-b") == 1
-    assert seen.get("tandem_gpu_ecc_uncorrected_errors_total", uuid="GPU-b") == 2
+    seen.check({"uuid": "GPU-b"}, gpu_utilization_ratio=0.37, gpu_temperature_celsius=61, gpu_power_limit_watts=700,
+               gpu_energy_joules_total=5000.5, gpu_compute_processes=1,
+               gpu_ecc_uncorrected_errors_total=2)  # fmt: skip
     throttled = {"hw_thermal": 0, "sw_thermal": 0, "hw_power_brake": 0, "sw_power_cap": 1}
     assert seen.by("reason", "tandem_gpu_throttle_active") == throttled
 

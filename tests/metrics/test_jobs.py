@@ -93,18 +93,14 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     release(volume, job, 95, 5)
     volume.queue.finish(job, succeeded(job))
     seen = exported.collect()
-    assert seen.get("tandem_train_active") == 0
     assert not seen.names & {
         "tandem_job_info", "tandem_rank_up", "tandem_torch_memory_allocated_bytes", "tandem_train_step",
         "tandem_torch_memory_phase_peak_bytes", "tandem_train_last_step_timestamp_seconds",
     }  # fmt: skip
-    assert seen.get("tandem_train_loss") == 0.5
-    assert seen.get("tandem_train_tokens_total") == 1280
+    seen.check(train_active=0, train_loss=0.5, train_tokens_total=1280, job_release_seconds_sum=1.25,
+               checkpoint_duration_seconds=2.5)  # fmt: skip
+    seen.check({"uuid": GPU}, job_gpu_released_bytes=90, job_gpu_left_bytes=5)
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1
-    assert seen.get("tandem_job_gpu_released_bytes", uuid=GPU) == 90
-    assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == 5
-    assert seen.get("tandem_job_release_seconds_sum") == 1.25
-    assert seen.get("tandem_checkpoint_duration_seconds") == 2.5
     for _ in range(2):  # each event is counted once
         assert seen.get("tandem_jobs_finished_total", outcome="succeeded") == 1
         seen = exported.collect()
@@ -113,25 +109,18 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
 def check_running(seen: Scraped) -> None:
     """After the first step of `test_a_job_from_queued_to_released`."""
     assert seen.by("rank", "tandem_rank_up") == {"0": 1, "1": 1}
-    assert seen.get("tandem_torch_memory_allocated_bytes", **RANK_0) == 10
-    assert seen.get("tandem_torch_memory_reserved_peak_bytes", **RANK_0) == 21
+    seen.check(RANK_0, torch_memory_allocated_bytes=10, torch_memory_reserved_peak_bytes=21,
+               torch_memory_step_floor_bytes=8, torch_device_allocs_total=4)  # fmt: skip
     for kind, value in OPTIMIZER.items():
         assert seen.get(f"tandem_torch_memory_phase_{kind}_bytes", **RANK_0, phase="optimizer") == value
     assert seen.by("phase", "tandem_torch_memory_phase_allocated_bytes") == {"optimizer": 12, "data": 3}
-    assert seen.get("tandem_torch_memory_step_floor_bytes", **RANK_0) == 8
     assert seen.get("tandem_torch_host_pinned_bytes", rank="0") == 7
-    assert seen.get("tandem_torch_device_allocs_total", **RANK_0) == 4
-    assert (seen.get("tandem_train_step"), seen.get("tandem_train_steps")) == (1, 4)
     assert seen.get("tandem_train_rank_step", rank="1") == 0
-    assert seen.get("tandem_train_loss") == 0.5
-    assert seen.get("tandem_train_logprob_mismatch") == 0.01
-    assert seen.get("tandem_train_kl") is None  # the step measured none
-    assert seen.get("tandem_train_tokens_total") == 640
-    assert seen.get("tandem_train_samples_total") == 8
-    assert seen.get("tandem_train_step_duration_seconds_sum") == 4.75
-    assert seen.get("tandem_train_phase_duration_seconds_sum", phase="base_weights") == 8
-    assert seen.get("tandem_train_phase_duration_seconds_bucket", phase="optimizer", le="0.5") == 0
-    assert seen.get("tandem_train_phase_duration_seconds_bucket", phase="optimizer", le="1.0") == 1
+    seen.check(train_step=1, train_steps=4, train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None)  # KL: no value
+    seen.check(train_tokens_total=640, train_samples_total=8, train_step_duration_seconds_sum=4.75)
+    seen.check({"phase": "base_weights"}, train_phase_duration_seconds_sum=8)
+    for le, count in (("0.5", 0), ("1.0", 1)):
+        seen.check({"phase": "optimizer", "le": le}, train_phase_duration_seconds_bucket=count)
     assert abs(seen.get("tandem_train_last_step_timestamp_seconds") - time.time()) < 20
 
 
@@ -145,8 +134,7 @@ def test_memory_that_resident_ranks_keep_is_not_left(volume: Spool, more, left, 
     requeue(volume, job, "oom", retriable=False)
     seen = exported.collect()
     assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == more.get("resident", {})
-    assert seen.get("tandem_job_gpu_left_bytes", uuid=GPU) == left
-    assert seen.get("tandem_job_gpu_released_bytes", uuid=GPU) == released
+    seen.check({"uuid": GPU}, job_gpu_left_bytes=left, job_gpu_released_bytes=released)
 
 
 def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:

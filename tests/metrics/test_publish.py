@@ -34,8 +34,7 @@ def test_the_newest_checkpoint_is_exported(volume: Spool) -> None:
     manifest = volume.checkpoints.manifest("r", 1)
     size = sum(entry.size for entry in manifest.files.values())
     seen = exported.collect()
-    assert seen.get("tandem_checkpoint_last_success_timestamp_seconds") == manifest.created
-    assert seen.get("tandem_checkpoint_size_bytes") == size
+    seen.check(checkpoint_last_success_timestamp_seconds=manifest.created, checkpoint_size_bytes=size)
     volume.checkpoints.rollback("r", 0)
     assert exported.collect().get("tandem_checkpoint_size_bytes") == size
 
