@@ -48,15 +48,6 @@ def test_round_trip(tmp_path: Path) -> None:
             batch.row(2)
 
 
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_packed(tmp_path / name, small(), vocab_size=10)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert len(names) == 16
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 def test_close_releases_every_map(tmp_path: Path) -> None:
     directory = tmp_path / "a"
     write_packed(directory, small(), vocab_size=10)

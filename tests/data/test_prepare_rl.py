@@ -24,23 +24,26 @@ def turn(prompt: list[int], sampled: list[int], first_logprob: float = -0.5) -> 
     return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs)
 
 
+def group(members: list[Trajectory]) -> Group:
+    return Group(trajectories=members)
+
+
+def rows(out: Path) -> list[PackedRow]:
+    with PackedBatch.open(out) as batch:
+        return [batch.row(number) for number in range(len(batch))]
+
+
 def one(prompt: list[int], sampled: list[int], reward: float, **more: object) -> Trajectory:
     return Trajectory.model_validate({"turns": [turn(prompt, sampled)], "reward": reward, **more})
 
 
 def run(
-    out: Path,
-    groups: list[Group],
-    *,
-    length: int = 32,
-    too_long: str = "refuse",
-    vocab_size: int = VOCAB,
-    **advantage: object,
+    out: Path, groups: list[Group], *, length: int = 32, too_long: str = "refuse", vocab_size=VOCAB, **more: object
 ) -> PackedData:
+    """`more`: settings of the advantages."""
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
-    return prepare_rl(
-        groups, vocab_size=vocab_size, advantage=AdvantageSettings.model_validate(advantage), packing=packing, out=out
-    )
+    advantage = AdvantageSettings.model_validate(more)
+    return prepare_rl(groups, vocab_size=vocab_size, advantage=advantage, packing=packing, out=out)
 
 
 def parents(row: PackedRow) -> list[int]:
@@ -71,22 +74,16 @@ def trajectories(draw: st.DrawFn, prompt: list[int]) -> Trajectory:
     turns = [turn(prompt, draw(ids), -draw(st.integers(0, 9)))]
     for _ in range(draw(st.integers(0, 2))):
         context = turns[-1].prompt_token_ids + turns[-1].token_ids
-        if draw(st.booleans()):
-            context = context + draw(ids)  # continues
-        else:
-            context = context[: draw(st.integers(1, len(context)))]  # may or may not
+        continues = draw(st.booleans())
+        context = context + draw(ids) if continues else context[: draw(st.integers(1, len(context)))]
         turns.append(turn(context, draw(ids), -draw(st.integers(0, 9))))
     return Trajectory(turns=turns, reward=draw(st.sampled_from([0.0, 0.25, 1.0])))
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Group]:
-    groups = []
-    for _ in range(draw(st.integers(1, 4))):
-        prompt = draw(ids)
-        members = draw(st.lists(trajectories(prompt), min_size=1, max_size=6))
-        groups.append(Group(trajectories=members))
-    return groups
+    prompts = draw(st.lists(ids, min_size=1, max_size=4))
+    return [group(draw(st.lists(trajectories(prompt), min_size=1, max_size=6))) for prompt in prompts]
 
 
 def linear(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]]:
@@ -149,7 +146,7 @@ def read_back(batch: PackedBatch) -> Counter:
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(2, 40), st.sampled_from(["truncate", "drop"]))
-@example([Group(trajectories=[one([1], [2, 3], 0.0), one([1], [2, 3], 1.0), one([1], [2], 1.0)])], 3, "drop")
+@example([group([one([1], [2, 3], 0.0), one([1], [2, 3], 1.0), one([1], [2], 1.0)])], 3, "drop")
 def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> None:
     expected: Counter = Counter()
     rewards, group_numbers, counts = [], [], []
@@ -211,10 +208,10 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
 def test_siblings_share_a_row_exactly() -> None:
     """Prompt 1 2, completions 3 4 / 3 0 / 3 4 (again) / 3: five slots for fifteen tokens, seven items."""
     completions = [([3, 4], 1.0), ([3, 0], 0.0), ([3, 4], 0.0), ([3], 0.5)]
-    group = Group(trajectories=[one([1, 2], sampled, reward) for sampled, reward in completions])
+    siblings = group([one([1, 2], sampled, reward) for sampled, reward in completions])
     with TemporaryDirectory() as directory:
         out = Path(directory) / "data"
-        data = run(out, [group], length=8, scale=False)
+        data = run(out, [siblings], length=8, scale=False)
         assert (data.num_tokens, data.num_unshared_tokens, data.num_items) == (5, 15, 7)
         with PackedBatch.open(out) as batch:
             row = batch.row(0)
@@ -232,42 +229,40 @@ def test_large_group_is_split_and_keeps_sharing(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 100, 20).tolist()
     members = [one(prompt, [100 + i, *rng.integers(0, 100, 9).tolist()], float(i)) for i in range(8)]
-    data = run(tmp_path / "a", [Group(trajectories=members)], length=50, vocab_size=200)
+    data = run(tmp_path / "a", [group(members)], length=50, vocab_size=200)
     assert (data.num_rows, data.num_tokens, data.num_groups) == (3, 3 * 20 + 80, 1)
     # A small group goes into the room that is left (rows of 50, 50, 40).
-    other = Group(trajectories=[one([150], [151] * 5, 0.0), one([150], [152] * 4, 1.0)])
-    assert run(tmp_path / "b", [Group(trajectories=members), other], length=50, vocab_size=200).num_rows == 3
+    other = group([one([150], [151] * 5, 0.0), one([150], [152] * 4, 1.0)])
+    assert run(tmp_path / "b", [group(members), other], length=50, vocab_size=200).num_rows == 3
 
 
-def test_split_groups_fill_each_others_rows(tmp_path: Path) -> None:
-    """5 completions of 10 behind 20: rows of 60 and 30; a second such group starts in the 30 left: 3 rows, not 4."""
-    groups = [Group(trajectories=[one([g] * 20, [10 * g + i] * 10, float(i)) for i in range(5)]) for g in (1, 2)]
-    data = run(tmp_path / "a", groups, length=60, vocab_size=100)
-    assert (data.num_rows, data.num_tokens) == (3, 60 + 60 + 60)
+SYSTEM = list(range(30))
+LAYOUTS = {
+    "split groups fill each other's rows": (
+        # 5 completions of 10 behind 20: rows of 60 and 30; the second group starts in the 30 left.
+        [group([one([g] * 20, [10 * g + i] * 10, i) for i in range(5)]) for g in (1, 2)], 60, (3, 60 + 60 + 60)
+    ),
+    "groups in a row share a system prompt": (
+        [group([one([*SYSTEM, 40 + g], [50 + g, i], i) for i in range(3)]) for g in range(6)], 100, (1, 30 + 6 * 5)
+    ),
+    "best fit decreasing": (  # first come first served would need three rows
+        [group([one([g], list(range(10 * g, 10 * g + size - 1)), 1)]) for g, size in enumerate([4, 5, 6, 5])],
+        10, (2, 20),
+    ),
+}  # fmt: skip
 
 
-def test_groups_in_a_row_share_a_system_prompt(tmp_path: Path) -> None:
-    system = list(range(30))
-    groups = [Group(trajectories=[one([*system, 40 + g], [50 + g, i], float(i)) for i in range(3)]) for g in range(6)]
-    data = run(tmp_path / "a", groups, length=100, vocab_size=100)
-    assert (data.num_rows, data.num_tokens) == (1, 30 + 6 * 5)
-
-
-def test_best_fit_decreasing(tmp_path: Path) -> None:
-    """Group sizes 4 5 6 5 into rows of 10: two rows; first come first served would need three."""
-    groups = [
-        Group(trajectories=[one([g], [10 * g + i for i in range(size - 1)], 1.0)])
-        for g, size in enumerate([4, 5, 6, 5], start=1)
-    ]
-    data = run(tmp_path / "a", groups, length=10, vocab_size=100, keep_zero_variance=True)
-    assert (data.num_rows, data.num_tokens) == (2, 20)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_filled(tmp_path: Path, name: str) -> None:
+    groups, length, expected = LAYOUTS[name]
+    data = run(tmp_path / "a", groups, length=length, vocab_size=100, keep_zero_variance=True)
+    assert (data.num_rows, data.num_tokens) == expected
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     groups = [
-        Group(trajectories=[one([g], rng.integers(0, VOCAB, 7).tolist(), float(rng.random())) for _ in range(9)])
-        for g in range(5)
+        group([one([g], rng.integers(0, VOCAB, 7).tolist(), float(rng.random())) for _ in range(9)]) for g in range(5)
     ]
     for name in ("a", "b"):
         run(tmp_path / name, groups, length=20)
@@ -276,8 +271,8 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
 
 
 def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
-    flat = Group(trajectories=[one([1], [2], 0.1), one([1], [3], 0.1), one([1], [4], 0.1)])
-    varied = Group(trajectories=[one([2], [2], 0.0), one([2], [3], 1.0)])
+    flat = group([one([1], [2], 0.1), one([1], [3], 0.1), one([1], [4], 0.1)])
+    varied = group([one([2], [2], 0.0), one([2], [3], 1.0)])
     data = run(tmp_path / "a", [flat, varied])
     assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (1, 1, 2)
     # Of everything that was sampled.
@@ -286,53 +281,38 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
     assert (data.reward_min, data.reward_max) == (0.0, 1.0)
     data = run(tmp_path / "b", [flat, varied], keep_zero_variance=True)
     assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (0, 2, 5)
-    with PackedBatch.open(tmp_path / "b") as batch:
-        advantages = {
-            int(t): float(a)
-            for r in range(len(batch))
-            for t, a in zip(batch.row(r).item_trajectory, batch.row(r).item_advantage, strict=True)
-        }
-    assert [advantages[t] for t in range(3)] == [0, 0, 0]
+    advantages = [row.item_advantage[row.item_trajectory < 3] for row in rows(tmp_path / "b")]
+    assert np.concatenate(advantages).tolist() == [0, 0, 0]
     with pytest.raises(NothingToLearn, match="1 groups have no variance"):
         run(tmp_path / "c", [flat])
 
 
 def test_given_advantages_replace_computed_ones(tmp_path: Path) -> None:
-    group = Group(trajectories=[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)])
-    assert run(tmp_path / "a", [group]).dropped_groups == 0
-    with PackedBatch.open(tmp_path / "a") as batch:
-        row = batch.row(0)
+    whole = group([one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)])
+    assert run(tmp_path / "a", [whole]).dropped_groups == 0
+    row = rows(tmp_path / "a")[0]
     assert dict(zip(row.item_trajectory.tolist(), row.item_advantage.tolist(), strict=True)) == {0: -2.5, 1: 0.0}
 
 
 def test_advantages_are_computed_before_dropping(tmp_path: Path) -> None:
-    group = Group(trajectories=[one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
-    run(tmp_path / "a", [group], length=4, too_long="drop", scale=False)
-    with PackedBatch.open(tmp_path / "a") as batch:
-        row = batch.row(0)
+    whole = group([one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
+    run(tmp_path / "a", [whole], length=4, too_long="drop", scale=False)
+    row = rows(tmp_path / "a")[0]
     assert row.item_advantage.tolist() == [0.5, 0.0]
 
 
-good = Group(trajectories=[one([1], [2], 0.0), one([1], [3], 1.0)])
+good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
 
 
 @pytest.mark.parametrize(
     ("bad", "field", "message"),
     [
         ([], "groups", "no group"),
-        (
-            [good, Group(trajectories=[one([1], [2, 5], 0.0)])],
-            "groups.1.trajectories.0.turns.0.token_ids",
-            "id 5 .*of 5",
-        ),
-        (
-            [Group(trajectories=[one([1], [2], 0.0), one([1, 7], [2], 0.0)])],
-            "groups.0.trajectories.1.turns.0.prompt_token_ids",
-            "id 7 at index 1",
-        ),
-        ([good, Group(trajectories=[one([1], [2] * 32, 0.0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
-        ([Group(trajectories=[one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
-        ([Group(trajectories=[one([1], [2], 1.0, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
+        ([good, group([one([1], [2, 5], 0)])], "groups.1.trajectories.0.turns.0.token_ids", "id 5 .*of 5"),
+        ([group([one([1, 7], [2], 0)])], "groups.0.trajectories.0.turns.0.prompt_token_ids", "id 7 at index 1"),
+        ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
+        ([group([one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
+        ([group([one([1], [2], 1, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
     ],
 )
 def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, message: str) -> None:

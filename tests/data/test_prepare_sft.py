@@ -57,14 +57,11 @@ def chat(*contents: str, **more: object) -> SFTExample:
     return SFTExample.model_validate({"messages": messages, **more})
 
 
-def run(out: Path, examples: list[SFTExample], tokenizer_path: str, **packing: Any) -> PackedData:
-    return prepare_sft(
-        examples,
-        tokenizer_path=tokenizer_path,
-        vocab_size=VOCAB,
-        packing=PackingSettings.model_validate({"sequence_length": 256, **packing}),
-        out=out,
-    )
+def run(
+    out: Path, examples: list[SFTExample], tokenizer_path: str, vocab_size: int = VOCAB, **settings: Any
+) -> PackedData:
+    packing = PackingSettings.model_validate({"sequence_length": 256, **settings})
+    return prepare_sft(examples, tokenizer_path=tokenizer_path, vocab_size=vocab_size, packing=packing, out=out)
 
 
 def trained(out: Path, tokenizer_path: str) -> list[tuple[int, str, str]]:
@@ -79,13 +76,8 @@ def trained(out: Path, tokenizer_path: str) -> list[tuple[int, str, str]]:
                 at = row.item_sequence == sequence
                 last = row.item_target[at][-1]
                 slots = np.flatnonzero((np.arange(256) <= last) & (row.subtree_end > last))
-                found.append(
-                    (
-                        int(row.item_trajectory[at][0]),
-                        tokenizer.decode(row.tokens[slots]),
-                        tokenizer.decode(row.tokens[row.item_target[at]]),
-                    )
-                )
+                texts = [tokenizer.decode(row.tokens[some]) for some in (slots, row.item_target[at])]
+                found.append((int(row.item_trajectory[at][0]), *texts))
         assert np.isnan(batch.trajectory_reward).all()
     return sorted(found)
 
@@ -126,12 +118,9 @@ def test_token_over_the_border(tmp_path: Path, tokenizer_path: str) -> None:
 
 
 def test_template_without_special_tokens(tmp_path: Path, tokenizer_path: str) -> None:
-    plain = with_template(
-        tokenizer_path,
-        tmp_path,
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
-    )
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    plain = with_template(tokenizer_path, tmp_path, messages + prompt)
     run(tmp_path / "a", [chat("hi", "yes")], plain)
     assert trained(tmp_path / "a", plain) == [(0, "user: hi\nassistant: yes\n", "yes\n")]
 
@@ -171,17 +160,9 @@ def test_too_long(tmp_path: Path) -> None:
     [
         (None, "examples.1.messages", "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "examples.1.messages.1", "roles must alternate"),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "examples.1.messages.1",
-            "differ",
-        ),
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}u{% endif %}{% endfor %}",
-            "examples.1.messages.1",
-            "nothing",
-        ),
-        ("{% for m in messages %}{% if m.role != 'user' %}a{% endif %}{% endfor %}", "examples.1.messages.1", "before"),
+        ("{{ messages | length }}{{ messages[0].content }}", "examples.1.messages.1", "differ"),
+        ("{% for m in messages if m.role == 'user' %}u{% endfor %}", "examples.1.messages.1", "nothing"),
+        ("{% for m in messages if m.role != 'user' %}a{% endfor %}", "examples.1.messages.1", "before"),
         ("{{ messages[0].nothing.more }}", "examples.1.messages.1", "template refuses"),
         ("{% for m in messages %}", "examples.1.messages.1", "template refuses"),
     ],
@@ -198,22 +179,14 @@ def test_templates_that_fail(
 
 
 def test_refused_naming_the_field(tmp_path: Path, tokenizer_path: str) -> None:
-    cases = [
-        ([], tokenizer_path, "examples", "no example"),
-        ([chat("hi", "yes")], str(tmp_path / "nowhere"), "base_model", "can't load a tokenizer"),
-        (
-            [SFTExample(token_ids=[1, VOCAB], trainable=[False, True])],
-            tokenizer_path,
-            "examples.0.token_ids",
-            f"id {VOCAB} at index 1",
-        ),
+    raw = SFTExample(token_ids=[1, VOCAB], trainable=[False, True])
+    cases: list[tuple[list[SFTExample], str, int, str, str]] = [
+        ([], tokenizer_path, VOCAB, "examples", "no example"),
+        ([chat("hi", "yes")], str(tmp_path / "nowhere"), VOCAB, "base_model", "can't load a tokenizer"),
+        ([raw], tokenizer_path, VOCAB, "examples.0.token_ids", f"id {VOCAB} at index 1"),
+        ([chat("hi", "yes")], tokenizer_path, 258, "examples.0.messages", "vocabulary"),
     ]
-    for examples, path, field, message in cases:
+    for examples, path, vocab_size, field, message in cases:
         with pytest.raises(InvalidInput, match=message) as refused:
-            run(tmp_path / "a", examples, path)
+            run(tmp_path / "a", examples, path, vocab_size)
         assert refused.value.field == field
-    with pytest.raises(InvalidInput, match="vocabulary") as refused:
-        prepare_sft(
-            [chat("hi", "yes")], tokenizer_path=tokenizer_path, vocab_size=258, packing=PackingSettings(), out=tmp_path
-        )
-    assert refused.value.field == "examples.0.messages"

@@ -57,6 +57,14 @@ def submit(spool: Spool, job_id: str | None = None, run: str = "r", base_step: i
     return spool.queue.submit(maker(run, **more), run=run, job_id=job_id, fingerprint="f", base_step=base_step)[0]
 
 
+def start(spool: Spool, job_id: str | None = None, run: str = "r", **more) -> Job:
+    """Submits and claims a job."""
+    submitted, job = submit(spool, job_id, run, **more), spool.queue.claim("me")
+    assert job is not None
+    assert job.spec.id == submitted.spec.id
+    return job
+
+
 def stage(spool: Spool, job: Job, content: bytes = b"trained") -> Path:
     staged = spool.paths.work_dir(job.spec.id, job.attempt) / "checkpoint"
     (staged / "optimizer").mkdir(parents=True)
@@ -79,13 +87,10 @@ def failed(message: str = "no") -> JobResult:
 
 def train_one(spool: Spool, run: str = "r") -> Job:
     """One job from submission to the end."""
-    job = submit(spool, run=run)
-    claimed = spool.queue.claim("runner")
-    assert claimed is not None
-    assert claimed.spec.id == job.spec.id
-    commit(spool, claimed)
-    spool.queue.finish(claimed, succeeded(claimed))
-    return claimed
+    job = start(spool, run=run)
+    commit(spool, job)
+    spool.queue.finish(job, succeeded(job))
+    return job
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import commit, spool_with_run, submit
+from spool.spool_tools import commit, spool_with_run, start, submit
 from spool.volume_tools import full_disk, in_child, tree
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
@@ -70,8 +70,7 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
     assert {("fsync", name) for name in files} <= set(log[:moved])
     assert log[moved + 1 :] == [("fsync", "runs")]
 
-    submit(spool, "j")
-    job = spool.queue.claim("runner")
+    job = start(spool, "j")
     log.clear()
     commit(spool, job)
     moved = log.index(("rename", "00000001"))

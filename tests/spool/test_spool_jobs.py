@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, failed, maker, refused, stage, submit, succeeded, train_one
+from spool.spool_tools import LOST, add_run, commit, failed, maker, refused, stage, start, submit, succeeded, train_one
 from spool.volume_tools import temporary_names, tree
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool
@@ -167,8 +167,7 @@ def test_a_queued_job_is_cancelled_at_once(spool):
 
 
 def test_a_running_job_is_cancelled_when_its_attempt_ends(spool):
-    submit(spool, "j")
-    job = spool.queue.claim("me")
+    job = start(spool, "j")
     assert not spool.jobs.cancel_requested("j")
     assert spool.queue.cancel("j") == spool.queue.cancel("j") == "running"
     assert spool.jobs.cancel_requested("j")
@@ -187,8 +186,7 @@ def test_a_job_that_does_not_exist_is_not_found(spool):
 
 
 def test_requeue_until_the_attempts_are_used_up(spool):
-    submit(spool, "j", max_attempts=2)
-    job = spool.queue.claim("me")
+    job = start(spool, "j", max_attempts=2)
     (spool.paths.work_dir("j", 1) / "staged").write_text("x")
     for _ in range(2):
         assert spool.queue.requeue(job, LOST) == "queued"

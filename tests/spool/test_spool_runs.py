@@ -2,7 +2,7 @@
 
 import pytest
 
-from spool.spool_tools import commit, refused, run_spec, stage, submit, succeeded, train_one, write_adapter
+from spool.spool_tools import commit, refused, run_spec, stage, start, submit, succeeded, train_one, write_adapter
 from spool.volume_tools import temporary_names, tree
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import Spool
@@ -60,8 +60,7 @@ def test_what_is_not_ours_is_not_listed(spool):
 
 
 def test_commit_says_all_that_the_manifest_holds(spool):
-    submit(spool, "j")
-    job = spool.queue.claim("runner")
+    job = start(spool, "j")
     staged = stage(spool, job)
     manifest = spool.checkpoints.commit(
         staged, "r", 1, "j", topology={"tp": 2}, versions={"torch": "2"}, metrics={"loss": 0.5}, probe=PROBE
@@ -77,8 +76,7 @@ def test_commit_says_all_that_the_manifest_holds(spool):
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_commit_of_anything_but_the_next_step_is_a_conflict(spool, step):
     train_one(spool)
-    submit(spool, "j")
-    staged = stage(spool, spool.queue.claim("runner"))
+    staged = stage(spool, start(spool, "j"))
     before = tree(spool.root)
     with refused(Conflict, "step", match="next is 2"):
         spool.checkpoints.commit(staged, "r", step, "j")
@@ -162,8 +160,7 @@ def test_rollback_is_refused_while_jobs_build_on_the_chain(spool):
 
 
 def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
-    submit(spool, "j")
-    job = spool.queue.claim("runner")
+    job = start(spool, "j")
     spool.checkpoints.commit(stage(spool, job), "r", 1, "j", probe=PROBE, metrics={"loss": 1.0})
     spool.queue.finish(job, succeeded(job))
     source = tree(spool.checkpoints.path("r", 1))
