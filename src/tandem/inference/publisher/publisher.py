@@ -77,8 +77,7 @@ class Publisher:
 
     def _publish_runs(self) -> None:
         self._transport.refresh()
-        wanted: set[str] = set()
-        existing: set[str] = set()
+        wanted, existing = set[str](), set[str]()
         runs = self._spool.runs.list()
         for run in runs:
             if run.weights != "lora":
