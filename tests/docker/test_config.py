@@ -317,26 +317,18 @@ def test_secrets_are_created_once_in_a_private_directory(tmp_path):
 
 # ---------------------------------------------------------------- variables
 
-NOT_PASSED = {
-    "root": "set by the images",
-    "device": "set by the images and docker-compose.cpu.yml",
-    "api_key": "a file",
-    "admin_token": "a file",
-    "controller_host": "set by the images",
-    "controller_port": "fixed in the container; TANDEM_CONTROLLER_PORT is the published port",
-    "docker": "has no effect",
-    "inference_host": "set by the images",
-    "inference_port": "fixed in the container; TANDEM_INFERENCE_PORT is the published port",
-    "log_dir": "set by the images",
-    "metrics_host": "set by the images",
-    "metrics_port": "prometheus.yml contains the images' port",
-}
-"""Settings that compose does not take from its variables, and why."""
-FIXED = {
-    "api_key_file": set(OURS),
-    "admin_token_file": {"preflight", "inference"},
-    "inference_url": set(SERVICES),
-}
+NOT_PASSED = (
+    # Set by the images; docker-compose.cpu.yml sets the device too.
+    "root", "log_dir", "device", "controller_host", "inference_host", "metrics_host",
+    # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the published ports.
+    "controller_port", "inference_port", "metrics_port",
+    # Files.
+    "api_key", "admin_token",
+    # Has no effect.
+    "docker",
+)  # fmt: skip
+"""Settings that compose does not take from its variables."""
+FIXED = {"api_key_file": set(OURS), "admin_token_file": {"preflight", "inference"}, "inference_url": set(SERVICES)}
 """Setting → the services to which compose passes a fixed value."""
 PASSED = {field: set(services) for services, fields in (
     (OURS, "base_model gpu_mode dtype log_format max_lora_rank expert_lora"),

@@ -1,6 +1,4 @@
-"""The compose files as they are written, with the defaults of their variables; `docker compose config` needs docker."""
-
-from __future__ import annotations
+"""The compose files with the defaults of their variables, read without docker."""
 
 import re
 from copy import deepcopy
@@ -25,7 +23,7 @@ _Loader.add_constructor("!reset", lambda loader, node: None)
 
 @cache
 def services(*names: str) -> dict[str, Any]:
-    """The services of the files named (`docker-compose.yml`), later ones laid over earlier ones."""
+    """The services of these files (`docker-compose.yml`), merged in this order."""
     result: dict[str, Any] = {}
     for name in names:
         for service, content in yaml.load((ROOT / name).read_text(), Loader=_Loader)["services"].items():
@@ -45,7 +43,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(node: Any) -> Any:
-    """With `${NAME:-default}` replaced by its default and `${NAME:+text}` by nothing."""
+    """Replaces `${NAME:-default}` by its default and `${NAME:+text}` by nothing."""
     if isinstance(node, dict):
         return {key: _filled(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -68,8 +66,5 @@ def seconds(text: str) -> float:
 
 def tmpfs(service: dict[str, Any]) -> dict[str, float]:
     """Mount path → bytes."""
-    found = {}
-    for entry in service["tmpfs"]:
-        path, _, options = entry.partition(":")
-        found[path] = size(dict(o.split("=") for o in options.split(","))["size"])
-    return found
+    entries = (entry.partition(":") for entry in service["tmpfs"])
+    return {path: size(dict(o.split("=") for o in options.split(","))["size"]) for path, _, options in entries}

@@ -7,11 +7,12 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import merged
-from helm.matrix import HOSTS, at
+from helm.matrix import HOSTS, ONE_NODE, at
 
 FREE_KEYS = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
 """Mappings that accept any key."""
 
+ONE_HOST = {"controllerHost": "a.b", "inferenceHost": "a.b"}
 BAD: list[tuple[dict[str, Any], str]] = [
     # Required values and combinations.
     ({"cache": {"type": "ephemeral", "existingClaim": "c"}}, r"cache\.existingClaim=c is not used"),
@@ -24,31 +25,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}}, r"trainer\.gpus=3 .*tensorParallel=2"),
     (
         {"device": "cpu", "trainer": {"cpuRanks": 3, "settings": {"tensorParallel": 2}}},
-        r"trainer\.cpuRanks=3 .*tensorParallel=2",
+        r"cpuRanks=3 .*tensorParallel=2",
     ),
     ({"trainer": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"trainer\.extendedResources has nvidia\.com/gpu"),
     ({"inference": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"inference\.extendedResources has nvidia\.com/gpu"),
     (
-        {
-            "data": {"accessMode": "ReadWriteOnce"},
-            "trainer": {"nodeSelector": {"pool": "a"}},
-            "controller": {"nodeSelector": {"pool": "b"}},
-        },
+        merged(ONE_NODE, {"trainer": {"nodeSelector": {"pool": "a"}}, "controller": {"nodeSelector": {"pool": "b"}}}),
         r"controller\.nodeSelector and trainer\.nodeSelector have different values of pool",
     ),
-    (
-        {"data": {"existingClaim": "x"}, "cache": {"existingClaim": "x"}},
-        r"data\.existingClaim and cache\.existingClaim",
-    ),
+    ({kind: {"existingClaim": "x"} for kind in ("data", "cache")}, r"data\.existingClaim and cache\.existingClaim"),
     ({"ingress": {"enabled": True}}, r"neither ingress\.controllerHost nor ingress\.inferenceHost"),
-    (
-        {"ingress": {"enabled": True, "controllerHost": "a.b", "inferenceHost": "a.b"}},
-        r"ingress\.controllerHost and ingress\.inferenceHost are the same",
-    ),
+    ({"ingress": {"enabled": True, **ONE_HOST}}, r"ingress\.controllerHost and ingress\.inferenceHost are the same"),
     ({"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}}, r"neither gateway\.controllerHost nor gateway\."),
     ({"gateway": {"enabled": True, **HOSTS}}, r"gateway\.parentRefs names no Gateway"),
     (
-        {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "controllerHost": "a", "inferenceHost": "a"}},
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], **ONE_HOST}},
         r"gateway\.controllerHost and gateway\.inferenceHost are the same",
     ),
     ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
