@@ -107,11 +107,17 @@ def test_contradictions_are_refused(tmp_path: Path, name: str, index: int, value
         PackedBatch.open(tmp_path / "a")
 
 
-def test_split_sequence_is_refused(tmp_path: Path) -> None:
-    both = np.array([0, 0, 1, 1, 1], np.int32)
-    split = {**small(), "item_sequence": both, "item_trajectory": both}
-    with pytest.raises(InvalidInput, match="split over rows"):
-        write_packed(tmp_path / "bad", split, vocab_size=10)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"item_sequence": [0, 0, 1, 1, 1], "item_trajectory": [0, 0, 1, 1, 1]}, "split over rows"),
+        ({"item_target": [3, 2, 4, 1, 2], "item_source": [2, 1, 1, 0, 1]}, "items are not in order"),
+    ],
+)
+def test_sequences_in_disorder_are_refused(tmp_path: Path, changed: dict[str, list[int]], message: str) -> None:
+    arrays = small() | {name: np.array(values, np.int32) for name, values in changed.items()}
+    with pytest.raises(InvalidInput, match=message):
+        write_packed(tmp_path / "bad", arrays, vocab_size=10)
 
 
 def test_source_in_another_branch_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
                 if len(spool.jobs.list(states=TERMINAL)) == len(ids):
                     return
                 continue
-            assert spool.jobs.get(job.spec.id) == ("running", job)
+            assert spool.jobs.list(job.spec.run, ["running"]) == [("running", job)]
             spool.leases.renew(job.spec.id, f"runner {os.getpid()}", "training")
             chance = choice.random()
             if chance < 0.3:

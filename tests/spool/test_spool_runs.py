@@ -3,8 +3,8 @@
 import pytest
 
 from spool.spool_tools import commit, refused, run_spec, stage, start, submit, succeeded, train_one, write_adapter
-from spool.volume_tools import temporary_names, tree
-from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
+from spool.volume_tools import full_disk, temporary_names, tree
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe, Served
@@ -42,6 +42,8 @@ def test_a_run_that_cannot_be_made_leaves_no_trace(spool):
         spool.runs.create(run_spec("r", seed=9), lambda directory: pytest.fail("must not be made"))
     with pytest.raises(RuntimeError):
         spool.runs.create(run_spec("new"), broken)
+    with pytest.raises(SpoolUnusable, match="full"):
+        spool.runs.create(run_spec("new"), full_disk)
     with pytest.raises(InvalidInput, match="not a plain file"):
         spool.runs.create(run_spec("new"), link)
     assert tree(spool.root) == before
