@@ -1,7 +1,11 @@
-"""The runner starts a job only on free devices, and measures what is left on them after it."""
+"""What ranks start on: free devices, which the runner measures again after a job, and their share of the cores."""
+
+import pytest
 
 from fake_nvml import MIB, gpu
 from runner.runner_stack import Stack
+from tandem.config import Settings
+from tandem.trainer.launch.launcher import rank_environment
 
 
 def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_path):
@@ -22,3 +26,23 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
         assert released.data["bytes"] == 5 * MIB
     finally:
         stack.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [
+        (3, {}, {"OMP_NUM_THREADS": "5", "GOMP_SPINCOUNT": "1000"}),  # 16 cores are divided
+        (32, {}, {"OMP_NUM_THREADS": "1"}),
+        (1, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": None}),
+        (1, {"GOMP_SPINCOUNT": "7"}, {}),
+    ],
+)
+def test_cores_are_divided_and_threads_wait_briefly_unless_the_operator_sets_it(monkeypatch, ranks, given, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    environment = rank_environment(Settings(trainer_ranks=ranks))
+    for name, value in (given | expected).items():
+        assert environment.get(name) == value

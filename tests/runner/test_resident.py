@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.runner_stack import HERE, Stack, alive
+from runner.runner_stack import Stack, alive
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,6 @@ def test_exit_0_in_the_middle_of_a_job_is_no_success(stack):
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
 
 
-def test_a_job_without_its_checkpoint_is_no_success(stack):
-    _, state, job = stack.ended("liar", do="no_checkpoint", attempts=1)
-    assert (state, job.result.error.type) == ("failed", "no_checkpoint")
-
-
 def test_cancel_ends_the_ranks_and_the_next_job_has_new_ones(stack):
     before = ranks(stack)
     stack.run("cancelled")
@@ -81,14 +76,6 @@ def test_ranks_that_died_between_jobs_are_replaced(stack):
     _, state, job = stack.ended("after-death")
     assert (state, job.attempt) == ("succeeded", 1)
     assert not ranks(stack) & before
-
-
-def test_ranks_are_replaced_when_the_code_changed(stack):
-    before = ranks(stack)
-    os.utime(HERE / "fake_rank.py")
-    assert stack.ended("changed")[1] == "succeeded"
-    assert not ranks(stack) & before
-    assert "replacing the resident ranks reason='the code changed'" in stack.logged()
 
 
 def test_a_killed_runner_takes_its_ranks_with_it(stack):

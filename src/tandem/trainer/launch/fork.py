@@ -33,13 +33,12 @@ class ForkServer:
             command = [sys.executable, "-m", "tandem.trainer.launch.forkserver", str(theirs.fileno()), entry]
             self._process = start_child(command, environment, pass_fds=[theirs.fileno()])
         self.pid = self._process.pid
-        self._closed = False
         self._work = ""
         self._exit: int | None = None
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None and not self._closed
+        return self._process.poll() is None and self._socket.fileno() >= 0
 
     def launch(self, launch: Launch) -> Self:
         self._work, self._exit = str(launch.work), None
@@ -48,12 +47,12 @@ class ForkServer:
         return self
 
     def poll(self) -> int | None:
-        while not self._closed and select.select([self._socket], [], [], 0)[0]:
+        while self._socket.fileno() >= 0 and select.select([self._socket], [], [], 0)[0]:
             packet = b""
             with suppress(ConnectionError):
                 packet = self._socket.recv(1 << 16)
             if not packet:
-                self._closed = True
+                self._socket.close()
                 break
             message = json.loads(packet)
             if ready := message.get("ready"):
@@ -79,7 +78,6 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._closed = True
         self.kill_all(10)
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):

@@ -10,8 +10,7 @@ from tandem.system.environment import omp_waiting
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.fork import ForkServer
-from tandem.trainer.launch.resident import ResidentRanks
-from tandem.trainer.launch.torchrun import Torchrun
+from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
 log = Log("runner")
 

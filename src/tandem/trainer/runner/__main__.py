@@ -14,7 +14,7 @@ def main(entry: str = DEFAULT_ENTRY) -> int:
     """Run until SIGTERM; returns the exit status."""
     logs.configure()
     try:
-        runner = Runner(load_settings(), entry=entry)
+        runner = Runner(load_settings(), entry)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, runner.stop.request)
         return runner.run()

@@ -20,7 +20,6 @@ from tandem.spool.schema import Job
 from tandem.system import liveness, processes
 from tandem.system.logs import Log
 from tandem.system.processes import Process
-from tandem.trainer.launch import DEFAULT_ENTRY
 from tandem.trainer.launch.launcher import Launcher
 from tandem.trainer.runner import gpus, job, shared_gpus
 from tandem.trainer.runner.stop import Stop
@@ -34,9 +33,8 @@ STOP_SECONDS = job.TERMINATE_SECONDS + job.KILL_SECONDS + gpus.RELEASE_SECONDS +
 class Runner:
     """`entry`: module whose `main(root, job_id, attempt)` is a rank."""
 
-    def __init__(self, settings: Settings, *, entry: str = DEFAULT_ENTRY) -> None:
-        self._settings = settings
-        self._entry = entry
+    def __init__(self, settings: Settings, entry: str) -> None:
+        self._settings, self._entry = settings, entry
         self._status = 0
         self.stop = Stop()
 
