@@ -1,7 +1,5 @@
-"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, in a new one, or in two."""
+"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, or in two others."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,14 +61,14 @@ def random_groups(seed: int, groups: int = 4, size: int = 3) -> list[Group]:
 
 def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
     rng = np.random.default_rng(seed)
-    out = []
-    for _ in range(n):
+
+    def example() -> SFTExample:
         length = int(rng.integers(4, 20))
         trained = int(rng.integers(1, length - 1))
-        flags = [False] * (length - trained) + [True] * trained
-        weight = float(rng.choice([0.5, 1.0, 2.0]))
-        out.append(SFTExample(token_ids=rng.integers(0, VOCAB, length).tolist(), trainable=flags, weight=weight))
-    return out
+        flags, weight = [False] * (length - trained) + [True] * trained, float(rng.choice([0.5, 1.0, 2.0]))
+        return SFTExample(token_ids=rng.integers(0, VOCAB, length).tolist(), trainable=flags, weight=weight)
+
+    return [example() for _ in range(n)]
 
 
 def submit_rl(
@@ -123,16 +121,6 @@ def run_here(spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = 
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
     assert main(spool.root, job_id, job.attempt) == 0, error_of(spool, job)
-    return finish(spool, job)
-
-
-def run_in_process(spool: Spool, job_id: str) -> Path:
-    """As `run_here`, in a new process."""
-    job = claim(spool, job_id)
-    rank = "import sys; from tandem.trainer.rank import worker; sys.exit(worker.main(sys.argv[1], sys.argv[2], 1))"
-    command = [sys.executable, "-c", rank, str(spool.root), job_id]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
     return finish(spool, job)
 
 

@@ -6,9 +6,9 @@ from rank.jobs import make_model, make_run, submit_rl, submit_sft
 from runner.runner_stack import Stack
 from tandem.client.memory import by_attempt
 from tandem.metrics.metric import PHASES
+from tandem.spool.schema import RLLoss
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 
 RANKS = 2
 
@@ -21,12 +21,14 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
     if not model.exists():
         make_model(model)
     make_run(stack.spool, model)
-    jobs = [submit_sft(stack.spool), submit_rl(stack.spool)]
-    absent = {"rehearsal", "old_logprobs", "reference"} | ({"offload"} if launch != "resident" else set())
+    loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
+    jobs = [submit_sft(stack.spool), submit_rl(stack.spool, loss=loss, epochs=2)]
     try:
         stack.start()
         for job_id in jobs:
             state, job = stack.wait(job_id, 400)
+            absent = {"rehearsal"} | ({"offload"} if launch != "resident" else set())
+            absent |= {"old_logprobs", "reference"} if job_id == "sft" else set()
             assert (state, job.attempt) == ("succeeded", 1), (job.result, stack.job_log(job_id))
             kinds = stack.kinds(job_id)
             assert {"claimed", "started", "loaded", "step", "checkpoint"} <= set(kinds)

@@ -91,7 +91,7 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
 
 def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Mean log-ratio of each item's sequence, [items]: the log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
-    zeros = torch.zeros(num_sequences, dtype=log_ratios.dtype, device=log_ratios.device)
+    zeros = log_ratios.new_zeros(num_sequences)
     total = zeros.index_add(0, sequence, log_ratios)
     count = zeros.index_add(0, sequence, torch.ones_like(log_ratios))
     return (total / count)[sequence]
@@ -171,7 +171,5 @@ def sft_loss(items: Items) -> LossOutput:
 
 def _output(items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> LossOutput:
     total = (items.weights * per_item).sum()
-    sums = {"items": torch.ones_like(items.weights), "entropy": items.entropy, **sums}
-    reduced = {name: value.detach().double().sum() for name, value in sums.items()}
-    reduced["loss"] = total.detach().double()
-    return LossOutput(total, reduced, maxima)
+    sums = {"items": torch.ones_like(items.weights), "entropy": items.entropy, **sums, "loss": total}
+    return LossOutput(total, {name: value.detach().double().sum() for name, value in sums.items()}, maxima)

@@ -47,7 +47,6 @@ class MemoryWatch:
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
-        """All phases so far."""
         return RankMemory(uuid=device.uuid(), phases=self._phases, highest=self._highest)
 
     def beat(self) -> dict[str, Any]:
@@ -70,8 +69,7 @@ class MemoryWatch:
         return stats
 
     def _device_used(self) -> int:
-        used = memory.used()
-        self._used_peak = max(self._used_peak, used)
+        self._used_peak = max(self._used_peak, used := memory.used())
         return used
 
 
