@@ -7,7 +7,7 @@ from spool.volume_tools import full_disk, temporary_names, tree
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
-from tandem.spool.schema import LoraShape, Manifest, Origin, Probe, Served
+from tandem.spool.schema import LoraShape, Manifest, Origin, Probe
 
 PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]], base=[[-0.7]])
 
@@ -205,17 +205,3 @@ def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
         spool.checkpoints.fork("r", 0, run_spec("n"))
     assert [spec.name for spec in spool.runs.list()] == ["r"]
     assert temporary_names(spool.root) == []
-
-
-def test_served(spool):
-    assert spool.served.get("r") is None
-    for step in (0, 1):
-        served = Served(
-            step=step, model="r@1", checkpoint="ab", verified=1.0, mean_abs_logprob_error=0.0, tokens_checked=3
-        )
-        spool.served.put("r", served)
-        assert spool.served.get("r") == served
-    with pytest.raises(NotFound):
-        spool.served.get("other")
-    with pytest.raises(NotFound):
-        spool.served.put("other", served)

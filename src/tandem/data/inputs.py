@@ -193,7 +193,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     chosen = choices[choice]
     prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
     where = f"choices.{choice}"
-    for field, value in (("prompt_token_ids", prompt), (f"{where}.token_ids", chosen.get("token_ids"))):
+    for field, value in {"prompt_token_ids": prompt, f"{where}.token_ids": chosen.get("token_ids")}.items():
         if value is None:
             raise InvalidInput('missing: sample with extra_body={"return_token_ids": True}, from vLLM', field=field)
     sampled = chosen.get("logprobs") or {}

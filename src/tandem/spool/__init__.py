@@ -40,8 +40,7 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> Spool:
-        """Makes the missing directories and files of a spool, and opens it. SpoolUnusable, leaving no trace, if it
-        can't."""
+        """Makes what a spool lacks, and opens it. SpoolUnusable, leaving no trace, if it can't."""
         paths = Paths(Path(root).absolute())
         made: list[Path] = []
         try:
@@ -81,10 +80,8 @@ class Spool:
         except (ValueError, KeyError, TypeError) as error:
             raise SpoolUnusable(f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}') from error
         if version != SCHEMA_VERSION:
-            raise SpoolUnusable(
-                f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}; use the same Tandem "
-                "version in all containers"
-            )
+            problem = f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"
+            raise SpoolUnusable(f"{problem}; use the same Tandem version in all containers")
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""

@@ -37,11 +37,9 @@ class Jobs:
     def list(self, run: str | None = None, states: Collection[JobState] | None = None) -> JobList:
         """Jobs of one run or all, in some states or all, oldest first."""
         wanted = frozenset(_STATES if states is None else states)
-        jobs: JobList = []
-        for directory, job in self.scan(_STATES if wanted & frozenset(TERMINAL) else PENDING):
-            state = self._state(directory, job)
-            if state in wanted and (run is None or job.spec.run == run):
-                jobs.append((state, job))
+        located = self.scan(_STATES if wanted & frozenset(TERMINAL) else PENDING)
+        jobs = [(self._state(directory, job), job) for directory, job in located if run in (None, job.spec.run)]
+        jobs = [item for item in jobs if item[0] in wanted]
         return sorted(jobs, key=lambda item: (item[1].spec.created, item[1].spec.id))
 
     def pending(self, run: str) -> JobList:

@@ -47,9 +47,8 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
         elif hashes[name] != entry.sha256:
             damage.append(f"{name} is altered (its sha256 differs)")
     if damage:
-        raise CheckpointDamaged(
-            f"checkpoint {directory}: {'; '.join(damage)}. Restore it from a copy, or roll the run back"
-        )
+        remedy = "Restore it from a copy, or roll the run back"
+        raise CheckpointDamaged(f"checkpoint {directory}: {'; '.join(damage)}. {remedy}")
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:

@@ -55,10 +55,8 @@ class Queue:
             expected = self.next_base(run)
             if base_step is not None and base_step != expected:
                 newest, pending = self._spool.checkpoints.newest(run), len(self._jobs.pending(run))
-                problem = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
-                raise Conflict(
-                    f"run {run!r} goes on from step {expected}, not {base_step}: {problem}", field="base_step"
-                )
+                why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
+                raise Conflict(f"run {run!r} goes on from step {expected}, not {base_step}: {why}", field="base_step")
             data = self._paths.data_dir(new_id)
             with fs.staging(data.parent) as staged, fs.volume_errors(data):
                 try:
@@ -213,8 +211,7 @@ class Queue:
         return result.state
 
     def clear(self, job_id: str) -> None:
-        """Removes what a job needs only until it ends. A later `recover` removes what can't go now (over NFS: files
-        that are still mapped)."""
+        """Removes what a job needs only until it ends. A later `recover` removes what can't go now."""
         files = [self._paths.job_file(state, job_id) for state in PENDING]
         _remove(*files, self._paths.cancel_file(job_id), self._paths.lease_file(job_id))
         fs.remove_tree(self._paths.data_dir(job_id))
@@ -222,7 +219,7 @@ class Queue:
 
 
 def _remove(*paths: Path) -> None:
-    """Removes files that have no meaning any more. A later `recover` removes those that can't go now."""
+    """Removes files that have no meaning any more, unless the volume refuses."""
     for path in paths:
         with suppress(SpoolUnusable):
             fs.remove_file(path)
