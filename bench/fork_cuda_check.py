@@ -1,7 +1,5 @@
 """Does the fork launcher's parent stay free of CUDA, and can a child it forks use the GPU? Exit status 0 if so."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Leaves `scrape-<seconds>.<endpoint>.prom` every few seconds, `metrics.json` (GPU
 back after each job), and the logs. The model has Qwen3-0.6B's layers with a vocabulary of bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

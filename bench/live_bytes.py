@@ -1,7 +1,5 @@
 """Bytes of tensors that are alive, on the CPU as `torch.cuda.memory_allocated` has them on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator

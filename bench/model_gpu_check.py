@@ -7,8 +7,6 @@
 A process runs on one device for its whole life, so the CPU's side runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

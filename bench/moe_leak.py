@@ -10,8 +10,6 @@ dispatchers' attributes that hold a graph were cut from it, one at a time: `held
 On the GPU bytes are `torch.cuda.memory_allocated`, on the CPU those of storages that are alive.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

@@ -7,8 +7,6 @@ made by unshare(1), as a container runtime makes them, and broadcasts 2.1 GB. Wh
 they share. A case that can't work within its time says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Packing groups of trajectories into rows: seconds, and slots with and without shared prefixes."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows as a table on the terminal and as JSON under bench/results/."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -10,8 +10,6 @@ ranks, or as many for each way with --side-by-side, which runs them all at once;
 or `tiny-moe` it shows that it runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ served step for a fixed number of tokens. Times are those of the job's events an
 nvidia-smi's. Fails where vLLM's KV cache is not the size it had, or anything ran out of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

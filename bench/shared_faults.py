@@ -7,8 +7,6 @@ writes them to bench/results/shared_faults.json. Fails where a row's bound did n
 memory did not come back, or anything ran out of memory. `--seconds`: no kill is begun after that.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ The jobs are `bench.restart`'s; shown is the last. Parts within parts are indent
 --samples the main thread's calls too, as milliseconds that they were seen for; it is looked at about every 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """`make demo`: a tiny model, the whole stack on this machine, and the yes/no/maybe task; no GPU, no Docker."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

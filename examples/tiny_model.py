@@ -3,8 +3,6 @@
 Its weights are random but scaled like a trained model's, so that a LoRA alone can make it confident.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ three answers at random, so that RL has something to choose from; RL then finds 
     TANDEM_URL=http://127.0.0.1:8080 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/yes_no_maybe.py my-run
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

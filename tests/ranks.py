@@ -1,7 +1,5 @@
 """Ranks as processes of their own, as torchrun would start them, for what a test has one rank do."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

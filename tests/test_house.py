@@ -1,7 +1,5 @@
 """The house keeps its rooms: who may import whom, who stays free of torch, and how long a file may get."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

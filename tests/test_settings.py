@@ -1,7 +1,5 @@
 """Settings: the ancestor's names are understood, secrets come from files, and every variable is documented."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

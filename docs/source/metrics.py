@@ -1,7 +1,5 @@
 """`python -m docs.source.metrics`: makes the tables of docs/metrics.md from the catalogue of metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

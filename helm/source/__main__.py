@@ -3,8 +3,6 @@
 With `--check` nothing is written, and the exit status is 1 where a file is not what would be written.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The chart's README: how to install it (readme-head.md), and a table of its values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Nothing is `required`: `helm upgrade --reuse-values` from an older chart checks 
 the templates lay them over the defaults (templates/_checks.tpl).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import values

@@ -1,7 +1,5 @@
 """values.yaml with its comments: what stands above a key, in sections."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

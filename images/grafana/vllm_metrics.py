@@ -1,7 +1,5 @@
 """The metrics of vLLM itself (Prometheus' job tandem-vllm) that dashboards and rules use."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tandem.metrics.metric import OPEN, Kind, Metric

@@ -3,8 +3,6 @@
 A process that asks for more than there is gets an out-of-memory error.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

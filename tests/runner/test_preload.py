@@ -1,7 +1,5 @@
 """The imports of the fork server make no call to CUDA: a process that made one can't fork a child that uses a GPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ All tests share one stack and go on from the state that the one before them left
 so it dies twice only, and meanwhile the trainer's programs and the controller die: training needs no vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ serves the four pages that Prometheus scrapes of a deployment, each on a free po
 shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY && prometheus`.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The pages that Prometheus scrapes of the made-up deployment."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """vLLM's part of the made-up deployment."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Jobs come and go, some attempts fail, and the trainer's memory rises and falls w
 second of the clock. It begins in the middle of a job, after some minutes of history.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import threading

@@ -3,8 +3,6 @@
 What Grafana loads is the JSON in images/grafana/dashboards, which is committed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -12,9 +10,9 @@ from pathlib import Path
 import gpu_memory
 import jobs
 import overview
-import training
 
 import inference
+import training
 
 DASHBOARDS = Path(__file__).parent.parent / "dashboards"
 SOURCES = {"overview": overview, "gpu-memory": gpu_memory, "training": training, "inference": inference, "jobs": jobs}

@@ -1,7 +1,5 @@
 """How much GPU memory is in use, by which program, and whether jobs give it back."""
 
-from __future__ import annotations
-
 from limits import LIMITS
 from panels import RED, YELLOW, Json, bars, dashboard, gpu, query, row, stat, table, timeline, timeseries
 

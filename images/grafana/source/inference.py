@@ -1,7 +1,5 @@
 """What vLLM does, and which policy it serves."""
 
-from __future__ import annotations
-
 from limits import LIMITS
 from panels import GREY, RED, UP_DOWN, YELLOW, Json, dashboard, heatmap, query, row, stat, table, timeline, timeseries
 

@@ -1,7 +1,5 @@
 """Jobs, programs, exporters, volumes and the controller."""
 
-from __future__ import annotations
-
 from limits import LIMITS
 from panels import (
     GREEN,

@@ -1,7 +1,5 @@
 """Whether everything works, which job runs, and how training goes."""
 
-from __future__ import annotations
-
 from limits import LIMITS
 from panels import (
     GREY,

@@ -3,8 +3,6 @@
 Queries are PromQL, where @ns, @pod and @gpu stand for the matchers of the dashboard's variables.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Json = dict[str, Any]

@@ -1,7 +1,5 @@
 """Speed of training, what the policy learns, ranks and checkpoints."""
 
-from __future__ import annotations
-
 from limits import LIMITS
 from panels import RED, UP_DOWN, Json, dashboard, query, row, stat, timeline, timeseries
 
