@@ -209,7 +209,9 @@ class ComposeStack(Compose):
 
     def wait_healthy(self, *services: str, timeout: float = 240) -> None:
         for service in services:
-            until(f"{service} is healthy, it is {self.status(service)}", lambda s=service: self.healthy(s), timeout, 1)
+            until(
+                f"{service} is healthy, it is {self.status(service)}", partial(self.healthy, service), timeout, poll=1
+            )
 
     def logs(self, service: str) -> str:
         done = docker("logs", self.container(service))

@@ -153,11 +153,9 @@ class ApiServer:
             obj["metadata"] |= {"uid": f"{plural}-{name}", "resourceVersion": "1"}
             self._objects[plural, name] = obj
             return obj
-        if (plural, name) not in self._objects:
+        if (obj := self._objects.get((plural, str(name)))) is None:
             raise Refused(404, "NotFound", f'{plural} "{name}" not found')
-        if method == "DELETE":
-            return self._objects.pop((plural, str(name)))
-        return self._objects[plural, str(name)]
+        return self._objects.pop((plural, str(name))) if method == "DELETE" else obj
 
     def _groups(self, *, core: bool) -> Object:
         """Aggregated discovery."""
@@ -198,11 +196,9 @@ def _release_secret(body: bytes) -> Object:
 
 
 def _check_immutable(kind: str, name: str, old: Object, new: Object) -> None:
-    fixed = IMMUTABLE.get(kind, lambda field: False)
-    changed = [field for field in sorted({*old, *new}) if fixed(field) and old.get(field) != new.get(field)]
-    if changed:
-        where = ", ".join(f"spec.{field}" for field in changed)
-        raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: {where}: field is immutable')
+    for field in sorted({*old, *new}):
+        if old.get(field) != new.get(field) and kind in IMMUTABLE and IMMUTABLE[kind](field):
+            raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: spec.{field}: field is immutable')
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -172,28 +172,42 @@ def roles(**values: Any) -> dict[str, Any]:
     return dict.fromkeys(ROLES, values)
 
 
-def pod_extras(name: str = "more") -> dict[str, Any]:
-    """Every value of a role that is passed on to Kubernetes; the names that it adds contain `name`."""
-    context = {
-        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }  # fmt: skip
-    sidecar = {"image": "example.org/sidecar:1", "securityContext": context}
-    terms = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]
-    return {
-        "podLabels": {"team": "research"},
-        "podAnnotations": {"example.org/note": "yes"},
-        "nodeSelector": {"pool": "gpu"},
-        "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "gpu", "effect": "NoExecute"}],
-        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}},
-        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
-        "priorityClassName": "high",
-        "extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
-        "extraVolumes": [{"name": name, "emptyDir": {}}],
-        "extraVolumeMounts": [{"name": name, "mountPath": f"/{name}"}],
-        "extraContainers": [{"name": f"{name}-sidecar", **sidecar}],
-        "extraInitContainers": [{"name": f"{name}-before", **sidecar}],
-    }
+_POD_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
+_RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
+_TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
+TEMPLATES: dict[str, Any] = {
+    "pullSecrets": ["MARK"],
+    "tolerations": [{"key": "MARK", "operator": "Exists"}],
+    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
+    "extraEnv": [{"name": "MARK", "value": "1"}],
+    "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "MARK", "mountPath": "/MARK"}],
+    "extraContainers": [{"name": "MARK", "image": "busybox"}],
+    "extraInitContainers": [{"name": "MARK-init", "image": "busybox"}],
+    "clients": _POD_PEER,
+    "prometheus": _POD_PEER,
+    "extraEgress": [{"to": _POD_PEER}],
+    "parentRefs": [{"name": "MARK"}],
+    "relabelings": _RELABELING,
+    "metricRelabelings": _RELABELING,
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "MARK"}}],
+    "alertLabels": {"MARK": "1"},
+    "extendedResources": {"example.org/MARK": "1"},
+}
+"""Last part of a key → its value, in which MARK is replaced by a distinct text."""
+
+
+def marked(key: str, mark: str) -> Any:
+    """A value for a key of TEMPLATES."""
+    return json.loads(json.dumps(TEMPLATES[key]).replace("MARK", mark))
+
+
+def pod_extras(mark: str) -> dict[str, Any]:
+    """Every value of a role that is passed on to its pod."""
+    labels = {key: {"example.org/a": mark} for key in ("podLabels", "podAnnotations", "nodeSelector")}
+    extras = {key: marked(key, mark) for key in defaults()["controller"] if key in TEMPLATES}
+    return extras | labels | {"priorityClassName": mark}
 
 
 def more_sets() -> dict[str, dict[str, Any]]:
@@ -213,7 +227,7 @@ def more_sets() -> dict[str, dict[str, Any]]:
         if value is None:
             settings = merged(settings, at(path, sample(schema_of(path))))
     sets: dict[str, dict[str, Any]] = {
-        "pod extras": roles(**pod_extras()),
+        "pod extras": roles(**pod_extras("more")),
         "pod extras, shared": merged(SHARED_BY_RESOURCE, {"trainer": pod_extras("a"), "inference": pod_extras("b")}),
         "every setting": settings,
         "existing claims, one node": merged(_SETS["existing claims"], ONE_NODE),

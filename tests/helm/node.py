@@ -9,7 +9,6 @@ import json
 import secrets
 import subprocess
 import time
-from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
@@ -74,45 +73,29 @@ class Node:
         docker("volume", "create", "--label", self.label, *options, f"{self.id}-{name}")
         return f"{self.id}-{name}"
 
-    def start(self, name: str, template: Object) -> "RunningPod":
-        """Run a pod's init containers to their ends and start its containers."""
-        pod = RunningPod(self, name, template)
-        pod.start()
-        return pod
 
-
-@dataclass
 class RunningPod:
-    """A pod on a node."""
+    """A pod on a node: its init containers have ended, its containers are started."""
 
-    node: Node
-    name: str
-    template: Object
-    containers: dict[str, str] = field(default_factory=dict)
-    """Name → Docker id, including init containers."""
-    _mounts: dict[str, str] = field(default_factory=dict)
-    """Name of a volume → name of the Docker volume."""
-
-    @property
-    def spec(self) -> Object:
-        return self.template["spec"]
-
-    def start(self) -> None:
+    def __init__(self, node: Node, name: str, template: Object) -> None:
+        self.node, self.name, self.spec = node, name, template["spec"]
+        self.containers: dict[str, str] = {}
+        """Name → Docker id, including init containers."""
+        self._mounts: dict[str, str] = {}
+        """Name of a volume → name of the Docker volume."""
         _check_known(self.spec)
         self._make_volumes()
         aliases = [
-            alias
-            for service in self.node.services
-            if selects({"matchLabels": service["spec"]["selector"]}, self.template["metadata"]["labels"])
-            for name in [f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"]
-            for alias in ("--network-alias", name)
+            f"--network-alias={service['metadata']['name']}.{service['metadata']['namespace']}.svc"
+            for service in node.services
+            if selects({"matchLabels": service["spec"]["selector"]}, template["metadata"]["labels"])
         ]
         self._network = docker(
-            "run", "-d", "--label", self.node.label, "--hostname", self.spec.get("hostname", self.name), "--network",
-            self.node.id, *aliases, "--user", "65535:65535", "--entrypoint", "sleep", self.node.helper, "infinity",
+            "run", "-d", "--label", node.label, "--hostname", self.spec.get("hostname", name), "--network", node.id,
+            *aliases, "--user", "65535:65535", "--entrypoint", "sleep", node.helper, "infinity",
         ).stdout.strip()  # fmt: skip
         networks = json.loads(docker("inspect", "-f", "{{json .NetworkSettings.Networks}}", self._network).stdout)
-        self.address = networks[self.node.id]["IPAddress"]
+        self.address = networks[node.id]["IPAddress"]
         for init in self.spec.get("initContainers", []):
             self._start_container(init)
             assert self.wait_end(init["name"], 120) == 0, f"{self.name}: {init['name']}\n{self.log(init['name'])}"
@@ -189,16 +172,14 @@ class RunningPod:
             options += ["--group-add", str(pod_security["fsGroup"])]
         if security.get("readOnlyRootFilesystem"):
             options += ["--read-only"]
-        for word in ("drop", "add"):
-            for capability in security.get("capabilities", {}).get(word, []):
-                options += [f"--cap-{word}", capability]
+        for change, names in security.get("capabilities", {}).items():
+            options += [f"--cap-{change}={name}" for name in names]
         if security.get("allowPrivilegeEscalation") is False:
             options += ["--security-opt", "no-new-privileges"]
         limits = container.get("resources", {}).get("limits", {})
-        _check("limit", limits)
         if "memory" in limits:
-            memory = str(int(quantity(limits["memory"])))
-            options += ["--memory", memory, "--memory-swap", memory]
+            size = int(quantity(limits["memory"]))
+            options += [f"--memory={size}", f"--memory-swap={size}"]
         if "cpu" in limits:
             options += ["--cpus", str(limits["cpu"])]
         for variable in container.get("env", []):
@@ -258,6 +239,7 @@ def _check_known(spec: Object) -> None:
     for container in containers({"spec": spec}):
         _check("container", container)
         _check("containerSecurity", container.get("securityContext", {}))
+        _check("limit", container.get("resources", {}).get("limits", {}))
         for mount in container.get("volumeMounts", []):
             _check("mount", mount)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -41,7 +41,7 @@ def pods(rendered) -> Iterator[dict[str, RunningPod]]:
     require_engine()
     Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
     with Node(rendered.all("Service"), {RELEASE: KEYS}, helper=f"tandem-controller:{TAG}") as node:
-        running = {role: node.start(role, pod_of(rendered, role)) for role in ROLES}
+        running = {role: RunningPod(node, role, pod_of(rendered, role)) for role in ROLES}
         for pod in running.values():
             pod.wait_ready(240)
         yield running
@@ -93,7 +93,7 @@ def test_the_pods_of_helm_test_succeed(pods, rendered):
     assert sorted(names) == ["job", "reach", "volume-read", "volume-write"]
     node = pods["controller"].node
     for name, test in zip(names, tests, strict=True):
-        pod = node.start(f"test-{name}", test)
+        pod = RunningPod(node, f"test-{name}", test)
         (container,) = pod.spec["containers"]
         assert pod.wait_end(container["name"], 240) == 0, pod.log(container["name"])
     assert names[-1] == "job"

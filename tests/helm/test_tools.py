@@ -28,12 +28,9 @@ kind: StatefulSet
 metadata: {name: {{ .Release.Name }}-set}
 spec:
   serviceName: {{ .Values.greeting }}
-  selector: {matchLabels: {app: {{ .Release.Name }}}}
-  template:
-    metadata: {labels: {app: {{ .Release.Name }}}}
-    spec: {containers: [{name: main, image: {{ .Values.image }}}]}
-"""
-TEST = """
+  selector: {matchLabels: {app: a}}
+  template: {metadata: {labels: {app: a}}, spec: {containers: [{name: main, image: {{ .Values.image }}}]}}
+---
 apiVersion: v1
 kind: Pod
 metadata: {name: {{ .Release.Name }}-test, annotations: {helm.sh/hook: test}}
@@ -61,7 +58,7 @@ def chart(tmp_path: Path) -> Path:
     (root / "Chart.yaml").write_text(yaml.safe_dump(chart))
     (root / "values.yaml").write_text("greeting: hello\nimage: busybox\nnested: {deep: 1}\n")
     (root / "values.schema.json").write_text(json.dumps(VALUES_SCHEMA))
-    for name, text in (("config", CONFIG), ("set", WORKLOADS), ("test", TEST)):
+    for name, text in (("config", CONFIG), ("workloads", WORKLOADS)):
         (root / "templates" / f"{name}.yaml").write_text(text)
     (root / "templates" / "NOTES.txt").write_text("{{ .Values.greeting }} from {{ .Release.Namespace }}")
     return root

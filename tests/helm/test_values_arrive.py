@@ -6,35 +6,11 @@ from typing import Any
 
 from helm import charts
 from helm.charts import merged
-from helm.matrix import BASE, ROLES, at, defaults, leaves, schema_of
+from helm.matrix import BASE, ROLES, TEMPLATES, at, defaults, leaves, marked, schema_of
 
 PATTERNED = ("mark{n}x", "{big}Gi", "{big}s", "{big}m", "mark{n}x.example.org", "example.org/mark{n}x",
              "sha256:{n:064x}")  # fmt: skip
 """Values for a key whose schema has a pattern; the first that matches is used."""
-_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
-_RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
-_TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
-TEMPLATES: dict[str, Any] = {
-    "pullSecrets": ["MARK"],
-    "tolerations": [{"key": "MARK", "operator": "Exists"}],
-    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
-    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
-    "extraEnv": [{"name": "MARK", "value": "1"}],
-    "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
-    "extraVolumeMounts": [{"name": "MARK", "mountPath": "/MARK"}],
-    "extraContainers": [{"name": "MARK", "image": "busybox"}],
-    "extraInitContainers": [{"name": "MARK", "image": "busybox"}],
-    "clients": _PEER,
-    "prometheus": _PEER,
-    "extraEgress": [{"to": _PEER}],
-    "parentRefs": [{"name": "MARK"}],
-    "relabelings": _RELABELING,
-    "metricRelabelings": _RELABELING,
-    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "MARK"}}],
-    "alertLabels": {"MARK": "1"},
-    "extendedResources": {"example.org/MARK": "1"},
-}
-"""Last part of a key → its value, in which MARK is replaced by a distinct text."""
 
 OVERRIDING = {
     "data.existingClaim",
@@ -70,7 +46,7 @@ def distinct(path: str, n: int) -> tuple[Any, str] | None:
     if "enum" in schema or "boolean" in kinds:
         return None
     if name in TEMPLATES:
-        return json.loads(json.dumps(TEMPLATES[name]).replace("MARK", mark)), mark
+        return marked(name, mark), mark
     if "integer" in kinds:
         value = schema.get("minimum", 0) + 43000 + n
         return value, str(value)
