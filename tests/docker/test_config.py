@@ -193,10 +193,11 @@ def test_the_cpu_stack_requests_no_gpu():
         assert config["services"][name]["build"]["args"]["DEVICE"] == "cpu"
 
 
-def test_only_public_ports_are_published_and_on_loopback():
+@pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU)], ids=["main", "cpu"])
+def test_only_public_ports_are_published_and_on_loopback(files):
     published = {
         name: [(port["host_ip"], port["published"], port["target"]) for port in service.get("ports", [])]
-        for name, service in everything()["services"].items()
+        for name, service in everything(*files)["services"].items()
     }
     assert {name: ports for name, ports in published.items() if ports} == {
         "controller": [("127.0.0.1", "8080", 8080)],
@@ -204,7 +205,7 @@ def test_only_public_ports_are_published_and_on_loopback():
         "prometheus": [("127.0.0.1", "9090", 9090)],
         "grafana": [("127.0.0.1", "3000", 3000)],
     }
-    opened = Compose(MAIN).config("*", TANDEM_BIND="0.0.0.0")
+    opened = Compose(*files).config("*", TANDEM_BIND="0.0.0.0")
     assert {port["host_ip"] for s in opened["services"].values() for port in s.get("ports", [])} == {"0.0.0.0"}
 
 
@@ -282,8 +283,9 @@ SECRETS = {
 }
 
 
-def test_each_service_gets_its_secrets_as_files(tmp_path):
-    config = Compose(MAIN).config("*", TANDEM_SECRETS_DIR=str(tmp_path))
+@pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU)], ids=["main", "cpu"])
+def test_each_service_gets_its_secrets_as_files(files, tmp_path):
+    config = Compose(*files).config("*", TANDEM_SECRETS_DIR=str(tmp_path))
     for name, service in config["services"].items():
         if name == GUARD:
             continue

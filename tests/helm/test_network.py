@@ -12,13 +12,13 @@ from helm.matrix import COMPONENT, INSTANCE, NAME, VALUES
 from helm.pod_security import violations
 from helm.pods import containers, pod_template
 from helm.reachability import Network, Pod, selects
-from helm.renders import NAMESPACE, RELEASES, component, environment, of, with_values
+from helm.renders import NAMESPACE, component, environment, of, with_values
 from helm.schemas import validate
 
 TRAINER_METRICS, INFERENCE_METRICS = 9400, 9401
 NCCL = 29517
 """A port that no container declares."""
-PORTS = (22, 8000, 8080, TRAINER_METRICS, INFERENCE_METRICS, NCCL)
+PORTS = (22, 80, 8000, 8080, TRAINER_METRICS, INFERENCE_METRICS, NCCL)
 INTERNET = Pod("internet", address="203.0.113.7")
 PROXY_OUTSIDE = Pod("proxy outside", address="10.9.1.2")
 
@@ -151,13 +151,6 @@ def test_a_client_label_on_a_pod_of_another_release_opens_nothing(role):
             assert not found.network.reaches(found.own[role], pod, port)
 
 
-def test_the_public_service_may_have_any_port():
-    """Policies name the pods' ports."""
-    found = changed(controller={"service": {"port": 80}}, inference={"service": {"port": 80}})
-    assert found.reaching("controller", 8080) == expected(set(found.own), {"client"})["controller", 8080]
-    assert found.reaching("controller", 80) == set()
-
-
 def test_without_policies_everything_is_open():
     found = changed(networkPolicy={"enabled": False})
     assert {"pod", "pod elsewhere", "outside"} <= found.reaching("trainer", NCCL)
@@ -186,12 +179,6 @@ def test_every_pod_reaches_the_urls_in_its_variables_and_arguments(name):
         assert spec.get("clusterIP") != "None" or number == url.port, f"{text}: a headless Service translates no ports"
         reaches = found.reached(source, destination, number, protocol)
         assert reaches or source in ("test-volume-write", "test-volume-read"), f"{source}: {text}"
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_policies_are_in_the_releases_namespace(release):
-    for policy in of(VALUES["everything"], release=release).all("NetworkPolicy"):
-        assert policy["metadata"]["namespace"] == NAMESPACE
 
 
 JOB = yaml.safe_load((CHART.parent / "example.yaml").read_text())

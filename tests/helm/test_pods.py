@@ -12,7 +12,6 @@ from helm.renders import (
     container_of,
     environment,
     is_shared,
-    of,
     pod_of,
     templates,
     value,
@@ -186,13 +185,6 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
 def test_the_update_strategy_is_a_value(role, strategy):
     rendered = with_values(**{role: {"updateStrategy": strategy}})
     assert rendered.one("StatefulSet", role)["spec"]["updateStrategy"] == {"type": strategy}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_another_image_tag_waits_for_the_trainer(name):
-    new, lead = of(merged(VALUES[name], {"image": {"tag": "2"}})), component_of(name, "trainer")
-    assert templates(case(name))[lead] != templates(new)[lead], "the next pod has the new image"
-    assert new.one("StatefulSet", lead)["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])

@@ -65,17 +65,6 @@ def test_policies_for_all_pods_select_all_pods_of_the_release(name):
             assert taken(name, selector) == {(release, one) for one in components}, policy
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "by services" in name])
-def test_service_monitors_select_by_one_label_more(name):
-    for release in RELEASES:
-        for monitor in case(name, release).all("ServiceMonitor"):
-            labels = dict(monitor["spec"]["selector"]["matchLabels"])
-            headless = labels.pop(HEADLESS, None)
-            role = labels[COMPONENT]
-            assert labels == identity(release, role)
-            assert headless == (None if role == "controller" else "true")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_affinities_and_peers_of_policies_name_the_release(name):
     for release in RELEASES:
