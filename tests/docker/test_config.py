@@ -274,6 +274,7 @@ def test_memory_can_be_limited():
 
 SECRETS = {
     "preflight": {"api_key", "admin_token", "hf_token"},
+    "tiny-model": {"api_key", "admin_token", "hf_token"},
     "controller": {"api_key", "hf_token"},
     "trainer": {"api_key", "hf_token"},
     "inference": {"api_key", "admin_token", "hf_token"},
