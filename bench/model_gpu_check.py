@@ -26,7 +26,7 @@ from tandem.model import device, parallel
 from tandem.model.build import build_policy
 from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
-from tandem.model.weights.load import load_weights
+from tandem.model.weights.base_weights import load_weights
 from tandem.spool.schema import LoraShape
 
 SMALL = {

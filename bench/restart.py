@@ -32,7 +32,7 @@ from bench.report import report
 from tandem.data.inputs import PackingSettings, SFTExample
 from tandem.data.prepare import prepare_sft
 from tandem.families.arch import EXPERT_TARGETS
-from tandem.families.identity import write_identity_adapter
+from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob

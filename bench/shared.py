@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.report import report
 from bench.restart import LONG_ROW, ROW_LENGTH, SHAPES, make_model, sampled_memory, submit
-from tandem.families.identity import write_identity_adapter
+from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, LoraShape, RunSpec, Served

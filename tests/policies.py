@@ -10,7 +10,7 @@ from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
 from tandem.model.policy import Policy, RowTensors
-from tandem.model.weights.load import load_weights
+from tandem.model.weights.base_weights import load_weights
 from tandem.spool.schema import LoraShape
 
 LORA = LoraShape(rank=4, alpha=10.0)

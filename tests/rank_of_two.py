@@ -17,8 +17,8 @@ from policies import LORA, linear_row, logits, make_policy
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
 from tandem.families.registry import read_arch
 from tandem.model import device, logprobs, parallel
-from tandem.model.weights.base_weights import BaseWeights
-from tandem.model.weights.load import load_weights
+from tandem.model.weights.base_memory import BaseWeights
+from tandem.model.weights.base_weights import load_weights
 
 
 @mock.patch.object(logprobs, "CHUNK_ELEMENTS", 7 * 130)  # a few items' logits at a time

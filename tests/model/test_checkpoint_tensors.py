@@ -10,7 +10,7 @@ from safetensors.torch import save_file as save_torch_file
 
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
-from tandem.families.identity import write_identity_adapter
+from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import arch_from_config
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape

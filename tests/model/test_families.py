@@ -8,7 +8,7 @@ from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import adapter_shapes, lora_modules
 from tandem.families.arch import MoE, RopeScaling
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.weights import check_cut
+from tandem.families.weight_rules import check_cut
 from tandem.spool.schema import LoraShape
 from tiny import MOE, SHAPE, write_random_model
 

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
-from tandem.families.identity import write_identity_adapter
+from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape

@@ -12,7 +12,7 @@ from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import parallel
-from tandem.model.weights.base_weights import BaseWeights
+from tandem.model.weights.base_memory import BaseWeights
 from tiny import write_random_model
 
 SCRIPT = Path(__file__).parent.parent / "rank_of_two.py"

@@ -27,7 +27,7 @@ from tandem.client.memory import by_attempt
 from tandem.config import Settings
 from tandem.families.adapter import adapter_shapes
 from tandem.families.registry import read_arch
-from tandem.model.weights.base_weights import SEGMENT
+from tandem.model.weights.base_memory import SEGMENT
 from tandem.spool import Spool
 from tandem.system.gpus import FREE_BYTES, Devices
 

@@ -109,7 +109,7 @@ def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
     ],
 )
 def test_ranks_that_the_agent_ended_did_not_fail_by_themselves(failures, own):
-    from tandem.trainer.launch.agent import own_failures
+    from tandem.trainer.launch.torchrun_agent import own_failures
 
     records = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in failures.items()}
     assert list(own_failures(records).items()) == list(own.items())

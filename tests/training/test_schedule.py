@@ -11,7 +11,7 @@ from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
 from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
-from tandem.training.schedule import Plan, denominators, plan_steps
+from tandem.training.row_plan import Plan, denominators, plan_steps
 
 PACKING = PackingSettings(sequence_length=32)
 

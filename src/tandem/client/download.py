@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Self
 
 from tandem.errors import InvalidInput
+from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.fs import new_ulid
-from tandem.spool.manifest import verify_files
 from tandem.spool.schema import Manifest
 
 

@@ -14,7 +14,7 @@ from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
 from tandem.errors import Conflict, InvalidInput
 from tandem.families.arch import EXPERT_TARGETS
-from tandem.families.identity import write_identity_adapter
+from tandem.families.identity_adapter import write_identity_adapter
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.families.arch import Arch, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
-from tandem.families.weights import WeightRule
+from tandem.families.weight_rules import WeightRule
 
 
 @dataclass(frozen=True)

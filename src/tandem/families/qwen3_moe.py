@@ -3,7 +3,7 @@
 from tandem.families.arch import Arch, MoE
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
-from tandem.families.weights import WeightRule
+from tandem.families.weight_rules import WeightRule
 
 
 class Qwen3Moe(Decoder):

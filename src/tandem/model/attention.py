@@ -5,8 +5,6 @@ FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without 
 row for all layers and passes through Megatron in `PackedSeqParams`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +25,7 @@ BLOCK = 128  # FlexAttention's own default, in slots
 class TreeParams(PackedSeqParams):
     """What all layers need to know of a row."""
 
-    mask: torch.Tensor | Blocks | None = None  # bool [S, S] for `sdpa`, Blocks for `flex`
+    mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
     length: int = 0  # S, to which the layers' slots are padded
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
 

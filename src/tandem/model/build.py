@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 
 from tandem.families.arch import Arch
-from tandem.families.weights import check_cut
+from tandem.families.weight_rules import check_cut
 from tandem.model import device, mcore, recompute_fix
 from tandem.model.attention import TreeAttention
 from tandem.model.experts import Experts, ExpertsLayer
 from tandem.model.lora import AdapterSwitch, LoraLinear, join_qkv, join_stacked
 from tandem.model.policy import Policy
-from tandem.model.weights.base_weights import BaseWeights
+from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["none", "full"]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from tandem.families.weights import Cut
+from tandem.families.weight_rules import Cut
 from tandem.model import mcore
 from tandem.spool.schema import LoraShape
 

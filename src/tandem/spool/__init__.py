@@ -1,7 +1,5 @@
 """The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access goes through it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -12,9 +10,9 @@ from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
 from tandem.spool.locks import file_lock
+from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.paths import Paths
 from tandem.spool.queue import Queue
-from tandem.spool.runner import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION
 
@@ -39,7 +37,7 @@ class Spool:
             self.check_writable()
 
     @classmethod
-    def create(cls, root: Path | str) -> Spool:
+    def create(cls, root: Path | str) -> "Spool":
         """Makes what a spool lacks, and opens it. SpoolUnusable, leaving no trace, if it can't."""
         paths = Paths(Path(root).absolute())
         made: list[Path] = []

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
+from tandem.spool.checkpoint_files import MANIFEST, verify_files, write_manifest
 from tandem.spool.jobs import Jobs
-from tandem.spool.manifest import MANIFEST, verify_files, write_manifest
 from tandem.spool.paths import step_name
 from tandem.spool.runs import Runs
 from tandem.spool.schema import Manifest, Origin, RunSpec

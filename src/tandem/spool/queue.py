@@ -4,8 +4,6 @@ Each change holds the job's lock, and is ordered so that a crash leaves the stat
 or a new runner's `recover`, completes it.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Queue:
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: "Spool") -> None:
         self._spool = spool
         self._paths = spool.paths
         self._jobs = spool.jobs

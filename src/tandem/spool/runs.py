@@ -7,8 +7,8 @@ from typing import Any
 
 from tandem.errors import Conflict, NotFound
 from tandem.spool import fs
+from tandem.spool.checkpoint_files import write_manifest
 from tandem.spool.locks import file_lock
-from tandem.spool.manifest import write_manifest
 from tandem.spool.paths import Paths, is_run_name, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
 

@@ -20,10 +20,10 @@ from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
 from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
-from tandem.training.metrics import all_reduce, item_metrics, reward_metrics
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
-from tandem.training.schedule import denominators, plan_steps, row_weights
+from tandem.training.row_plan import denominators, plan_steps, row_weights
+from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:

@@ -1,94 +1,88 @@
-"""Memory for a rank's base weights, and the exchange of what data-parallel ranks have read, from GPU to GPU."""
+"""Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
 
-import contextlib
-from collections.abc import Callable
-from functools import partial
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.weights import check_cut
-from tandem.model import device, parallel
-from tandem.model.device import ipc
-from tandem.model.device.allocation import allocate
-
-SEGMENT = 2 * 2**20  # bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it
+from tandem.families.weight_rules import WeightRule
+from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
 
 
-class BaseWeights:
-    """Uninitialised memory on this process's device for a rank's base weights, in one allocation.
+def load_weights(
+    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], *, tp: int, tp_rank: int
+) -> None:
+    """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
 
-    Ranks of a `group` need the same weights: each reads a share of them from the files, calls `connect` meanwhile, and
-    then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
+    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is called after the files'
+    headers have been checked, so its memory may be allocated meanwhile. Only the rows that hold this rank's part are
+    read, and only its part goes to the device.
+
+    Raises:
+        InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
+        AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
+    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(_files(directory))
+    for rule in rules.values():
+        for name, shape in rule.sources.items():
+            if name not in stored:
+                raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
+            if stored[name].shape != shape:
+                raise InvalidInput(
+                    f"{stored[name].path}: {name} has the shape {list(stored[name].shape)}, config.json says "
+                    f"{list(shape)}",
+                    field="base_model",
+                )
+    targets = parameters()
+    for name, target in targets.items():
+        assert target.shape == rules[name].shape(tp), f"{name} is {target.shape}, not {rules[name].shape(tp)}"
+    fill_targets(
+        piece
+        for name, target in targets.items()
+        for piece in _pieces(rules[name], [stored[source] for source in rules[name].sources], target, tp, tp_rank)
+    )
 
-    def __init__(self, arch: Arch, dtype: torch.dtype, *, tp: int, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: the ranks that share the reading; None: this rank reads all weights.
 
-        Raises InvalidInput if the model can't be cut over `tp` tensor-parallel ranks.
-        """
-        check_cut(arch, tp)
-        shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
-        self.group = group
-        self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
-        self._copies: list[Callable[[], None]] = []  # from there
-        self._memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT)
+def _pieces(
+    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, tp: int, tp_rank: int
+) -> Iterator[Piece]:
+    """This rank's part of each source, and the part of `target` that it fills."""
+    if rule.cut == "columns" and tp > 1:
+        (source,) = sources
+        columns = source.shape[1]
+        mine = columns // tp
+        yield Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
+        return
+    if rule.experts is not None:
+        target = target.view(-1, *target.shape[2:])
+    parts = tp if rule.cut == "rows" else 1
+    groups = max(1, rule.groups // parts)
+    blocks = target.view(groups, -1, *target.shape[1:])
+    begin = 0  # of the source's rows in each block
+    for source in sources:
+        rows, width = source.shape[0] // parts, math.prod(source.shape[1:])
+        block = blocks[:, begin : begin + rows // groups]
+        begin += rows // groups
+        first = tp_rank * rows * width if parts > 1 else 0
+        if groups == 1:
+            yield Piece(source, first, width, block[0])
+        else:
+            yield Piece(source, first, rows // groups * width, block)
 
-    def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
-        return self.parameters if self.group is None else self._shares()[self.group.rank()]
 
-    def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective of the group's ranks; shares may still be
-        read meanwhile."""
-        if self.group is None:
-            return
-        exports = parallel.gather_objects(ipc.exported(self._memory), self.group)
-        self._imports, self._copies = None, []
-        with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            for rank, share in self._other_shares().items():
-                copy, part = imports.enter_context(ipc.imported(exports[rank])), self._range(share)
-                self._copies.append(partial(copy, part, int(part.storage_offset()) * part.element_size()))
-            self._imports = imports.pop_all()
-
-    def exchange(self) -> dict[str, torch.Tensor]:
-        """Get the other ranks' shares, after this rank has read its own; returns the parameters still to be read: none,
-        or, if GPUs can't share memory, all other shares. A collective of the group's ranks; once for each `connect`.
-
-        Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
-        """
-        if self.group is None:
-            return {}
-        with self._imports or contextlib.nullcontext():
-            if all(parallel.gather_objects(self._imports is not None, self.group)):  # all ranks have read their shares
-                for copy in self._copies:
-                    copy()
-                device.synchronize()
-                parallel.gather_objects(None, self.group)  # no rank frees memory that others still copy
-                return {}
-        missing = self._other_shares()
-        self.group = None  # from now on each rank reads all weights
-        return {name: parameter for share in missing.values() for name, parameter in share.items()}
-
-    def _other_shares(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The other ranks' shares, by rank, without empty ones."""
-        assert self.group is not None
-        return {rank: share for rank, share in enumerate(self._shares()) if share and rank != self.group.rank()}
-
-    def _shares(self) -> list[dict[str, torch.Tensor]]:
-        """Each rank's share: the parameters whose middle lies in the rank's equal part of the memory."""
-        assert self.group is not None
-        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self.group.size())]
-        size = len(self._range(self.parameters))
-        for name, parameter in self.parameters.items():
-            middle = parameter.storage_offset() + parameter.numel() / 2
-            shares[int(middle * len(shares) / size)][name] = parameter
-        return shares
-
-    def _range(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The flat range of the memory that these consecutive parameters occupy."""
-        tensors = list(parameters.values())
-        first, last = tensors[0], tensors[-1]
-        return self._memory[first.storage_offset() : last.storage_offset() + last.numel()]
+def _files(directory: Path) -> list[Path]:
+    """The model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
+    if single.is_file():
+        return [single]
+    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")

@@ -5,8 +5,9 @@ Every path in a record is relative to the spool's root, because containers may m
 
 from tandem.spool.schema.attempts import Beat, Hold, HoldPhase, Lease, RankMemory, RankProcess, RunnerInfo
 from tandem.spool.schema.base import PENDING, SCHEMA_VERSION, TERMINAL, JobId, JobState, Record, RunName
+from tandem.spool.schema.checkpoints import Manifest, Probe, Served
 from tandem.spool.schema.jobs import Event, EventType, Job, JobError, JobResult, JobSpec, RLJob, SFTJob
-from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Manifest, Origin, Probe, RunSpec, Served
+from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Origin, RunSpec
 from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
 
 __all__ = [

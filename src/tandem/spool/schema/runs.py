@@ -1,4 +1,4 @@
-"""Records of a run: its specification, the manifests of its checkpoints, and what vLLM serves of it."""
+"""The record of a run: its base model, LoRA shape and origin."""
 
 from typing import Literal, Self
 
@@ -42,52 +42,3 @@ class RunSpec(Record):
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None
-
-
-class FileEntry(Record):
-    size: int  # bytes
-    sha256: str  # lower-case hex
-
-
-class Probe(Record):
-    """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs with them.
-
-    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint, at temperature 1;
-    `previous` is the same under the checkpoint before it, `base` with the adapter switched off. The trainer computes
-    all three, so that the rounding that vLLM doesn't share cancels out of their differences.
-    """
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    previous: list[list[float]]
-    base: list[list[float]]
-
-
-class Manifest(Record):
-    """`manifest.json`: written last, before the rename that makes the checkpoint exist."""
-
-    schema_version: Literal[1] = 1
-    run: RunName
-    step: int = Field(ge=0)
-    job: str | None  # None: step 0
-    created: float  # Unix seconds
-    files: dict[str, FileEntry]  # by path relative to the checkpoint's directory
-    topology: dict[str, int] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)
-    metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
-    probe: Probe | None = None  # None: the identity adapter, which must equal the base model
-    origin: Origin | None = None
-
-
-class Served(Record):
-    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it."""
-
-    step: int
-    model: str  # "<run>@<step>"
-    checkpoint: str  # SHA-256 of the adapter file
-    verified: float  # Unix seconds
-    mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
-    tokens_checked: int
-    # The newest checkpoint that the publisher refused, and why; the older step stays served.
-    refused_step: int | None = None
-    refused_reason: str | None = None

@@ -28,7 +28,7 @@ class Torchrun:
 
     def __init__(self, work: Path, ranks: int, name: str, arguments: list[str], environment: dict[str, str]) -> None:
         command = [
-            sys.executable, "-m", "tandem.trainer.launch.agent", str(work),
+            sys.executable, "-m", "tandem.trainer.launch.torchrun_agent", str(work),
             "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", "--monitor-interval=0.1",
             "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={name}", "--local-addr=localhost",
             "-m", "tandem.trainer.launch.bootstrap", *arguments,

@@ -29,8 +29,8 @@ from tandem.model.logprobs import item_logprobs
 from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
-from tandem.model.weights.base_weights import BaseWeights
-from tandem.model.weights.load import load_weights
+from tandem.model.weights.base_memory import BaseWeights
+from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.trainer.rank import checkpoint
 from tandem.trainer.rank.rendezvous import Assignment

@@ -3,8 +3,6 @@
 `tandem.trainer.launch` calls `main` in torchrun's environment. `tandem.trainer.rank.session` has what a rank then does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -84,7 +82,7 @@ def resident() -> Callable[[Path, str, int], int]:
     return partial(main, state=RankState())
 
 
-def main(root: Path | str, job_id: str, attempt: int, state: RankState | None = None) -> int:
+def main(root: Path | str, job_id: str, attempt: int, state: "RankState | None" = None) -> int:
     """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a JobError to
     `error.<rank>.json` in the attempt's work directory."""
     faulthandler.enable()

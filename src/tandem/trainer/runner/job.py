@@ -15,9 +15,9 @@ from tandem.system import liveness
 from tandem.system.logs import Log
 from tandem.system.processes import Process
 from tandem.trainer.launch.launcher import Handle, Launcher
+from tandem.trainer.runner.failure import Heartbeats, RankProgress, failure
 from tandem.trainer.runner.gpus import JobGpus
 from tandem.trainer.runner.joblog import JobLog
-from tandem.trainer.runner.rank_files import Heartbeats, RankProgress, failure
 from tandem.trainer.runner.shared_gpus import Asleep
 from tandem.trainer.runner.stop import LONGEST_PAUSE_SECONDS, Stop
 

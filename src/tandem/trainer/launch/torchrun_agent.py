@@ -1,6 +1,6 @@
 """torchrun, with a record of how its ranks failed.
 
-    python -m tandem.trainer.launch.agent <directory> <torchrun's arguments>
+    python -m tandem.trainer.launch.torchrun_agent <directory> <torchrun's arguments>
 
 torchrun's exit status is 1 whichever rank failed and however. This program calls torchrun's own `main` and writes the
 failures that it raises to `exits.json` in `directory`.

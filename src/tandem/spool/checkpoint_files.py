@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.spool import fs
 from tandem.spool.schema import Manifest
-from tandem.spool.schema.runs import FileEntry
+from tandem.spool.schema.checkpoints import FileEntry
 
 MANIFEST = "manifest.json"
 

@@ -1,0 +1,94 @@
+"""Memory for a rank's base weights, and the exchange of what data-parallel ranks have read, from GPU to GPU."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
+from tandem.families.weight_rules import check_cut
+from tandem.model import device, parallel
+from tandem.model.device import ipc
+from tandem.model.device.allocation import allocate
+
+SEGMENT = 2 * 2**20  # bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it
+
+
+class BaseWeights:
+    """Uninitialised memory on this process's device for a rank's base weights, in one allocation.
+
+    Ranks of a `group` need the same weights: each reads a share of them from the files, calls `connect` meanwhile, and
+    then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
+    """
+
+    def __init__(self, arch: Arch, dtype: torch.dtype, *, tp: int, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: the ranks that share the reading; None: this rank reads all weights.
+
+        Raises InvalidInput if the model can't be cut over `tp` tensor-parallel ranks.
+        """
+        check_cut(arch, tp)
+        shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+        self.group = group
+        self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
+        self._copies: list[Callable[[], None]] = []  # from there
+        self._memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT)
+
+    def own_share(self) -> dict[str, torch.Tensor]:
+        """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
+        return self.parameters if self.group is None else self._shares()[self.group.rank()]
+
+    def connect(self) -> None:
+        """Open the other ranks' memory, if the driver allows it. A collective of the group's ranks; shares may still be
+        read meanwhile."""
+        if self.group is None:
+            return
+        exports = parallel.gather_objects(ipc.exported(self._memory), self.group)
+        self._imports, self._copies = None, []
+        with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
+            for rank, share in self._other_shares().items():
+                copy, part = imports.enter_context(ipc.imported(exports[rank])), self._range(share)
+                self._copies.append(partial(copy, part, int(part.storage_offset()) * part.element_size()))
+            self._imports = imports.pop_all()
+
+    def exchange(self) -> dict[str, torch.Tensor]:
+        """Get the other ranks' shares, after this rank has read its own; returns the parameters still to be read: none,
+        or, if GPUs can't share memory, all other shares. A collective of the group's ranks; once for each `connect`.
+
+        Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
+        """
+        if self.group is None:
+            return {}
+        with self._imports or contextlib.nullcontext():
+            if all(parallel.gather_objects(self._imports is not None, self.group)):  # all ranks have read their shares
+                for copy in self._copies:
+                    copy()
+                device.synchronize()
+                parallel.gather_objects(None, self.group)  # no rank frees memory that others still copy
+                return {}
+        missing = self._other_shares()
+        self.group = None  # from now on each rank reads all weights
+        return {name: parameter for share in missing.values() for name, parameter in share.items()}
+
+    def _other_shares(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The other ranks' shares, by rank, without empty ones."""
+        assert self.group is not None
+        return {rank: share for rank, share in enumerate(self._shares()) if share and rank != self.group.rank()}
+
+    def _shares(self) -> list[dict[str, torch.Tensor]]:
+        """Each rank's share: the parameters whose middle lies in the rank's equal part of the memory."""
+        assert self.group is not None
+        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self.group.size())]
+        size = len(self._range(self.parameters))
+        for name, parameter in self.parameters.items():
+            middle = parameter.storage_offset() + parameter.numel() / 2
+            shares[int(middle * len(shares) / size)][name] = parameter
+        return shares
+
+    def _range(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The flat range of the memory that these consecutive parameters occupy."""
+        tensors = list(parameters.values())
+        first, last = tensors[0], tensors[-1]
+        return self._memory[first.storage_offset() : last.storage_offset() + last.numel()]
