@@ -6,7 +6,7 @@ TOOLS := .tools
 UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
 RUN := $(UV) run --frozen --no-sync
 # Two workers; a file's tests stay in one, and so do those that share a stack (tests/conftest.py).
-PYTEST := $(RUN) pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(RUN) pytest -n 2 --no-loadscope-reorder
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 

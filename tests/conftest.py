@@ -25,24 +25,31 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"large matrices: {'all cases' if config.option.all_cases else f'a sample, SAMPLE_SEED={SEED}'}"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.all_cases:
         _keep_samples(config, items)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
     # Workers take groups in this order. The longest come first, so that no worker ends long before the other.
-    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item)) in FIRST else len(FIRST))
+    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST))
 
 
-FIRST = ["docker", "tests/stack/test_stack.py", "vllm"]
+FIRST = ["docker", "tests/stack/test_stack.py", "tests/inference/test_real_vllm.py"]
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests of one group run in one worker, in their order: a file, or all tests that share a server or a stack."""
-    if "vllm" in getattr(item, "fixturenames", ()):
-        return "vllm"
-    return "docker" if item.get_closest_marker("docker") else item.nodeid.partition("::")[0]
+def _group(nodeid: str) -> str:
+    """Tests of one group run in one worker, in their order: those of a file, or all that share the Docker engine."""
+    file = nodeid.partition("::")[0]
+    return "docker" if file.startswith("tests/docker/") or file == "tests/helm/test_live.py" else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return ByGroup(config, log)
 
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
