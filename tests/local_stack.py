@@ -61,8 +61,8 @@ class LocalStack:
             "TANDEM_LEASE_SECONDS": "10",
             **variables,
         }
-        self.controller_url = f"http://127.0.0.1:{controller}"
-        self.inference_url = f"http://127.0.0.1:{inference}"
+        self.controller_url = f"http://127.0.0.1:{self.environment['TANDEM_CONTROLLER_PORT']}"
+        self.inference_url = f"http://127.0.0.1:{self.environment['TANDEM_INFERENCE_PORT']}"
         self.api_key = self.environment["TANDEM_API_KEY"]
         self.client = Tandem(self.controller_url, self.api_key)
 
