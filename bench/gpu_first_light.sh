@@ -18,7 +18,7 @@ for part in "$@"; do
             cp /tmp/demo/report.json /tmp/demo/reward.png "$out/"
             tar -C /tmp/demo/spool -czf "$out/demo_logs.tgz" up.log jobs logs ;;
         faults)
-            timeout 560 python3 -m pytest -q -x -p no:cacheprovider --basetemp=/tmp/faults --durations=30 tests/stack/test_faults.py >"$out/faults.txt" 2>&1
+            timeout 560 python3 -m pytest -q -x -p no:cacheprovider --basetemp=/tmp/faults --durations=30 tests/stack/test_stack.py >"$out/faults.txt" 2>&1
             echo "faults: exit $?"; tail -n 60 "$out/faults.txt"
             tar -C /tmp/faults -czf "$out/faults_logs.tgz" --exclude=models --exclude=checkpoints . ;;
     esac
