@@ -79,7 +79,7 @@ run() {
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &
     {
-        wants experts && tests 1 tests/inference/test_served_experts.py tests/model/test_experts.py \
+        wants experts && tests 1 tests/inference/test_experts_on_a_gpu.py tests/model/test_experts.py \
             tests/model/test_recompute.py tests/model/test_checkpoint_tensors.py
         wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed
     } &
