@@ -36,22 +36,17 @@ def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     return modules
 
 
-def key_a(module: str) -> str:
-    """PEFT's name of A of the linear layer at Hugging Face path `module`."""
-    return f"base_model.model.{module}.lora_A.weight"
-
-
-def key_b(module: str) -> str:
-    """PEFT's name of B of the linear layer at Hugging Face path `module`."""
-    return f"base_model.model.{module}.lora_B.weight"
+def peft_keys(module: str) -> tuple[str, str]:
+    """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Every tensor of an adapter: PEFT key -> shape, in layer order, A before B."""
     shapes: dict[str, tuple[int, int]] = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():
-        shapes[key_a(module)] = (lora.rank, in_features)
-        shapes[key_b(module)] = (out_features, lora.rank)
+        a, b = peft_keys(module)
+        shapes[a], shapes[b] = (lora.rank, in_features), (out_features, lora.rank)
     return shapes
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tandem.families.adapter import WEIGHTS_FILE, key_a, key_b, lora_modules, write_adapter_config
+from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys, write_adapter_config
 from tandem.families.arch import Arch
 from tandem.spool.schema import LoraShape
 
@@ -23,8 +23,9 @@ def write_identity_adapter(directory: Path, arch: Arch, lora: LoraShape, *, base
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(module.encode())])))
         bound = in_features**-0.5
         uniform = stream.random((lora.rank, in_features), dtype=np.float32)
-        tensors[key_a(module)] = (uniform * np.float32(2 * bound) - np.float32(bound)).astype(np.float32)
-        tensors[key_b(module)] = np.zeros((out_features, lora.rank), dtype=np.float32)
+        a, b = peft_keys(module)
+        tensors[a] = (uniform * np.float32(2 * bound) - np.float32(bound)).astype(np.float32)
+        tensors[b] = np.zeros((out_features, lora.rank), dtype=np.float32)
     # PEFT's own files carry this metadata; without it some readers refuse the file.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     write_adapter_config(directory, lora, base_model)

@@ -31,7 +31,7 @@ class ModelConfig:
     """A parsed `config.json`."""
 
     values: dict[str, Any]
-    source: str = "config.json"  # for messages
+    source: str  # for messages
 
     @classmethod
     def of(cls, model: str) -> Self:

@@ -22,15 +22,13 @@ def read_arch(model: str) -> Arch:
         InvalidInput: no such directory or repository, no readable `config.json`, or a missing or wrong value in it.
         UnknownArchitecture: a family, or a variant of one, that Tandem doesn't build.
     """
-    return _arch(ModelConfig.of(model))
+    config = ModelConfig.of(model)
+    return arch_from_config(config.values, config.source)
 
 
-def arch_from_config(config: dict[str, Any]) -> Arch:
-    """`read_arch` for a config already parsed."""
-    return _arch(ModelConfig(config))
-
-
-def _arch(config: ModelConfig) -> Arch:
+def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
+    """`read_arch` for a config already parsed; errors name `source`."""
+    config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnknownArchitecture(

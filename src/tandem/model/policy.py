@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tandem.families.adapter import adapter_shapes, key_a, key_b, stacked_name
+from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.model import device
 from tandem.model.attention import Kernel, rotation, tree_params
@@ -238,6 +238,6 @@ class Policy(nn.Module):
                     continue
                 block = "self_attn" if name.startswith("self_attention.") else "mlp"
                 path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
-                for target, (a, b) in module.lora_tensors().items():
-                    tensors[key_a(f"{path}.{target}")], tensors[key_b(f"{path}.{target}")] = a, b
+                for target, a_and_b in module.lora_tensors().items():
+                    tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
         return {name: tensors[name] for name in self._keys}
