@@ -117,7 +117,7 @@ class TokenOrder(MoEAllGatherTokenDispatcher):
         ends = chosen.sum(0).cumsum(0).to(torch.int32)
         # All indices of the probs are different, so their gradient has a fixed order too.
         return (
-            _Spread.apply(hidden_states, token_of_row, rows_of_token),
+            _Gather.apply(hidden_states, token_of_row, rows_of_token),
             ends,
             probs.T.reshape(-1).index_select(0, by_expert),
         )
@@ -127,7 +127,7 @@ class TokenOrder(MoEAllGatherTokenDispatcher):
         assert self._rows is not None
         token_of_row, rows_of_token = self._rows
         self._rows = None
-        return _Collect.apply(hidden_states, token_of_row, rows_of_token)
+        return _Gather.apply(hidden_states, rows_of_token, token_of_row)
 
 
 class ExpertsLayer(MoELayer):
@@ -140,29 +140,22 @@ class ExpertsLayer(MoELayer):
         )
 
 
-class _Spread(torch.autograd.Function):
-    """Copies tokens to their rows. `token_of_row`: int64 [N]; `rows_of_token`: int64 [tokens, experts per token]."""
+class _Gather(torch.autograd.Function):
+    """Rows that each copy one row of `x`, or sum several: `index` is int64 [rows] or [rows, summands].
+
+    `transposed` is the same for the gradient, so its sums have a fixed order too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows_of_token)
-        return x[token_of_row]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (rows_of_token,) = ctx.saved_tensors
-        return gradient[rows_of_token].sum(1), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """Sums each token's rows; the transpose of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token_of_row)
-        return x[rows_of_token].sum(1)
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(transposed)
+        return _gathered(x, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (token_of_row,) = ctx.saved_tensors
-        return gradient[token_of_row], None, None
+        (transposed,) = ctx.saved_tensors
+        return _gathered(gradient, transposed), None, None
+
+
+def _gathered(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x[index] if index.ndim == 1 else x[index].sum(1)
