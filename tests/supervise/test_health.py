@@ -133,9 +133,10 @@ def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path
 def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_ROLE", "trainer")
     settings, directory = Settings(root=tmp_path), runtime_dir(tmp_path, "trainer")
+    monkeypatch.setenv("TANDEM_ALIVE_DIR", str(directory))
     assert stopped_loops(settings, "trainer") == []  # it has not begun
     for program in ("up", "runner", "publisher"):
-        liveness.beat(program, directory)
+        liveness.beat(program)
         os.utime(directory / f"{program}.alive", (0, time.time() - 100))
     (message,) = stopped_loops(settings, "trainer")  # the runner's may take longer, the publisher is not the trainer's
     assert message.startswith("the loop of up has not turned for 100 s")

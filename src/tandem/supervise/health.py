@@ -17,6 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from typing import Literal
 
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
@@ -37,7 +38,7 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
 
     Raises SpoolUnusable or OSError where the volume can't be read.
     """
-    problems = [] if role in ("trainer", "inference") else [_get(f"{_controller(settings)}/readyz")[0]]
+    problems = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
         problems += _problems_of_programs(settings, role, started)
     return [problem for problem in problems if problem]
@@ -65,10 +66,9 @@ def _needed(role: str) -> list[str]:
 
 
 def _problem_of_vllm(settings: Settings) -> str:
-    url = local_url(settings.inference_host, settings.inference_port)
-    problem, body = _get(f"{url}/health")
+    problem, body = _get(settings, "inference", "/health")
     if not problem:
-        problem, body = _get(f"{url}/v1/models", settings.inference_key)
+        problem, body = _get(settings, "inference", "/v1/models", settings.inference_key)
     if problem:
         return problem
     with suppress(ValueError, LookupError, TypeError):
@@ -80,19 +80,18 @@ def _problem_of_vllm(settings: Settings) -> str:
 def stopped_loops(settings: Settings, role: str) -> list[str]:
     """One message for each program of `role` whose loop no longer turns."""
     if role == "controller":
-        problem, _ = _get(f"{_controller(settings)}/healthz")
+        problem, _ = _get(settings, "controller", "/healthz")
         return [problem] if problem else []
     directory = runtime_dir(settings.root, current_role())
     programs = [name for name in ("up", *_needed(role)) if name in liveness.LONGEST_SECONDS]
     return [message for name in programs if (message := liveness.silence(name, directory))]
 
 
-def _controller(settings: Settings) -> str:
-    return local_url(settings.controller_host, settings.controller_port)
-
-
-def _get(url: str, key: str | None = None) -> tuple[str, bytes]:
+def _get(
+    settings: Settings, server: Literal["controller", "inference"], path: str, key: str | None = None
+) -> tuple[str, bytes]:
     """(what is wrong, or an empty string; the answer's body)"""
+    url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     # Without the environment's proxies: the server is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -101,12 +101,7 @@ def _rpc(settings: Settings) -> Iterator[Any]:
     path = socket_path(runtime_dir(settings.root, current_role()))
     if not path.exists():
         raise FileNotFoundError(path)
-    from supervisor.xmlrpc import SupervisorTransport  # late: not installed where no supervisord runs
+    from supervisor.childutils import getRPCInterface  # late: not installed where no supervisord runs
 
-    # The address is a placeholder: the transport connects to the socket.
-    transport = SupervisorTransport(None, None, f"unix://{path}")
-    server: Any = xmlrpc.client.ServerProxy("http://127.0.0.1", transport=transport)
-    try:
+    with getRPCInterface({"SUPERVISOR_SERVER_URL": f"unix://{path}"}) as server:
         yield server.supervisor
-    finally:
-        transport.close()

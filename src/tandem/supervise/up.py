@@ -129,8 +129,8 @@ class Stack:
             stale.unlink(missing_ok=True)
         config = supervisord.write_config(self._directory, self._logs, list(self._programs.values()))
         # In this process too: `supervisord.statuses` asks the supervisord of the role that the environment names.
-        os.environ[ROLE_VARIABLE] = self._role
-        variables = {"PYTHONUNBUFFERED": "1", liveness.VARIABLE: str(self._directory)}
+        os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
+        variables = {"PYTHONUNBUFFERED": "1"}
         if self._settings.secret("admin_token") is None:
             variables["TANDEM_ADMIN_TOKEN"] = self._token
         parent = os.getpid()
@@ -151,7 +151,7 @@ class Stack:
         begin = time.monotonic()
         next_probe, ready = begin, False
         while not self._signals:
-            liveness.beat("up", self._directory)
+            liveness.beat("up")
             self._console.follow()
             processes.reap_orphans([self._daemon.pid])
             if self._daemon.poll() is not None:

@@ -22,15 +22,11 @@ LONGEST_SECONDS = {
 """How long one turn of a program's loop may take."""
 
 
-def beat(program: str, directory: Path | None = None) -> None:
-    """Records a turn of `program`'s loop in `directory`, by default TANDEM_ALIVE_DIR; does nothing without one."""
-    if directory is None:
-        name = os.environ.get(VARIABLE)
-        if not name:
-            return
-        directory = Path(name)
-    with suppress(OSError):  # a full tmpfs must not end a program that works
-        (directory / f"{program}.alive").touch()
+def beat(program: str) -> None:
+    """Records a turn of `program`'s loop in TANDEM_ALIVE_DIR; does nothing without one."""
+    if directory := os.environ.get(VARIABLE):
+        with suppress(OSError):  # a full tmpfs must not end a program that works
+            Path(directory, f"{program}.alive").touch()
 
 
 def silence(program: str, directory: Path) -> str | None:
