@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int32
-from tandem.data.prefix_tree import PrefixTree, lay_out, sort_keys
+from tandem.data.prefix_tree import PrefixTree, lay_out, sort_key
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
@@ -39,14 +39,16 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     A group whose tree fits a row is kept whole: groups go, largest first, into the row with the least free slots that
     suffice (best-fit decreasing). A group whose tree is larger is split over rows, which repeats prefixes.
     """
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    owner = np.repeat(np.arange(len(trajectories)), [len(trajectory.sequences) for trajectory in trajectories])
+    owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
+    owned.sort(key=lambda pair: sort_key(pair[0].tokens))  # as PrefixTree requires
+    sequences = [sequence for sequence, _ in owned]
+    owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     groups: list[list[int]] = [[] for _ in range(int(group_of[-1]) + 1)]
     for index, trajectory in enumerate(owner):
         groups[group_of[trajectory]].append(index)
     tokens = [sequence.tokens for sequence in sequences]
-    rows = _place(groups, PrefixTree(tokens, sort_keys(tokens)), sequence_length)
+    rows = _place(groups, tokens, sequence_length)
 
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -121,11 +123,11 @@ class _Rows:
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
-def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> list[PrefixTree]:
+def _place(groups: list[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
     """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
     trees = []
     for group in groups:
-        tree = empty.empty_copy()
+        tree = PrefixTree(tokens)
         for index in group:
             tree.add(index)
         trees.append(tree)
@@ -133,7 +135,7 @@ def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> 
     rows = _Rows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
         if tree.num_slots > sequence_length:
-            _split(tree, rows)
+            _split(tree, tokens, rows)
         elif (row := rows.tightest(tree.num_slots)) is not None:
             rows.add(row, tree.sequences)
         else:
@@ -141,7 +143,7 @@ def _place(groups: list[list[int]], empty: PrefixTree, sequence_length: int) -> 
     return rows.trees
 
 
-def _split(tree: PrefixTree, rows: _Rows) -> None:
+def _split(tree: PrefixTree, tokens: list[Int32], rows: _Rows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots, then where the fewest
@@ -155,8 +157,8 @@ def _split(tree: PrefixTree, rows: _Rows) -> None:
         if fitting:
             rows.add(min(fitting)[2], [index])
             continue
-        row = rows.emptiest(tree.length(index))
+        row = rows.emptiest(len(tokens[index]))
         if row is None:
-            row = rows.append(tree.empty_copy())
+            row = rows.append(PrefixTree(tokens))
         rows.add(row, [index])
         window = [*window, row][-OPEN_ROWS:]

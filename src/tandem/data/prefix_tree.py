@@ -7,7 +7,6 @@ sampled or not, between trajectories, groups and duplicates: a shared token save
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -22,46 +21,32 @@ def common_prefix(a: Int32, b: Int32) -> int:
     return first if shorter and differ[first] else shorter
 
 
-def sort_keys(tokens: list[Int32]) -> list[bytes]:
-    """Byte strings that compare as the (non-negative) token sequences do, a prefix before its extensions."""
-    return [sequence.astype(">i4").tobytes() for sequence in tokens]
+def sort_key(tokens: Int32) -> bytes:
+    """A byte string that compares as the (non-negative) token sequence does, a prefix before its extensions."""
+    return tokens.astype(">i4").tobytes()
 
 
 class PrefixTree:
     """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
 
-    `tokens` are all sequences of the job, and `keys` their `sort_keys`. The tree holds indices into both.
+    `tokens` are all sequences of the job, in lexicographic order. The tree holds indices into it, sorted.
     """
 
-    def __init__(self, tokens: list[Int32], keys: list[bytes]) -> None:
+    def __init__(self, tokens: list[Int32]) -> None:
         self.num_slots = 0
+        self.sequences: list[int] = []
         self._tokens = tokens
-        self._keys = keys
-        self._order: list[tuple[bytes, int]] = []
-
-    def empty_copy(self) -> Self:
-        """An empty tree over the same sequences."""
-        return type(self)(self._tokens, self._keys)
-
-    @property
-    def sequences(self) -> list[int]:
-        """Indices of its sequences, in lexicographic order (by index where equal)."""
-        return [index for _, index in self._order]
-
-    def length(self, index: int) -> int:
-        """The number of tokens of sequence `index`."""
-        return len(self._tokens[index])
 
     def cost(self, index: int) -> int:
         """Slots that adding sequence `index` would take: its length less the prefix that it shares with a neighbour."""
-        at = bisect_left(self._order, (self._keys[index], index))
-        neighbours = [self._tokens[other] for _, other in self._order[max(at - 1, 0) : at + 1]]
+        at = bisect_left(self.sequences, index)
+        neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
         shared = max((common_prefix(self._tokens[index], neighbour) for neighbour in neighbours), default=0)
-        return self.length(index) - shared
+        return len(self._tokens[index]) - shared
 
     def add(self, index: int) -> None:
         self.num_slots += self.cost(index)
-        insort(self._order, (self._keys[index], index))
+        insort(self.sequences, index)
 
 
 @dataclass(frozen=True)
