@@ -77,20 +77,13 @@ METRICS = (
 
 
 @dataclass
-class _LastBeat:
-    """A rank's last heartbeat, and when this process first saw it: the clock of the rank's machine may be wrong."""
-
-    beat: Beat
-    seen_at: float  # monotonic
-
-
-@dataclass
 class _Attempt:
     job: Job
     number: int
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    ranks: dict[int, _LastBeat] = field(default_factory=dict)
+    # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's clock may be wrong.
+    ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
 
 class RanksCollector(Collector):
@@ -116,16 +109,16 @@ class RanksCollector(Collector):
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
         now = time.monotonic()
         for rank, beat in spool.jobs.beats(spec.id, attempt.number).items():
-            last = attempt.ranks.get(rank)
-            if last is None or last.beat != beat:
-                self._count(str(rank), last.beat if last else None, beat)
-                attempt.ranks[rank] = _LastBeat(beat, now)
-        for rank, last in attempt.ranks.items():
-            _set_rank(gauges, str(rank), last.beat, up=now - last.seen_at <= STALE_SECONDS)
+            last, _ = attempt.ranks.get(rank, (None, now))
+            if last != beat:
+                self._count(str(rank), last, beat)
+                attempt.ranks[rank] = beat, now
+        for rank, (beat, seen_at) in attempt.ranks.items():
+            _set_rank(gauges, str(rank), beat, up=now - seen_at <= STALE_SECONDS)
         for rank in set(range(self._expected)) - set(attempt.ranks):
             if now - attempt.seen_since_monotonic > STALE_SECONDS:
                 gauges.set("tandem_rank_up", 0, rank=str(rank))
-        beats = [last.beat.time for last in attempt.ranks.values()]
+        beats = [beat.time for beat, _ in attempt.ranks.values()]
         progress = min(beats) if len(beats) >= self._expected else attempt.seen_since
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 

@@ -4,25 +4,15 @@ import bisect
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
 from tandem.metrics.metric import Metric
 
-
-@dataclass(frozen=True)
-class _Histogram:
-    """Observations per bucket (the last bucket is above all bounds), and the sum of the observed values."""
-
-    counts: tuple[int, ...]
-    total: float = 0.0
-
-
-_Value = float | _Histogram
-_Series = dict[tuple[str, ...], _Value]
-"""Label values, in the order of the metric's labels -> value."""
+_Series = dict[tuple[str, ...], tuple[float, ...]]
+"""Label values, in the order of the metric's labels -> the value. A histogram has the number of observations in each
+bucket (the last bucket is above all bounds), and then the sum of the observed values."""
 
 
 class Samples:
@@ -46,25 +36,22 @@ class Samples:
         """Sets a gauge, or a counter whose total is counted elsewhere."""
         key = self._key(name, labels)
         with self._lock:
-            self._series[name][key] = float(value)
+            self._series[name][key] = (float(value),)
 
     def inc(self, name: str, by: float = 1.0, /, **labels: str) -> None:
         """Adds `by` >= 0 to a counter; 0 creates the series."""
         key = self._key(name, labels)
         with self._lock:
-            before = self._series[name].get(key, 0.0)
-            assert isinstance(before, float)
-            self._series[name][key] = before + by
+            (before,) = self._series[name].get(key, (0.0,))
+            self._series[name][key] = (before + by,)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
         """Adds an observation to a histogram."""
         key, metric = self._key(name, labels), self._metrics[name]
         with self._lock:
-            before = self._series[name].get(key, _zero(metric))
-            assert isinstance(before, _Histogram)
-            bucket = bisect.bisect_left(metric.buckets, value)
-            counts = tuple(count + (i == bucket) for i, count in enumerate(before.counts))
-            self._series[name][key] = _Histogram(counts, before.total + value)
+            *counts, total = self._series[name].get(key, _zero(metric))
+            counts[bisect.bisect_left(metric.buckets, value)] += 1
+            self._series[name][key] = (*counts, total + value)
 
     def families(self, *, perishable: bool = True) -> Iterator[Family]:
         """The metrics that have a series, for prometheus_client. `perishable=False` leaves out perishable metrics."""
@@ -81,22 +68,19 @@ class Samples:
         return tuple(labels[label] for label in metric.labels)
 
 
-def _zero(metric: Metric) -> _Value:
-    return _Histogram((0,) * (len(metric.buckets) + 1)) if metric.kind == "histogram" else 0.0
+def _zero(metric: Metric) -> tuple[float, ...]:
+    return (0.0,) * (len(metric.buckets) + 2 if metric.kind == "histogram" else 1)
 
 
 def _family(metric: Metric, series: _Series) -> Family:
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=tuple(metric.labels))
         bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
-        for key, value in series.items():
-            assert isinstance(value, _Histogram)
-            cumulative = map(float, itertools.accumulate(value.counts))
-            histogram.add_metric(key, list(zip(bounds, cumulative, strict=True)), value.total)
+        for key, (*counts, total) in series.items():
+            histogram.add_metric(key, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
         return histogram
     cls = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = cls(metric.name, metric.help, labels=tuple(metric.labels))
-    for key, value in series.items():
-        assert isinstance(value, float)
+    for key, (value,) in series.items():
         family.add_metric(key, value)
     return family
