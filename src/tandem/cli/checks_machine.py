@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,6 +18,7 @@ from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.fs import rename_dir, write_atomic
 from tandem.spool.locks import file_lock
+from tandem.system.environment import installed_version
 from tandem.system.nvml import Driver, DriverFailed
 
 # Role -> packages, each with its alternatives.
@@ -47,13 +47,13 @@ def installation_checks() -> Iterator[Check]:
     found = f"{platform.python_version()} on {platform.platform()}"
     yield Check("ok" if supported else "fail", "python", found, "" if supported else "use Python 3.12 or 3.13")
     for role, packages in _PACKAGES.items():
-        versions = {names: next(filter(None, map(_version, names)), None) for names in packages}
-        missing = [" or ".join(names) for names, installed in versions.items() if installed is None]
+        installed = [[f"{name} {found}" for name in names if (found := installed_version(name))] for names in packages]
+        missing = [" or ".join(names) for names, found in zip(packages, installed, strict=True) if not found]
         if missing:
             remedy = f"only a machine that runs this role needs it: install tandem-rl[{role}]"
             yield Check("warn", f"packages: {role}", f"missing: {', '.join(missing)}", remedy)
         else:
-            yield Check("ok", f"packages: {role}", ", ".join(filter(None, versions.values())))
+            yield Check("ok", f"packages: {role}", ", ".join(found[0] for found in installed))
     # Without bytecode files, every process compiles the packages that it imports, as ranks do for each job.
     origins = {name: spec.origin for name in ("torch", "vllm") if (spec := find_spec(name)) and spec.origin}
     uncompiled = [name for name, origin in origins.items() if not Path(cache_from_source(origin)).exists()]
@@ -63,13 +63,6 @@ def installation_checks() -> Iterator[Check]:
         yield Check("warn", "bytecode", found, remedy)
     elif origins and not uncompiled:
         yield Check("ok", "bytecode", f"{' and '.join(origins)} compiled")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return None
 
 
 def volume_checks(settings: Settings) -> Iterator[Check]:

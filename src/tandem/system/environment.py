@@ -1,10 +1,11 @@
-"""What the environment tells a program: its role and the directory that programs of a role share; OpenMP's waiting."""
+"""A program's environment: its role, the directory that programs of a role share, packages, how OpenMP waits."""
 
 import hashlib
 import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -42,6 +43,14 @@ def private_directory(directory: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise SpoolUnusable(f"{directory} is not a directory of this user alone; remove it")
     return directory
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package; empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,16 +4,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import LORA_TARGETS
-from tandem.system.environment import omp_waiting
+from tandem.system.environment import installed_version, omp_waiting
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
 Device = Literal["cpu", "cuda"]
@@ -52,8 +50,7 @@ def serving_device(settings: Settings) -> Device:
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
-        with suppress(metadata.PackageNotFoundError):
-            metadata.version(distribution)
+        if installed_version(distribution):
             return device
     raise InvalidInput("vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]")
 
