@@ -57,9 +57,8 @@ class Turn(Input):
         if (highest := max(logprobs, default=0.0)) > LOGPROB_SLACK:
             raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0; give log-probs in nats")
         if (lowest := min(logprobs, default=0.0)) <= MISSING_LOGPROB:
-            raise ValueError(
-                f"{lowest} at index {logprobs.index(lowest)} is vLLM's placeholder for a log-prob it did not compute"
-            )
+            place = f"{lowest} at index {logprobs.index(lowest)}"
+            raise ValueError(f"{place} is vLLM's placeholder for a log-prob it did not compute")
         return logprobs
 
 

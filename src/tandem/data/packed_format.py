@@ -72,7 +72,9 @@ _NAMES = tuple(name for names in _ARRAYS.values() for name in names)
 _DTYPES: dict[str, type[np.generic]] = dict.fromkeys(_NAMES, np.int32) | {
     "item_offsets": np.int64, "item_logprob": np.float32, "item_advantage": np.float32, "trajectory_reward": np.float32
 }  # fmt: skip
-_META_KEYS = {"format", "vocab_size", "num_rows", "sequence_length", "num_items", "num_trajectories", "num_groups"}
+# The sizes in meta.json, by the letters of the table.
+_SIZES = {"R": "num_rows", "L": "sequence_length", "N": "num_items", "T": "num_trajectories", "G": "num_groups"}
+_META_KEYS = {"format", "vocab_size", *_SIZES.values()}
 
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
@@ -188,8 +190,7 @@ Rules = Iterator[tuple[bool | np.bool, str, str]]
 
 
 def _shapes(arrays: Arrays, meta: dict[str, int]) -> Rules:
-    keys = {"R": "num_rows", "L": "sequence_length", "N": "num_items", "T": "num_trajectories", "G": "num_groups"}
-    sizes = {letter: meta[key] for letter, key in keys.items()} | {"O": meta["num_rows"] + 1}
+    sizes = {letter: meta[key] for letter, key in _SIZES.items()} | {"O": meta["num_rows"] + 1}
     for letters, names in _ARRAYS.items():
         shape = tuple(sizes[letter] for letter in letters)
         for name in names:

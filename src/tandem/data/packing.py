@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int32
-from tandem.data.prefix_tree import PrefixTree, lay_out, sort_key
+from tandem.data.prefix_tree import PrefixTree, lay_out
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
@@ -31,6 +31,7 @@ class PackedTrajectory:
     group: int
     advantage: float
     reward: float
+    truncated: bool
 
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
@@ -40,7 +41,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     suffice (best-fit decreasing). A group whose tree is larger is split over rows, which repeats prefixes.
     """
     owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
-    owned.sort(key=lambda pair: sort_key(pair[0].tokens))  # as PrefixTree requires
+    # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens do.
+    owned.sort(key=lambda pair: pair[0].tokens.astype(">i4").tobytes())
     sequences = [sequence for sequence, _ in owned]
     owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
@@ -56,11 +58,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     order: list[int] = []  # the sequences, as they lie in the rows
     targets, sources, items_of_row = [], [], []
     for r, row in enumerate(rows):
-        layout, used = lay_out(row, tokens), row.num_slots
-        row_tokens[r, :used] = layout.tokens
-        positions[r, :used] = layout.positions
-        subtree_end[r, :used] = layout.subtree_end
-        for index, path in zip(row.sequences, layout.paths, strict=True):
+        paths = lay_out(row, tokens, row_tokens[r], positions[r], subtree_end[r])
+        for index, path in zip(row.sequences, paths, strict=True):
             targets.append(path[sequences[index].targets])
             sources.append(path[sequences[index].targets - 1])
         order.extend(row.sequences)

@@ -6,7 +6,6 @@ sampled or not, between trajectories, groups and duplicates: a shared token save
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,11 +18,6 @@ def common_prefix(a: Int32, b: Int32) -> int:
     differ = a[:shorter] != b[:shorter]
     first = int(differ.argmax()) if shorter else 0
     return first if shorter and differ[first] else shorter
-
-
-def sort_key(tokens: Int32) -> bytes:
-    """A byte string that compares as the (non-negative) token sequence does, a prefix before its extensions."""
-    return tokens.astype(">i4").tobytes()
 
 
 class PrefixTree:
@@ -49,34 +43,28 @@ class PrefixTree:
         insort(self.sequences, index)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A tree in depth-first order. `tokens`, `positions`, `subtree_end`: int32 [slots], as in the packed format;
-    `paths[i]`: int32, the slots of the i-th sequence of `tree.sequences`, token by token."""
+def lay_out(
+    tree: PrefixTree, tokens: list[Int32], row_tokens: Int32, positions: Int32, subtree_end: Int32
+) -> list[Int32]:
+    """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format); returns for each of
+    `tree.sequences` its slots, int32, token by token.
 
-    tokens: Int32
-    positions: Int32
-    subtree_end: Int32
-    paths: list[Int32]
-
-
-def lay_out(tree: PrefixTree, tokens: list[Int32]) -> Layout:
-    """Depth-first order is lexicographic order: each sequence appends the tokens that it does not share with the one
-    before it. This ends the subtrees of those tokens of the one before that it does not share."""
-    size = tree.num_slots
-    out = Layout(np.empty(size, np.int32), np.empty(size, np.int32), np.full(size, size, np.int32), [])
-    previous = np.empty(0, np.int32)
-    path = np.empty(0, np.int32)
+    Depth-first order is lexicographic order: each sequence appends the tokens that it does not share with the one
+    before it. This ends the subtrees of those tokens of the one before that it does not share.
+    """
+    subtree_end[: tree.num_slots] = tree.num_slots
+    previous = path = np.empty(0, np.int32)
+    paths = []
     filled = 0
     for index in tree.sequences:
         own = tokens[index]
         shared = common_prefix(previous, own)
-        out.subtree_end[path[shared:]] = filled  # nothing, if this sequence extends or repeats the one before
+        subtree_end[path[shared:]] = filled  # nothing, if this sequence extends or repeats the one before
         end = filled + len(own) - shared
-        out.tokens[filled:end] = own[shared:]
-        out.positions[filled:end] = np.arange(shared, len(own))
+        row_tokens[filled:end] = own[shared:]
+        positions[filled:end] = np.arange(shared, len(own))
         path = np.concatenate([path[:shared], np.arange(filled, end, dtype=np.int32)])
-        out.paths.append(path)
+        paths.append(path)
         previous, filled = own, end
-    assert filled == size
-    return out
+    assert filled == tree.num_slots
+    return paths

@@ -23,9 +23,8 @@ def prepare_rl(
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
     Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
-    `keep_zero_variance` is on. Computes advantages over the whole group, before it leaves out trajectories that are too
-    long. Reward statistics are over all trajectories of the client. `PackedData.path` stays empty: the spool sets it
-    when the directory gets its final name.
+    `keep_zero_variance` is on. Reward statistics are over all trajectories of the client. `PackedData.path` stays
+    empty: the spool sets it when the directory gets its final name.
 
     Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes nothing then.
     """
@@ -47,8 +46,8 @@ def prepare_rl(
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
             sequences = _link_turns((turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in trajectory.turns)
-            _check_length(sequences, packing, field)
-            members.append(PackedTrajectory(sequences, g, float(advantages[t]), trajectory.reward))
+            fitted, truncated = _fit_to_row(sequences, packing, field)
+            members.append(PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated))
         if advantages.any() or advantage.keep_zero_variance:
             trajectories.extend(members)
         else:
@@ -82,8 +81,8 @@ def prepare_sft(
             for prompt, completion in turns:
                 _check_vocabulary(prompt + completion, vocab_size, f"{field}.messages")
             sequences = _link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
-        _check_length(sequences, packing, field)
-        trajectories.append(PackedTrajectory(sequences, e, example.weight, float("nan")))
+        fitted, truncated = _fit_to_row(sequences, packing, field)
+        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated))
     return _write(trajectories, vocab_size, packing, out, dropped_groups=0)
 
 
@@ -95,11 +94,8 @@ def _linear_sequence(tokens: list[int], targets: list[int], logprobs: list[float
 
 
 def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
-    """Joins turns (prompt, sampled tokens, log-probs) to sequences.
-
-    A turn whose prompt starts with all tokens of the turn before it (prompt and sampled) continues that turn's
-    sequence; the tokens between them are context. Any other turn starts a new sequence.
-    """
+    """Joins turns (prompt, sampled tokens, log-probs) to sequences, as `Trajectory` says. The tokens between a
+    sequence's turns are context."""
     sequences: list[LinearSequence] = []
     tokens: list[int] = []
     targets: list[int] = []
@@ -115,24 +111,26 @@ def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> li
     return sequences
 
 
-def _fit_to_row(sequences: list[LinearSequence], packing: PackingSettings) -> list[LinearSequence]:
-    """The sequences of one trajectory after `packing.too_long`; empty if the trajectory is dropped.
-
-    "truncate" keeps the first `sequence_length` tokens of a sequence, and leaves out a sequence without a trained token
-    among them.
-    """
+def _fit_to_row(
+    sequences: list[LinearSequence], packing: PackingSettings, field: str
+) -> tuple[list[LinearSequence], bool]:
+    """The sequences of one trajectory after `packing.too_long`, and whether they differ; none if it is dropped."""
     length = packing.sequence_length
-    if all(len(sequence.tokens) <= length for sequence in sequences):
-        return sequences
+    longest = max(len(sequence.tokens) for sequence in sequences)
+    if longest <= length:
+        return sequences, False
+    if packing.too_long == "refuse":
+        remedy = 'raise packing.sequence_length, or set packing.too_long to "truncate" or "drop"'
+        raise InvalidInput(f"{longest} tokens don't fit a row of {length}; {remedy}", field=field)
     if packing.too_long == "drop":
-        return []
+        return [], True
     fitted = []
     for sequence in sequences:
         count = int(np.searchsorted(sequence.targets, length))
         if count:
             end = int(sequence.targets[count - 1]) + 1
             fitted.append(LinearSequence(sequence.tokens[:end], sequence.targets[:count], sequence.logprobs[:count]))
-    return fitted
+    return fitted, True
 
 
 def _write(
@@ -140,13 +138,10 @@ def _write(
     dropped_groups: int, **rewards: float,
 ) -> PackedData:  # fmt: skip
     kept: list[PackedTrajectory] = []
-    truncated = 0
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
-        if fitted := _fit_to_row(trajectory.sequences, packing):
-            number = numbers.setdefault(trajectory.group, len(numbers))
-            kept.append(replace(trajectory, sequences=fitted, group=number))
-            truncated += fitted is not trajectory.sequences
+        if trajectory.sequences:
+            kept.append(replace(trajectory, group=numbers.setdefault(trajectory.group, len(numbers))))
     dropped = len(trajectories) - len(kept)
     if not kept:
         raise _nothing_to_learn(dropped_groups, dropped, packing)
@@ -157,7 +152,8 @@ def _write(
         path="", num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
         num_items=len(arrays["item_target"]), num_tokens=int(arrays["row_num_tokens"].sum()),
         num_unshared_tokens=unshared, num_trajectories=len(kept), num_groups=len(numbers),
-        dropped_groups=dropped_groups, dropped_trajectories=dropped, truncated_trajectories=truncated, **rewards,
+        dropped_groups=dropped_groups, dropped_trajectories=dropped,
+        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **rewards,
     )  # fmt: skip
 
 
@@ -183,10 +179,3 @@ def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
 def _check_float32(value: float, field: str) -> None:
     if abs(value) > _MAX_FLOAT32:
         raise InvalidInput(f"{value} does not fit float32", field=field)
-
-
-def _check_length(sequences: list[LinearSequence], packing: PackingSettings, field: str) -> None:
-    longest = max(len(sequence.tokens) for sequence in sequences)
-    if packing.too_long == "refuse" and longest > packing.sequence_length:
-        remedy = 'raise packing.sequence_length, or set packing.too_long to "truncate" or "drop"'
-        raise InvalidInput(f"{longest} tokens don't fit a row of {packing.sequence_length}; {remedy}", field=field)
