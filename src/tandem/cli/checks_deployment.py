@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -118,41 +118,36 @@ def model_checks(settings: Settings) -> Iterator[Check]:
 
 def controller_checks(_: Settings) -> Iterator[Check]:
     """The controller at TANDEM_URL, with the key from the environment."""
+
+    def describe(ready: httpx.Response, runs: httpx.Response) -> str:
+        return f"version {ready.json().get('version')}, {len(runs.json())} runs"
+
     url = connection(None, None)["base_url"]
-    try:
-        ready, runs = _get(f"{url}/readyz"), _get(f"{url}/v1/runs")
-    except httpx.HTTPError as error:
-        remedy = "start it (`tandem up`), or set TANDEM_URL to its address"
-        yield Check("warn", "controller", f"{url} does not answer ({type(error).__name__})", remedy)
-        return
-    if ready.status_code != 200:
-        yield Check("fail", "controller", f"{url} is not ready: {ready.text[:300]}", "see its log")
-    elif runs.status_code == 401:
-        yield Check("fail", "controller", f"{url} refuses our key", "set TANDEM_API_KEY to one of its keys")
-    elif runs.status_code != 200:
-        yield Check("fail", "controller", f"{url}/v1/runs answers {runs.status_code}: {runs.text[:300]}", "see its log")
-    else:
-        yield Check("ok", "controller", f"{url}: version {ready.json().get('version')}, {len(runs.json())} runs")
+    remedy = "start it (`tandem up`), or set TANDEM_URL to its address"
+    yield _service_check("controller", url, ("/readyz", "/v1/runs"), remedy, describe)
 
 
 def inference_checks(settings: Settings) -> Iterator[Check]:
     """vLLM's health and its list of models."""
-    url = settings.resolved_inference_url
-    try:
-        health, models = _get(f"{url}/health"), _get(f"{url}/v1/models")
-    except httpx.HTTPError as error:
-        remedy = "start it (`tandem up`; it takes a minute), or set TANDEM_INFERENCE_URL"
-        yield Check("warn", "vLLM", f"{url} does not answer ({type(error).__name__})", remedy)
-        return
-    if health.status_code != 200:
-        remedy = "see its log; supervisord restarts it"
-        yield Check("fail", "vLLM", f"{url}/health answers {health.status_code}", remedy)
-    elif models.status_code != 200:
-        yield Check("fail", "vLLM", f"{url}/v1/models answers {models.status_code}", "set TANDEM_API_KEY to its key")
-    else:
-        names = [model.get("id", "?") for model in models.json().get("data", [])]
-        yield Check("ok", "vLLM", f"{url}: serves {', '.join(names) or 'nothing'}")
+
+    def describe(_: httpx.Response, models: httpx.Response) -> str:
+        return f"serves {', '.join(model.get('id', '?') for model in models.json().get('data', [])) or 'nothing'}"
+
+    remedy = "start it (`tandem up`; it takes a minute), or set TANDEM_INFERENCE_URL"
+    yield _service_check("vLLM", settings.resolved_inference_url, ("/health", "/v1/models"), remedy, describe)
 
 
-def _get(url: str) -> httpx.Response:
-    return httpx.get(url, headers=connection(None, None)["headers"], timeout=5.0)
+def _service_check(name: str, url: str, paths: Sequence[str], remedy: str, describe: Callable[..., str]) -> Check:
+    """Whether a service answers all paths, the last of them with our key; `describe` gets the answers."""
+    answers = []
+    for path in paths:
+        try:
+            answer = httpx.get(f"{url}{path}", headers=connection(None, None)["headers"], timeout=5.0)
+        except httpx.HTTPError as error:
+            return Check("warn", name, f"{url} does not answer ({type(error).__name__})", remedy)
+        if answer.status_code == 401:
+            return Check("fail", name, f"{url} refuses our key", "set TANDEM_API_KEY to one of its keys")
+        if answer.status_code != 200:
+            return Check("fail", name, f"{url}{path} answers {answer.status_code}: {answer.text[:300]}", "see its log")
+        answers.append(answer)
+    return Check("ok", name, f"{url}: {describe(*answers)}")

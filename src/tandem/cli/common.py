@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize
 from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
@@ -66,11 +67,8 @@ def when(seconds: float | None) -> str | None:
 
 
 def size(count: int | None) -> str | None:
-    """Bytes with a unit: B, KiB, ..., TiB."""
-    if count is None:
-        return None
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
+    """Bytes with a unit: B, KiB, ..."""
+    return None if count is None else ByteSize(count).human_readable(separator=" ")
 
 
 def print_error(error: Exception, *, json: bool) -> None:

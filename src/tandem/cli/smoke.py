@@ -8,6 +8,7 @@ import typer
 
 from tandem.cli.common import out
 from tandem.client import Tandem
+from tandem.client.http import Backoff
 from tandem.config import load_settings
 from tandem.errors import NotFound, TandemError, Unreachable
 from tandem.spool import fs
@@ -71,11 +72,10 @@ def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke r
 def read(word: Annotated[str, typer.Argument(help="The word of `tandem smoke write`.")]) -> None:
     """Read the word that another container wrote to the shared volume, and remove it."""
     path = load_settings().root / ".smoke"
-    end = time.monotonic() + PATIENCE_SECONDS
+    backoff = Backoff(PATIENCE_SECONDS)
     while not fs.exists(path):
-        if time.monotonic() > end:
-            raise SmokeFailed(f"{path} is missing: the two containers don't have the same volume")
-        time.sleep(1)
+        missing = SmokeFailed(f"{path} is missing: the two containers don't have the same volume")
+        time.sleep(backoff.next(missing))
     if (content := path.read_text()) != word:
         raise SmokeFailed(f"{path} contains {content!r}, not {word!r}")
     path.unlink()
@@ -113,7 +113,7 @@ def job(
 
 def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> httpx.Response:
     """The first response 200 to a GET, which is repeated for `patience` seconds."""
-    end = time.monotonic() + patience
+    backoff = Backoff(patience)
     while True:
         try:
             answer = http.get(url, headers=_authorization(key))
@@ -122,9 +122,7 @@ def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> http
             problem = f"answers {answer.status_code}"
         except httpx.TransportError as error:
             problem = f"does not answer: {error}"
-        if time.monotonic() > end:
-            raise Unreachable(f"{url} {problem}")
-        time.sleep(1)
+        time.sleep(backoff.next(Unreachable(f"{url} {problem}")))
 
 
 def _authorization(key: str | None) -> dict[str, str]:
