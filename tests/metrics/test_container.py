@@ -46,7 +46,7 @@ def test_a_full_volume_can_be_read_and_has_no_probe(volume: Spool, monkeypatch) 
     assert not [path for path in volume.root.iterdir() if path.name.startswith(".tmp")]
 
 
-def test_programs_their_states_and_restarts(tmp_path: Path) -> None:
+def test_programs_their_states_and_restarts(tmp_path: Path, monkeypatch) -> None:
     ours = os.getpid()
     answers: list[dict[str, Status]] = [
         {},
@@ -55,7 +55,8 @@ def test_programs_their_states_and_restarts(tmp_path: Path) -> None:
         {"vllm": Status("vllm", "RUNNING", 1), "runner": Status("runner", "RUNNING", ours)},
         {},
     ]
-    exported = Exported(SupervisorCollector(Settings(root=tmp_path), lambda _: answers.pop(0)))
+    monkeypatch.setattr("tandem.metrics.supervisor.statuses", lambda _: answers.pop(0))
+    exported = Exported(SupervisorCollector(Settings(root=tmp_path)))
     assert exported.works("supervisor")  # without a supervisord
     seen = exported.collect()
     assert seen.by("program", "tandem_supervisor_process_up") == {"vllm": 1, "runner": 0}

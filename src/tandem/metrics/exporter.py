@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from functools import partial
 
 import tandem
@@ -42,9 +41,8 @@ def exported_sides() -> tuple[Exporter, ...]:
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     """The collectors of these sides."""
     open_spool = partial(Spool, settings.root, writable=False)  # a full or read-only volume can still be read
-    devices = {"trainer": settings.trainer_devices, "inference": settings.inference_devices}
     # The container of one side may see the other side's devices too.
-    selected: Sequence[str] = devices[sides[0]] if len(sides) == 1 else ()
+    selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [
         BuildCollector(),
         NvmlCollector(settings.device, selected),

@@ -4,18 +4,23 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, SO_REUSEADDR, SOL_SOCKET
+from http.server import BaseHTTPRequestHandler
+from socket import AF_INET6
+from socketserver import ThreadingTCPServer
 from typing import Any, override
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector as PrometheusCollector
 
 
-class MetricsServer(ThreadingHTTPServer):
-    """`about`: what `/` shows. Raises OSError if the address is taken."""
+class MetricsServer(ThreadingTCPServer):
+    """`about`: what `/` shows. Raises OSError if the address is taken.
+
+    Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
+    """
 
     daemon_threads = True
+    allow_reuse_address = True  # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT
 
     def __init__(self, host: str, port: int, page: PrometheusCollector, about: Mapping[str, str]) -> None:
         if ":" in host:
@@ -24,13 +29,6 @@ class MetricsServer(ThreadingHTTPServer):
         self.page = page
         self.about = about
         self.began = time.monotonic()
-
-    @override
-    def server_bind(self) -> None:
-        # `tandem up` holds the port for us (tandem.system.ports), and it may have a connection in TIME_WAIT.
-        self.socket.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)  # HTTPServer's would look up the host's name, which may take seconds
-        self.server_address = self.socket.getsockname()
         self.server_port = int(self.server_address[1])
 
     def serve_in_background(self) -> None:

@@ -1,7 +1,6 @@
 """The container's programs, as supervisord sees them."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from tandem.config import Settings
 from tandem.metrics.collector import Collector
 from tandem.metrics.metric import BOTH, OPEN, Metric
 from tandem.metrics.samples import Samples
-from tandem.supervise.supervisord import Status, statuses
+from tandem.supervise.supervisord import statuses
 from tandem.system import processes
 
 STATES = ("stopped", "starting", "running", "backoff", "stopping", "exited", "fatal", "unknown")
@@ -30,14 +29,13 @@ class SupervisorCollector(Collector):
     )  # fmt: skip
     interval = 2.0
 
-    def __init__(self, settings: Settings, ask: Callable[[Settings], dict[str, Status]] = statuses) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
-        self._ask = ask
         self._pids: dict[str, int] = {}  # program -> its last process
 
     def collect(self, gauges: Samples) -> None:
-        programs = self._ask(self._settings)
+        programs = statuses(self._settings)
         if not programs and self._pids:
             raise RuntimeError("supervisord does not answer any more")
         for program, status in programs.items():
