@@ -1,15 +1,9 @@
 """`tandem up`: the programs of one container, or of all three on one machine, under one supervisord in the foreground.
 
 supervisord restarts a program that crashes. It would do so for ever, and it exits with 0 whatever happened to its
-programs, so this process watches over it and reports with its own exit status how the stack ended:
-
-     0  stopped by Ctrl-C or SIGTERM
-    70  an essential program could not be started
-    71  an essential program crashed more than MOST_CRASHES times in a row, each within STEADY_SECONDS
-    72  supervisord itself ended
-
-However it ends, no process that it started is left after at most `programs.stop_seconds()` more. It may be the first
-process of a container, or have an init before it: it adopts and reaps processes that lose their parent.
+programs, so this process watches over it and reports with its own exit status how the stack ended. However it ends, no
+process that it started is left after at most `programs.stop_seconds()` more. It may be the first process of a
+container, or have an init before it: it adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -39,8 +33,8 @@ from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
 from tandem.system.gpus import nccl_path
 from tandem.system.tail import last_lines
 
-EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72
-MOST_CRASHES = 8
+EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
+MOST_CRASHES = 8  # in a row, of an essential program
 STEADY_SECONDS = 600.0
 """A program that ran this long before it crashed is not in a crash loop: its count starts again."""
 TRY_AGAIN_SECONDS = 30.0

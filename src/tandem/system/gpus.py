@@ -16,8 +16,7 @@ from tandem.system.nvml import Driver, DriverFailed, Gpu
 
 log = Log("gpus")
 
-MIB = 2**20
-FREE_BYTES = 256 * MIB
+FREE_BYTES = 256 * 2**20
 """A device with less than this in use is free: a CUDA context alone takes more, the driver's own bookkeeping less."""
 
 STAYING_BYTES = 8 * 2**30

@@ -9,8 +9,6 @@ listening, until its holder closes it:
   the number binds and listens beside the holder, and from then on no other process can;
 - an abstract Unix socket whose name has the number keeps two Tandem processes with the same number apart. Such names
   belong to the network namespace, as ports do.
-
-The ranks' rendezvous needs none of this: its store listens on a port of the kernel's choice and keeps it.
 """
 
 import socket

@@ -21,14 +21,10 @@ def main() -> None:
     try:
         settings = load_settings()
         command = server_command(settings)
-    except (InvalidInput, OSError) as error:
-        log.error(f"vLLM can't be started: {error}")
-        sys.exit(2)
-    try:
         marker = wait_for_gpu(settings)
-    except TandemError as error:
+    except (TandemError, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
-        sys.exit(2 if isinstance(error, InvalidInput) else 1)
+        sys.exit(2 if isinstance(error, (InvalidInput, OSError)) else 1)
     if not settings.secret("admin_token"):
         log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
     log.info("starting vLLM", command=" ".join(command.argv[1:]))

@@ -67,12 +67,11 @@ def _lock(path: Path) -> None:
 
 def _wait_for_trainer(settings: Settings) -> None:
     """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
-    waiting = False
     try:
-        while hold := Spool(settings.root, writable=False).hold.live():
-            if not waiting:
-                log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
-            waiting = True
+        spool = Spool(settings.root, writable=False)
+        if hold := spool.hold.live():
+            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+        while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
         # Without the volume no runner works either. What is in use is measured next.
