@@ -21,9 +21,8 @@ def model_directory(model: str, files: tuple[str, ...] = ("config.json", "model*
     try:
         return Path(snapshot_download(model, allow_patterns=list(files)))
     except Exception as error:  # the client raises a dozen types: bad names, no access, no network, no such file
-        raise InvalidInput(
-            f"{model!r} is neither a directory nor a model that the hub gives: {error}", field="base_model"
-        ) from error
+        problem = f"{model!r} is neither a directory nor a model that the hub gives: {error}"
+        raise InvalidInput(problem, field="base_model") from error
 
 
 @dataclass(frozen=True)

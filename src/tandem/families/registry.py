@@ -31,10 +31,8 @@ def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arc
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnknownArchitecture(
-            f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}",
-            field="base_model",
-        )
+        problem = f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}"
+        raise UnknownArchitecture(problem, field="base_model")
     return FAMILIES[model_type].arch(config)
 
 

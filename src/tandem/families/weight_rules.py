@@ -41,8 +41,6 @@ def check_cut(arch: Arch, tp: int) -> None:
         if size % tp:
             raise InvalidInput(f"{size} {parts} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
     if arch.moe and tp > 1:
-        raise InvalidInput(
-            f"Tandem can't cut {arch.model_type} over {tp} tensor-parallel ranks yet; set TANDEM_TENSOR_PARALLEL=1 and "
-            "use the GPUs for data parallelism",
-            field="tensor_parallel",
-        )
+        problem = f"Tandem can't cut {arch.model_type} over {tp} tensor-parallel ranks yet"
+        remedy = "set TANDEM_TENSOR_PARALLEL=1 and use the GPUs for data parallelism"
+        raise InvalidInput(f"{problem}; {remedy}", field="tensor_parallel")
