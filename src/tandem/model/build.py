@@ -94,12 +94,9 @@ def _transformer_config(arch: Arch, dtype: torch.dtype, recompute: Recompute) ->
         add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=mcore.parallel_state.get_tensor_model_parallel_world_size(),
-        sequence_parallel=False,
-        gradient_accumulation_fusion=False,  # needs apex, and the fused layers are frozen
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
@@ -124,7 +121,6 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
         # A softmax over the chosen logits equals one over all of them, divided by the sum of the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "allgather",
     }
 

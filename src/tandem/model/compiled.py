@@ -11,7 +11,7 @@ import inspect
 import os
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class Compiled[**P, T]:
 
         off_by_default = hasattr(config, "enable_aot_compile")  # torch 2.11
         with config.patch(enable_aot_compile=True) if off_by_default else contextlib.nullcontext():
-            options: dict[str, Any] = {"guard_filter_fn": _tensor_guards}
+            # Guards on globals are about torch's own, and some can't be serialised.
+            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
             compiled = lazy.aot_compile((arguments, {}))
         try:
@@ -84,11 +85,6 @@ class Compiled[**P, T]:
         except (OSError, RuntimeError, SpoolUnusable) as error:
             warnings.warn(f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2)
         return compiled
-
-
-def _tensor_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep only the guards on tensors: those on globals are about torch's own, and some can't be serialised."""
-    return [guard.guard_type == "TENSOR_MATCH" for guard in guards]
 
 
 def _kind(arguments: tuple[object, ...]) -> tuple[object, ...]:

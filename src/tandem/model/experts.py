@@ -2,10 +2,8 @@
 
 Megatron's experts need TransformerEngine or run one by one. Its dispatcher sums each token's experts with atomics, so
 on CUDA the order of the sums, and with it the last bits, differ from run to run. Here the weights of all experts are
-stacked [experts, out, in] and multiplied by torch's grouped matrix product, and sums have a fixed order.
-
-LoRA is PEFT's, an A and a B for each projection of each expert, also stacked: [experts, rank, in] and
-[experts, out, rank].
+stacked [experts, out, in] and multiplied by torch's grouped matrix product, and sums have a fixed order. The adapters
+are stacked too: A [experts, rank, in] and B [experts, out, rank].
 """
 
 from typing import Any

@@ -11,8 +11,7 @@ Across tensor-parallel ranks:
 | row parallel (o, down) | cut along in | replicated | A x: forward sum, backward none |
 
 So autograd leaves every rank's gradient complete: a replicated tensor's gradient is already the sum over the ranks, and
-the same on all of them. With sequence parallelism it would not be: a column layer's input would have to be gathered
-before A, a row layer's output reduce-scattered after B, and B's gradient summed.
+the same on all of them.
 """
 
 from collections.abc import Callable

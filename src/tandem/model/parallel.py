@@ -35,7 +35,10 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo looks up this host's name
-    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such collective of each group
+    # would create an NCCL communicator, which takes time once and device memory for as long as the process lives.
+    backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:

@@ -46,8 +46,7 @@ class ItemOutputs:
 class Policy(nn.Module):
     """Built by `tandem.model.build.build_policy`.
 
-    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients. They
-    are fp32, so an fp32 optimizer steps them directly, without a second master copy.
+    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients.
 
     After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`). Tensors
     cut over tensor-parallel ranks carry Megatron's attribute `tensor_model_parallel=True`: a global norm counts each
@@ -69,8 +68,6 @@ class Policy(nn.Module):
             self._keys.setdefault(stacked_name(key), []).append(key)
         self._lora = self._find_lora()
         self._base_memory, self._own_memory = Offload(contents=False), Offload(contents=True)
-
-    # ------------------------------------------------------------ weights in and out
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
@@ -116,11 +113,7 @@ class Policy(nn.Module):
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files.
-
-        Raises:
-            CheckpointDamaged: see `read_adapter`. The adapter in memory is then unchanged.
-        """
+        """Fill the adapter from PEFT's files. Raises as `read_adapter`; the adapter in memory is then unchanged."""
         self.set_adapter(read_adapter(directory, self.arch, self.lora, device.device()))
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -139,11 +132,7 @@ class Policy(nn.Module):
         return {key: whole[key] for key in adapter_shapes(self.arch, self.lora)}
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> this rank's part, fp32, trainable; in the same order on all ranks.
-
-        The name is the PEFT key. All experts of a layer share one parameter [experts, ...], whose name is their PEFT
-        key with `*` for the expert's number.
-        """
+        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks."""
         return {name: tensor.parameter for name, tensor in self._lora.items()}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,11 +170,9 @@ class Policy(nn.Module):
         finally:
             self._switch.on = before
 
-    # ------------------------------------------------------------ computing
-
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
-        return self._outputs(row, self._hidden(row), temperature)
+        return self._outputs(row, self.gpt.decoder(**self._decoder_inputs(row))[:, 0], temperature)
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
@@ -196,6 +183,7 @@ class Policy(nn.Module):
         self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
+        """`hidden`: the final hidden states [S, hidden]."""
         vocab = self.arch.vocab_size // self._tp
         logprobs, entropy = item_logprobs(
             hidden[row.item_source],
@@ -207,10 +195,6 @@ class Policy(nn.Module):
             group=self._tp_group,
         )
         return ItemOutputs(logprobs, entropy)
-
-    def _hidden(self, row: RowTensors) -> torch.Tensor:
-        """Final hidden states [S, hidden]."""
-        return self.gpt.decoder(**self._decoder_inputs(row))[:, 0]
 
     def _decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""

@@ -1,11 +1,9 @@
 """Frees what a mixture of experts under full recompute would hold after the backward pass.
 
-Megatron's token dispatchers leave tensors of the last forward in attributes (0.19.2: `local_probs` of allgather,
-`probs` of alltoall), among them the router's probabilities with their graph. Under full recompute the last forward of
-a layer is the one inside `CheckpointFunction.backward`. Its graph begins at a detached copy of the checkpoint's input,
-a leaf, which shares the input's memory and has its gradient. So one attribute holds both for each checkpoint until the
-layer's next forward. It is no cycle, so Python's garbage collector doesn't help. `bench/moe_leak.py` measures it: two
-layer inputs per layer, half of that with `recompute_num_layers` 2.
+docs/architecture.md names the attributes that hold it, and `bench/moe_leak.py` measures it. Under full recompute the
+last forward of a layer is the one inside `CheckpointFunction.backward`. Its graph begins at a detached copy of the
+checkpoint's input, a leaf, which shares the input's memory and has its gradient. It is no cycle, so Python's garbage
+collector doesn't help.
 
 The fix detaches such an attribute as soon as its layer's forward is done. It keeps its value, and autograd has
 references of its own. Nothing is resized, so tensors that share memory are safe
@@ -35,12 +33,10 @@ def _detach(layer: nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def held_graphs(layer: nn.Module) -> list[tuple[Any, str]]:
-    """(object, name) of the attributes that hold a graph: those of a MoE layer's dispatcher and of its helper."""
+    """(dispatcher, name) of the attributes of a MoE layer's dispatcher that hold a graph."""
     dispatcher = layer.token_dispatcher
     return [
-        (holder, name)
-        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None))
-        if holder is not None
-        for name, value in vars(holder).items()
+        (dispatcher, name)
+        for name, value in vars(dispatcher).items()
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]

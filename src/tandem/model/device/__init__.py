@@ -95,15 +95,6 @@ def uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
-def backend() -> Literal["gloo", "cpu:gloo,cuda:nccl"]:
-    """torch.distributed's backend for every process group.
-
-    Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such collective of each group would
-    create an NCCL communicator, which takes time once and device memory for as long as the process lives.
-    """
-    return "cpu:gloo,cuda:nccl" if is_cuda() else "gloo"
-
-
 def default_dtype() -> torch.dtype:
     """The dtype of base weights and activations for the setting `auto`."""
     return torch.bfloat16 if is_cuda() else torch.float32

@@ -33,11 +33,8 @@ def load_weights(
             if name not in stored:
                 raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
             if stored[name].shape != shape:
-                raise InvalidInput(
-                    f"{stored[name].path}: {name} has the shape {list(stored[name].shape)}, config.json says "
-                    f"{list(shape)}",
-                    field="base_model",
-                )
+                problem = f"{name} has the shape {list(stored[name].shape)}, config.json says {list(shape)}"
+                raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
     targets = parameters()
     for name, target in targets.items():
         assert target.shape == rules[name].shape(tp), f"{name} is {target.shape}, not {rules[name].shape(tp)}"

@@ -102,9 +102,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         begin, end = entry["data_offsets"]
         tensor = StoredTensor(path, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if end - begin != tensor.nbytes or begin < 0:
-            raise ValueError(
-                f"{name} of shape {entry['shape']} and {entry['dtype']} does not fill bytes {begin} to {end}"
-            )
+            kind = f"of shape {entry['shape']} and {entry['dtype']}"
+            raise ValueError(f"{name} {kind} does not fill bytes {begin} to {end}")
         if 8 + length + end > size:
             raise ValueError(f"{name} ends at byte {8 + length + end}, the file at {size}")
         stored[name] = tensor
