@@ -9,7 +9,8 @@ import time
 import httpx
 import pytest
 
-from compose_stack import EXAMPLES, SERVICES, ComposeStack, docker, until
+from compose_stack import SERVICES, ComposeStack, docker, until
+from local_stack import EXAMPLES
 from tandem.client import Event
 from tandem.spool.schema import TERMINAL
 

@@ -135,8 +135,3 @@ class Stack:
                 process.wait(10)
         processes.kill_all(self.marked, timeout=10)
         print(self.log.read_text() if self.log.exists() else "the runner wrote no log")
-
-
-def alive(pid: int) -> bool:
-    process = processes.read(pid)
-    return process is not None and not process.zombie

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.runner_stack import Stack, alive
+from runner.runner_stack import Stack
+from waiting import alive
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from local_stack import DEVICES, LocalStack, free_ports
-from tandem.errors import SpoolUnusable
+from local_stack import DEVICES, LocalStack, free_ports, train
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system import processes
 from waiting import answers, until
@@ -99,19 +98,7 @@ def test_vllm_serves_the_demos_steps_exactly(stack: LocalStack) -> None:
 
 
 def submit(stack: LocalStack, epochs: int = 25) -> str:
-    examples = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q in ("Is it?", "Was it?")
-        for a in ("yes", "no")
-    ]
-    job = stack.client.train_sft(
-        RUN,
-        examples=examples,
-        packing={"sequence_length": 128},
-        optimizer={"learning_rate": 1e-3, "epochs": epochs},
-        max_attempts=3,
-    )
-    return job.spec.id
+    return train(stack.client, RUN, epochs, learning_rate=1e-3, max_attempts=3)
 
 
 def seen(stack: LocalStack, job: str, kind: str, count: int = 1) -> list[Event]:
@@ -250,13 +237,6 @@ def test_kill_the_runner(stack: LocalStack, stopped: object, event: str, count: 
     assert succeeds(stack, job) <= 2
 
 
-def test_kill_the_fork_server(stack: LocalStack, stopped: object) -> None:
-    job = submit(stack)
-    seen(stack, job, "step", 2)
-    stack.kill("forkserver")
-    succeeds(stack, job)
-
-
 def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
     stack: LocalStack, stopped: tuple[int, int]
 ) -> None:
@@ -287,22 +267,6 @@ def test_kill_vllm(stack: LocalStack, killed: str) -> None:
     succeeds(stack, killed)
 
 
-def test_kill_the_controller_under_a_follower(stack: LocalStack, killed: str) -> None:
-    """The client's event stream continues where it was, and gets every event once."""
-    job = submit(stack)
-    got: list[Event] = []
-    follower = threading.Thread(target=lambda: got.extend(stack.client.events(job)), daemon=True)
-    follower.start()
-    seen(stack, job, "step", 3)
-    stack.kill("controller")
-    succeeds(stack, job)
-    follower.join(timeout=60)
-    assert not follower.is_alive()
-    assert [e.seq for e in got if e.type != "served"] == [
-        e.seq for e in stack.spool.events.read(job) if e.type != "served"
-    ]
-
-
 def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) -> None:
     """A client that repeats its submission after the controller died has submitted one job."""
     before = len(stack.spool.jobs.list(run=RUN))
@@ -312,11 +276,6 @@ def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) 
     killer.join()
     succeeds(stack, job)
     assert len(stack.spool.jobs.list(run=RUN)) == before + 1
-
-
-def test_a_second_runner_on_the_same_spool_is_refused(stack: LocalStack) -> None:
-    with pytest.raises(SpoolUnusable, match="runner"), stack.spool.runner_lock("second"):
-        pass
 
 
 def test_after_all_this_every_step_is_served_and_no_secret_is_on_the_spool(stack: LocalStack, killed: str) -> None:
