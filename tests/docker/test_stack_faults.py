@@ -190,14 +190,6 @@ def test_docker_kill_of_the_controller(stack):
     assert succeeds(stack, job) == (1, [])
 
 
-def test_kill_the_controllers_process(stack):
-    before, begin = restarts(stack, "controller"), time.time()
-    stack.kill_first("controller")
-    assert exit_status(stack, "controller", begin) == 137
-    restarted(stack, "controller", before)
-    assert succeeds(stack, submit(stack, epochs=1)) == (1, [])
-
-
 def served(stack: ComposeStack) -> None:
     """Wait until vLLM serves the newest step."""
     step = stack.client.get_run(RUN).newest_step

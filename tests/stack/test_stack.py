@@ -164,11 +164,8 @@ def serves_all_steps(stack: LocalStack) -> None:
 
 def listed(stack: LocalStack) -> set[str]:
     headers = {"Authorization": f"Bearer {stack.api_key}"}
-    try:
-        models = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).json()["data"]
-    except httpx.TransportError:
-        return set()
-    return {model["id"] for model in models}
+    answer = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).raise_for_status()
+    return {model["id"] for model in answer.json()["data"]}
 
 
 def ask(stack: LocalStack, model: str = "base", tokens: int = 4) -> int | None:
@@ -184,10 +181,6 @@ def engine_of(server: int) -> int:
     """The pid of vLLM's engine."""
     pids = [process.pid for process in processes.descendants(server)]
     return next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
-def log(stack: LocalStack) -> str:
-    return (stack.root / "up.log").read_text(errors="replace")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
@@ -242,7 +235,7 @@ def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
 ) -> None:
     server, engine = stopped
     noticed = "has stalled: 1 requests wait, and no token came"
-    until("the stall is noticed", lambda: noticed in log(stack), 60)
+    until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"), 60)
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
     assert processes.read(engine) is None
     stack.wait_ready()
