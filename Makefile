@@ -39,8 +39,9 @@ test: lint  ## lint and every test that needs no GPU; those that need a Docker e
 test-all: lint  ## the same with every case of the large matrices, of which `make test` runs a sample
 	$(PYTEST) -m "not gpu" --all-cases --durations=15
 
+# A third worker, because half of these tests' time is waiting for processes.
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
-	$(PYTEST) -m "not gpu and not docker and not slow"
+	$(PYTEST) -n 3 -m "not gpu and not docker and not slow"
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)

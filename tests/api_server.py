@@ -15,12 +15,13 @@ import pytest
 import uvicorn
 from tiny_model import write_tiny_qwen3
 
+from spool import volume_tools
 from tandem.config import Settings
 from tandem.controller.app import create_app
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, Probe, Served
 from tandem.system import ports
-from waiting import until
+from waiting import answers, until
 
 KEY = "key-one"
 BASE_MODEL = "models/tiny"
@@ -101,14 +102,8 @@ class Process:
             self.popen = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_ready(self) -> None:
-        def ready() -> bool:
-            assert self.popen.poll() is None, self.output()
-            try:
-                return httpx.get(f"{self.url}/readyz", trust_env=False).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        until("the controller is ready", ready, 60)
+        until("the controller is ready", lambda: self.popen.poll() is not None or answers(f"{self.url}/readyz"), 60)
+        assert self.popen.poll() is None, self.output()
 
     def kill_and_restart(self) -> None:
         """As SIGKILL at a bad moment, and the orchestrator after it."""
@@ -155,11 +150,7 @@ def sft_request(**changes: Any) -> dict[str, Any]:
 
 def tree(root: Path) -> dict[str, bytes | None]:
     """Every file on the spool, by path, without the metrics collector's write probe."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
-        for path in sorted(root.rglob("*"))
-        if ".tmp-probe" not in path.name
-    }
+    return {path: content for path, content in volume_tools.tree(root).items() if ".tmp-probe" not in path}
 
 
 def claim(spool: Spool) -> Job:

@@ -60,12 +60,6 @@ for entry in pathlib.Path("/proc").glob("[0-9]*"):
 print(json.dumps(processes))
 """
 
-EXAMPLES = [
-    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-    for q in ("Is it?", "Was it?")
-    for a in ("yes", "no")
-]
-
 until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 
 
@@ -172,10 +166,7 @@ class ComposeStack(Compose):
         return Tandem(self.controller_url, self.secret("api_key"))
 
     def submit(self, run: str, epochs: int, **options: Any) -> str:
-        """Submit an SFT job of the length that `epochs` sets; its id."""
-        job = self.client.train_sft(run, examples=EXAMPLES, packing={"sequence_length": 128},
-                                    optimizer={"learning_rate": 1e-4, "epochs": epochs}, **options)  # fmt: skip
-        return job.spec.id
+        return local_stack.train(self.client, run, epochs, learning_rate=1e-4, **options)
 
     @property
     def api_headers(self) -> dict[str, str]:

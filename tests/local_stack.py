@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import tiny_model
 
@@ -30,6 +30,18 @@ PROGRAMS = {
     "exporter": "tandem.metrics.exporter",
     "forkserver": "tandem.trainer.launch.forkserver",
 }
+
+EXAMPLES = [
+    {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+    for q in ("Is it?", "Was it?")
+    for a in ("yes", "no")
+]
+
+
+def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **options: Any) -> str:
+    """Submit an SFT job of the length that `epochs` sets; its id."""
+    optimizer = {"learning_rate": learning_rate, "epochs": epochs}
+    return client.train_sft(run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options).spec.id
 
 
 def free_ports(count: int) -> list[str]:

@@ -56,7 +56,3 @@ def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0,
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
     return directory
-
-
-def write_random_qwen3(directory: Path, *, seed: int = 0, **config: Any) -> Path:
-    return write_random_model(directory, family="qwen3", seed=seed, **config)

@@ -6,6 +6,8 @@ from contextlib import suppress
 
 import httpx
 
+from tandem.system import processes
+
 
 def until[T](what: object, check: Callable[[], T], timeout: float = 30, poll: float = 0.05) -> T:
     """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
@@ -29,3 +31,9 @@ def answers(url: str) -> bool:
     with suppress(httpx.TransportError):
         return httpx.get(url, timeout=5).status_code == 200
     return False
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    process = processes.read(pid)
+    return process is not None and not process.zombie

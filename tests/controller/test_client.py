@@ -132,13 +132,9 @@ def test_a_download_does_not_overwrite(client, trained, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("damage", ["altered", "truncated", "missing"])
-def test_damaged_checkpoints_are_not_downloaded(client, server, trained, tmp_path, damage):
+def test_a_damaged_checkpoint_is_not_downloaded(client, server, trained, tmp_path):
     path = server.spool.checkpoints.path(trained, 1) / "optimizer" / "adam.safetensors"
-    content = path.read_bytes()
-    path.unlink()
-    if damage != "missing":
-        path.write_bytes(content[:-1] + (bytes([content[-1] ^ 1]) if damage == "altered" else b""))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointDamaged, match=r"adam\.safetensors"):
         client.download(trained, 1, tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []

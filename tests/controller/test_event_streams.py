@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from api_server import KEY, claim, fail, rl_request, run_one, succeed, work
+from api_server import KEY, claim, rl_request, run_one, succeed, work
 from tandem.client import AsyncTandem, Tandem
 from tandem.controller import routes_jobs
 from tandem.errors import NotFound, Unreachable
@@ -144,13 +144,6 @@ def test_async_client(server, run):
             return last + [event.type for event in await tandem.job_events(job.id, after=5)]
 
     assert asyncio.run(scene()) == ["checkpoint", "succeeded", "succeeded"]
-
-
-def test_unicode_line_separators_in_data_do_not_break_lines(client, server, run):
-    job = client.train(run, rl_request())
-    tail = "a\u2028b\x85c\x0bd\n"
-    fail(server.spool, claim(server.spool), log_tail=tail)
-    assert list(client.events(job.id))[-1].data["error"]["log_tail"] == tail
 
 
 def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():

@@ -3,27 +3,23 @@
 import uuid
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from api_server import KEY, Server, claim, rl_request, sft_request
+from metrics.metric_tools import Scraped
 from tandem.metrics.catalogue import CATALOGUE
 from waiting import until
 
 
-def scrape(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def scrape(server: Server) -> Scraped:
     """Without a key, like Prometheus."""
     answer = httpx.get(f"{server.url}/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
+    return Scraped(answer.text)
 
 
 def get(server: Server, name: str, /, **labels: str) -> float:
-    return scrape(server).get((name, frozenset(labels.items())), 0.0)
+    return scrape(server).get(name, **labels) or 0.0
 
 
 def requests(server: Server, route: str, method: str = "GET", status: str = "2xx") -> float:
@@ -32,13 +28,13 @@ def requests(server: Server, route: str, method: str = "GET", status: str = "2xx
 
 def test_the_series_are_those_of_the_catalogue(server):
     known = {metric.name for metric in CATALOGUE if "controller" in metric.exporters}
-    series = scrape(server)
-    names = {name for name, _ in series}
+    seen = scrape(server)
+    names = seen.names
     base_names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names - known}
     assert base_names <= known
     assert known - names <= {"tandem_http_request_duration_seconds"}
     labels = {"route": "/v1/runs/{run}/train", "method": "POST", "status_class": "5xx"}
-    assert ("tandem_http_requests_total", frozenset(labels.items())) in series
+    assert labels in seen.all("tandem_http_requests_total")
 
 
 def test_requests_are_counted_by_template_method_and_status(server, http, run):
@@ -95,5 +91,5 @@ def test_the_volume_and_the_version(server):
     until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
     assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
     assert get(server, "tandem_volume_write_probe_seconds", volume="shared") > 0
-    (info,) = [dict(labels) for name, labels in scrape(server) if name == "tandem_build_info"]
+    (info,) = scrape(server).all("tandem_build_info")
     assert info["version"]

@@ -82,7 +82,7 @@ def test_train_and_wait_until_served(client, server, run):
 
 def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     job = client.train(run, rl_request())
-    fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, and \r\nTraceback: boom\n")
+    fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, \x0b, and \r\nTraceback: boom\n")
     with pytest.raises(JobFailed) as failed:
         client.wait_job(job.id, timeout=10)
     assert (failed.value.job_id, failed.value.reason) == (job.id, "rank_crashed")

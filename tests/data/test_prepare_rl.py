@@ -205,37 +205,6 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
         assert data.sequence_length == length
 
 
-def test_siblings_share_a_row_exactly() -> None:
-    """Prompt 1 2, completions 3 4 / 3 0 / 3 4 (again) / 3: five slots for fifteen tokens, seven items."""
-    completions = [([3, 4], 1.0), ([3, 0], 0.0), ([3, 4], 0.0), ([3], 0.5)]
-    siblings = group([one([1, 2], sampled, reward) for sampled, reward in completions])
-    with TemporaryDirectory() as directory:
-        out = Path(directory) / "data"
-        data = run(out, [siblings], length=8, scale=False)
-        assert (data.num_tokens, data.num_unshared_tokens, data.num_items) == (5, 15, 7)
-        with PackedBatch.open(out) as batch:
-            row = batch.row(0)
-    assert row.tokens[:5].tolist() == [1, 2, 3, 0, 4]
-    assert row.positions[:5].tolist() == [0, 1, 2, 3, 3]
-    assert row.subtree_end.tolist() == [5, 5, 5, 4, 5, 6, 7, 8]
-    assert sorted(zip(row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True)) == [
-        (0, 2, 1, 0.625), (0, 4, 2, 0.625), (1, 2, 1, -0.375), (1, 3, 2, -0.375),
-        (2, 2, 1, -0.375), (2, 4, 2, -0.375), (3, 2, 1, 0.125),
-    ]  # fmt: skip
-
-
-def test_large_group_is_split_and_keeps_sharing(tmp_path: Path) -> None:
-    """8 completions of 10 tokens behind a prompt of 20: three fit a row of 50, so three rows, the prompt thrice."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 100, 20).tolist()
-    members = [one(prompt, [100 + i, *rng.integers(0, 100, 9).tolist()], float(i)) for i in range(8)]
-    data = run(tmp_path / "a", [group(members)], length=50, vocab_size=200)
-    assert (data.num_rows, data.num_tokens, data.num_groups) == (3, 3 * 20 + 80, 1)
-    # A small group goes into the room that is left (rows of 50, 50, 40).
-    other = group([one([150], [151] * 5, 0.0), one([150], [152] * 4, 1.0)])
-    assert run(tmp_path / "b", [group(members), other], length=50, vocab_size=200).num_rows == 3
-
-
 SYSTEM = list(range(30))
 LAYOUTS = {
     "split groups fill each other's rows": (
@@ -257,17 +226,6 @@ def test_rows_are_filled(tmp_path: Path, name: str) -> None:
     groups, length, expected = LAYOUTS[name]
     data = run(tmp_path / "a", groups, length=length, vocab_size=100, keep_zero_variance=True)
     assert (data.num_rows, data.num_tokens) == expected
-
-
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    groups = [
-        group([one([g], rng.integers(0, VOCAB, 7).tolist(), float(rng.random())) for _ in range(9)]) for g in range(5)
-    ]
-    for name in ("a", "b"):
-        run(tmp_path / name, groups, length=20)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
 def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:

@@ -93,8 +93,3 @@ def test_the_check_finds_a_name_that_does_not_exist():
 def test_values_that_comments_name_exist():
     for value in documented():
         assert missing(value.comment, r"(?<![/\w.])") == [], value.name
-
-
-@pytest.mark.parametrize("name", ["docs/alerts.md", "docs/settings.md", "docs/kubernetes.md", "values-cpu.yaml"])
-def test_files_that_values_name_exist(name):
-    assert (ROOT / name).is_file() or (CHART / name).is_file()

@@ -10,6 +10,7 @@ import pytest
 
 from fake_nvml import MIB, FakeNvml, gpu
 from tandem.system import processes
+from waiting import alive
 
 # Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its own.
 START = """
@@ -69,11 +70,6 @@ def servers(tmp_path):
     processes.kill_all(lambda: processes.marked(*servers.marker), timeout=5)
     for server in servers.running:
         server.communicate(timeout=10)
-
-
-def alive(pid: int) -> bool:
-    process = processes.read(pid)
-    return process is not None and not process.zombie
 
 
 def test_a_child_that_outlived_its_server_is_killed_before_the_next_server_starts(servers):

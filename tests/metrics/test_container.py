@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from metrics.metric_tools import Exported, opener
+from spool.volume_tools import full_disk
 from tandem.config import Settings
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.exporter import make_collectors
@@ -32,10 +33,7 @@ def test_a_missing_volume_is_a_failure_and_the_others_are_exported(volume: Spool
 
 
 def test_a_full_volume_can_be_read_and_has_no_probe(volume: Spool, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tandem.spool.fs.write_all", full)
+    monkeypatch.setattr("tandem.spool.fs.write_all", full_disk)
     exported = Exported(*make_collectors(Settings(root=volume.root, device="cpu"), ("trainer",)))
     for _ in range(2):  # also between two probes
         seen = exported.collect()

@@ -114,6 +114,7 @@ print(len(calls), furthest < (1e-5 if sys.argv[1] == "cpu" else 1e-2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_only_the_first_process_compiles_the_attention(where):
     outputs = []

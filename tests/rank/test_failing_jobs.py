@@ -1,6 +1,7 @@
 """Jobs that can't be run: each ends in an error that names the cause, and changes no checkpoint."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +49,18 @@ def test_a_checkpoint_that_exists_is_kept_and_another_jobs_is_a_conflict(spool: 
     assert "somebody" in error.message
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [(WEIGHTS_FILE, "altered"), (checkpoint.OPTIMIZER_FILE, "missing"), (checkpoint.OPTIMIZER_FILE, "not listed")],
-)
-def test_a_damaged_checkpoint_fails_the_job(file: str, damage: str, spool: Spool) -> None:
-    """R16: for the adapter and for the optimizer's state, also if the manifest doesn't list it. Nothing is reset."""
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
+    """R16: also if the manifest doesn't list it. Nothing is reset. (`test_resident` alters an adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
-    path = directory / file
-    if damage == "altered":
-        path.write_bytes(flipped(path.read_bytes()))
-    else:
-        path.unlink()
-    if damage == "not listed":
+    (directory / checkpoint.OPTIMIZER_FILE).unlink()
+    if not listed:
         manifest = json.loads((directory / "manifest.json").read_text())
-        del manifest["files"][file]
+        del manifest["files"][checkpoint.OPTIMIZER_FILE]
         (directory / "manifest.json").write_text(json.dumps(manifest))
     error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
     assert (error.type, error.retriable) == ("checkpoint_damaged", False)
-    assert Path(file).name in error.message
-    assert ("missing" if damage == "not listed" else damage) in error.message
+    assert re.search(r"adam\.safetensors.* missing", error.message)
     assert spool.checkpoints.steps("r") == [0, 1]
 
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +29,7 @@ from tandem.families.registry import read_arch
 from tandem.model.weights.base_memory import SEGMENT
 from tandem.spool import Spool
 from tandem.system.gpus import FREE_BYTES, Devices
+from waiting import until
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")]
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=GPU)]
@@ -200,10 +200,7 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path
             assert next(iter(rank.phases)) == "build"  # earlier phases have not used the device
             assert rank.phases["state"]["host_pinned"] == 0
             # The driver frees memory for a moment after the last process is gone.
-            end = time.monotonic() + 20
-            while (used := gpu.used()) != idle and time.monotonic() < end:
-                time.sleep(0.2)
-            assert used == idle
+            until("the device is empty", lambda: gpu.used() == idle, 20)
         assert stack.stop() == 0
     finally:
         stack.close()

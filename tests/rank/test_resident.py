@@ -74,7 +74,8 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(spool: Spool
     assert sources == ["files", "memory"]
     path = made / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "altered" in jobs.fail_here(spool, jobs.submit_sft(spool, job_id="third"), main).message
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="third"), main)
+    assert (error.type, error.retriable, "altered" in error.message) == ("checkpoint_damaged", False, True)
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:

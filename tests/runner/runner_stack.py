@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from spool import spool_tools
 from tandem.spool import Spool
-from tandem.spool.schema import TERMINAL, Job, LoraShape, PackedData, RunSpec, SFTJob
+from tandem.spool.schema import TERMINAL, Job
 from tandem.system import processes
 
 HERE = Path(__file__).parent
@@ -43,25 +44,14 @@ class Stack:
         return self._processes[-1]
 
     def run(self, name: str = "run") -> str:
-        spec = RunSpec(name=name, base_model="none", lora=LoraShape(rank=1), created=time.time())
-        self.spool.runs.create(spec, lambda directory: (directory / "weights").write_text("0"))
+        self.spool.runs.create(spool_tools.run_spec(name), lambda directory: (directory / "weights").write_text("0"))
         return name
 
     def submit(self, run: str, *, deadline: float = 120, stall: float = 60, attempts: int = 2, **labels: object) -> str:
         """Submit a job with these orders for its ranks; returns its id."""
-
-        def make(job_id: str, base_step: int, directory: Path) -> SFTJob:
-            (directory / "tokens").write_text("data")
-            data = PackedData(path="", num_rows=1, sequence_length=8, num_items=1, num_tokens=2, num_unshared_tokens=2,
-                              num_trajectories=1, num_groups=1)  # fmt: skip
-            return SFTJob(
-                id=job_id, run=run, base_step=base_step, created=time.time(), fingerprint="f", data=data,
-                deadline_seconds=deadline, stall_seconds=stall, max_attempts=attempts,
-                labels={key: str(value) for key, value in labels.items()},
-            )  # fmt: skip
-
-        job, _ = self.spool.queue.submit(make, run=run, job_id=None, fingerprint="f", base_step=None)
-        return job.spec.id
+        limits = {"deadline_seconds": deadline, "stall_seconds": stall, "max_attempts": attempts}
+        orders = {key: str(value) for key, value in labels.items()}
+        return spool_tools.submit(self.spool, run=run, labels=orders, **limits).spec.id
 
     def wait(self, job_id: str, timeout: float = 120) -> tuple[str, Job]:
         """The job's terminal state and its record; fails after `timeout` seconds."""
@@ -135,8 +125,3 @@ class Stack:
                 process.wait(10)
         processes.kill_all(self.marked, timeout=10)
         print(self.log.read_text() if self.log.exists() else "the runner wrote no log")
-
-
-def alive(pid: int) -> bool:
-    process = processes.read(pid)
-    return process is not None and not process.zombie

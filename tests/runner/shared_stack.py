@@ -11,6 +11,7 @@ from fake_vllm import ADMIN_TOKEN, API_KEY
 from runner import fake_gpu
 from runner.runner_stack import HERE, Stack
 from tandem.system import ports, processes
+from waiting import answers
 
 MIB = 2**20
 _ADMIN = {"x-tandem-admin-token": ADMIN_TOKEN}
@@ -56,10 +57,7 @@ class SharedStack(Stack):
         return self.program("publisher", "tandem.inference.publisher")
 
     def healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
+        return answers(f"{self.url}/health")
 
     def asleep(self) -> bool:
         return bool(httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=20).json()["is_sleeping"])

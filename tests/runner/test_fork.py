@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from runner.runner_stack import HERE, Stack, alive
+from runner.runner_stack import HERE, Stack
 from tandem.system import processes
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.fork import ForkServer
+from waiting import alive, until
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +135,9 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         work.mkdir()
         return server.launch(Launch(tmp_path, str(seconds), 1, 1, work, "waiting_rank"))
 
-    def until(check):
-        end = time.monotonic() + 60
-        while not check():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
     try:
         killed = launch(600)
-        until(lambda: killed.poll() is None and len(killed.processes()) == 2)  # the leader and its rank
+        until("the leader and its rank", lambda: killed.poll() is None and len(killed.processes()) == 2, 60)
         os.kill(server.pid, signal.SIGSTOP)
         assert killed.kill_all(10) == []
         assert killed.poll() is None  # the server can't report it yet
@@ -153,7 +148,7 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         else:
             following = launch(0.5)
             os.kill(server.pid, signal.SIGCONT)
-        until(lambda: following.poll() is not None)
+        until("its end", lambda: following.poll() is not None, 60)
         assert following.poll() == 0
     finally:
         server.close()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.runner_stack import Stack, alive
+from runner.runner_stack import Stack
+from waiting import alive
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def test_after_a_failure_the_next_attempt_has_new_ranks(stack):
     assert not ranks(stack) & before
 
 
+@pytest.mark.slow
 def test_exit_0_in_the_middle_of_a_job_is_no_success(stack):
     _, state, job = stack.ended("leaves", do="leave", until=1)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from runner.runner_stack import Stack, alive
+from runner.runner_stack import Stack
 from tandem.supervise.programs import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
+from waiting import alive
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.runner_stack import Stack, alive
+from runner.runner_stack import Stack
 from tandem.system import processes
 from tandem.trainer.launch import SHUTDOWN_SECONDS
+from waiting import alive
 
 LAUNCHES = ["torchrun", "fork"]
 SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 12}}

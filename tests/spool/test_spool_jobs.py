@@ -166,17 +166,6 @@ def test_a_queued_job_is_cancelled_at_once(spool):
     assert spool.queue.next_base("r") == 0
 
 
-def test_a_running_job_is_cancelled_when_its_attempt_ends(spool):
-    job = start(spool, "j")
-    assert not spool.jobs.cancel_requested("j")
-    assert spool.queue.cancel("j") == spool.queue.cancel("j") == "running"
-    assert spool.jobs.cancel_requested("j")
-    assert spool.queue.requeue(job, LOST) == "cancelled"  # the ranks crashed, but are not started again
-    assert not spool.jobs.cancel_requested("j")
-    assert places(spool, "j") == ["cancelled", "events"]
-    assert types(spool, "j") == ["claimed", "cancelled"]
-
-
 def test_a_job_that_does_not_exist_is_not_found(spool):
     job = submit(spool, "j")
     unknown = job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})})

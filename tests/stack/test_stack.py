@@ -20,8 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from local_stack import DEVICES, LocalStack, free_ports
-from tandem.errors import SpoolUnusable
+from local_stack import DEVICES, LocalStack, free_ports, train
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system import processes
 from waiting import answers, until
@@ -99,19 +98,7 @@ def test_vllm_serves_the_demos_steps_exactly(stack: LocalStack) -> None:
 
 
 def submit(stack: LocalStack, epochs: int = 25) -> str:
-    examples = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q in ("Is it?", "Was it?")
-        for a in ("yes", "no")
-    ]
-    job = stack.client.train_sft(
-        RUN,
-        examples=examples,
-        packing={"sequence_length": 128},
-        optimizer={"learning_rate": 1e-3, "epochs": epochs},
-        max_attempts=3,
-    )
-    return job.spec.id
+    return train(stack.client, RUN, epochs, learning_rate=1e-3, max_attempts=3)
 
 
 def seen(stack: LocalStack, job: str, kind: str, count: int = 1) -> list[Event]:
@@ -177,11 +164,8 @@ def serves_all_steps(stack: LocalStack) -> None:
 
 def listed(stack: LocalStack) -> set[str]:
     headers = {"Authorization": f"Bearer {stack.api_key}"}
-    try:
-        models = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).json()["data"]
-    except httpx.TransportError:
-        return set()
-    return {model["id"] for model in models}
+    answer = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).raise_for_status()
+    return {model["id"] for model in answer.json()["data"]}
 
 
 def ask(stack: LocalStack, model: str = "base", tokens: int = 4) -> int | None:
@@ -197,10 +181,6 @@ def engine_of(server: int) -> int:
     """The pid of vLLM's engine."""
     pids = [process.pid for process in processes.descendants(server)]
     return next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
-def log(stack: LocalStack) -> str:
-    return (stack.root / "up.log").read_text(errors="replace")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
@@ -250,19 +230,12 @@ def test_kill_the_runner(stack: LocalStack, stopped: object, event: str, count: 
     assert succeeds(stack, job) <= 2
 
 
-def test_kill_the_fork_server(stack: LocalStack, stopped: object) -> None:
-    job = submit(stack)
-    seen(stack, job, "step", 2)
-    stack.kill("forkserver")
-    succeeds(stack, job)
-
-
 def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
     stack: LocalStack, stopped: tuple[int, int]
 ) -> None:
     server, engine = stopped
     noticed = "has stalled: 1 requests wait, and no token came"
-    until("the stall is noticed", lambda: noticed in log(stack), 60)
+    until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"), 60)
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
     assert processes.read(engine) is None
     stack.wait_ready()
@@ -287,22 +260,6 @@ def test_kill_vllm(stack: LocalStack, killed: str) -> None:
     succeeds(stack, killed)
 
 
-def test_kill_the_controller_under_a_follower(stack: LocalStack, killed: str) -> None:
-    """The client's event stream continues where it was, and gets every event once."""
-    job = submit(stack)
-    got: list[Event] = []
-    follower = threading.Thread(target=lambda: got.extend(stack.client.events(job)), daemon=True)
-    follower.start()
-    seen(stack, job, "step", 3)
-    stack.kill("controller")
-    succeeds(stack, job)
-    follower.join(timeout=60)
-    assert not follower.is_alive()
-    assert [e.seq for e in got if e.type != "served"] == [
-        e.seq for e in stack.spool.events.read(job) if e.type != "served"
-    ]
-
-
 def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) -> None:
     """A client that repeats its submission after the controller died has submitted one job."""
     before = len(stack.spool.jobs.list(run=RUN))
@@ -312,11 +269,6 @@ def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) 
     killer.join()
     succeeds(stack, job)
     assert len(stack.spool.jobs.list(run=RUN)) == before + 1
-
-
-def test_a_second_runner_on_the_same_spool_is_refused(stack: LocalStack) -> None:
-    with pytest.raises(SpoolUnusable, match="runner"), stack.spool.runner_lock("second"):
-        pass
 
 
 def test_after_all_this_every_step_is_served_and_no_secret_is_on_the_spool(stack: LocalStack, killed: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from inference.test_shared_gpu import HOLDER
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
@@ -106,23 +107,13 @@ def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
 
 
 def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
-    spool, now = Spool.create(tmp_path), time.time()
+    spool = Spool.create(tmp_path)
     running = {name: Status(name, "RUNNING", 1) for name in ("vllm", "publisher")}
     monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: running)
     settings = Settings(root=tmp_path, gpu_mode="shared")
-    code = f"""if True:
-        import sys
-        from tandem.spool import Spool
-        from tandem.spool.schema import Hold
-        spool = Spool({str(tmp_path)!r})
-        with spool.runner_lock("me"):
-            spool.hold.put(Hold(runner="me", job="j", attempt=1, phase="training", since={now + 60}, beat={now},
-                                lease=600, deadline={now}))
-            print("held", flush=True)
-            sys.stdin.read()
-    """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"held\n"
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "0", "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert [holder.stdout.readline() for _ in range(2)] == [b"starts\n", b"holds\n"]
         assert problems(settings, "inference", started=True) == []
         assert "does not answer" in problems(settings, "inference")[0]
         holder.kill()
