@@ -103,6 +103,20 @@ def test_memory_limits_include_shared_memory(name):
         assert all("sizeLimit" in volume for volume in temporary.values())
 
 
+def test_every_container_can_meet_a_quota_and_a_limit_range():
+    """A ResourceQuota on limits.cpu asks every container for that limit; a LimitRange bounds limit / request."""
+    amounts = {name: {"cpu": 2, "memory": "2Gi", "ephemeral-storage": "2Gi"} for name in ("requests", "limits")}
+    own = {"resources": amounts}
+    rendered = with_values(
+        **matrix.roles(**own), initContainers=own, tests=own, baseModel="", tinyModel=True, device="cpu"
+    )
+    for obj, pod in rendered.pods():
+        for container in containers(pod):
+            resources, where = container["resources"], (obj["metadata"]["name"], container["name"])
+            assert resources["limits"].keys() == KNOWN_RESOURCES, where
+            assert resources["requests"] == resources["limits"], where
+
+
 @pytest.mark.parametrize(
     ("memory", "shm", "total"),
     [("64Gi", "512Mi", "66048Mi"), ("1Ti", "1Gi", "1049600Mi"), ("100Mi", "3Mi", "103Mi"), ("1500Gi", "2Ti", "3548Gi")],

@@ -226,8 +226,7 @@ projected:
 securityContext:
   {{- include "tandem.securityContext" . | nindent 2 }}
 resources:
-  requests: {cpu: 100m, memory: 256Mi}
-  limits: {memory: 2Gi}
+  {{- toYaml .root.Values.initContainers.resources | nindent 2 }}
 volumeMounts:
   {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}

@@ -37,8 +37,7 @@ spec:
       securityContext:
         {{- include "tandem.securityContext" $root | nindent 8 }}
       resources:
-        requests: {cpu: 100m, memory: 256Mi}
-        limits: {memory: 1Gi}
+        {{- toYaml $root.Values.tests.resources | nindent 8 }}
       volumeMounts:
         {{- if .data }}
         - {name: data, mountPath: /data}
