@@ -41,11 +41,17 @@ securityContext:
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if or (eq .role "controller") (eq .root.Values.device "cuda") }}
-{{- with $role.tolerations }}
+{{- $tolerations := list -}}
+{{- if or (eq .role "controller") (eq .root.Values.device "cuda") -}}
+{{- $tolerations = $role.tolerations -}}
+{{- end -}}
+{{- if and (include "tandem.oneNode" .root) (eq .root.Values.device "cuda") -}}
+{{- /* The trainer's node may be tainted, and this pod has to follow it. */ -}}
+{{- $tolerations = concat $tolerations .root.Values.trainer.tolerations | uniq -}}
+{{- end -}}
+{{- with $tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
-{{- end }}
 {{- end }}
 {{- $affinity := include "tandem.affinity" . | fromYaml }}
 {{- with $affinity }}
