@@ -33,6 +33,7 @@ KINDS = {
 IMMUTABLE = {
     "Deployment": lambda field: field == "selector",
     "PersistentVolumeClaim": lambda field: field not in ("resources", "volumeName", "volumeAttributesClassName"),
+    "ResourceClaimTemplate": lambda field: True,
     "StatefulSet": lambda field: field not in (
         "replicas", "template", "updateStrategy", "minReadySeconds", "ordinals", "persistentVolumeClaimRetentionPolicy",
         "revisionHistoryLimit",

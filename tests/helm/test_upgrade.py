@@ -101,6 +101,26 @@ def test_a_stored_value_that_this_chart_does_not_know_is_refused_by_name(older):
             charts.upgrade(server, {}, release="a", reuse_values=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "count", "device_class"),
+    [
+        ({"trainer": {"gpus": 4}, "inference": {"gpus": 4}}, 4, "gpu.nvidia.com"),
+        ({"shared": {"deviceClassName": "mig.nvidia.com"}}, 2, "mig.nvidia.com"),
+    ],
+)
+def test_the_claim_of_shared_gpus_can_change(change, count, device_class):
+    """A ResourceClaimTemplate is immutable, so another claim has another name."""
+    with ApiServer() as server:
+        charts.install(server, merged(matrix.BASE, SHARED))
+        charts.upgrade(server, merged(merged(matrix.BASE, SHARED), change))
+        (template,) = server.objects("ResourceClaimTemplate")
+        (engine,) = server.objects("StatefulSet")
+    (claim,) = engine["spec"]["template"]["spec"]["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    exactly = template["spec"]["spec"]["devices"]["requests"][0]["exactly"]
+    assert (exactly["count"], exactly["deviceClassName"]) == (count, device_class)
+
+
 def test_an_upgrade_that_turns_every_switch_changes_no_immutable_field():
     with ApiServer() as server:
         charts.install(server, matrix.BASE, release="a")

@@ -55,7 +55,7 @@ spec:
       terminationGracePeriodSeconds: {{ $grace }}
       {{- if include "tandem.claimed" $root }}
       resourceClaims:
-        - {name: gpus, resourceClaimTemplateName: {{ include "tandem.fullname" $root }}-gpus}
+        - {name: gpus, resourceClaimTemplateName: {{ include "tandem.gpuClaim" $root }}}
       {{- end }}
       initContainers:
         {{- range $role := .roles }}
@@ -70,6 +70,22 @@ spec:
         {{- range $role := .roles }}
         {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 8 }}
         {{- end }}
+{{- end -}}
+
+{{- define "tandem.gpuClaimSpec" -}}
+spec:
+  devices:
+    requests:
+      - name: gpus
+        exactly:
+          deviceClassName: {{ .Values.shared.deviceClassName }}
+          allocationMode: ExactCount
+          count: {{ int .Values.trainer.gpus }}
+{{- end -}}
+
+{{/* With a digest of the template, which is immutable: a changed claim is another object. */}}
+{{- define "tandem.gpuClaim" -}}
+{{ include "tandem.fullname" . }}-gpus-{{ include "tandem.gpuClaimSpec" . | sha256sum | trunc 8 }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "trainer" "name" "trainer" "ports" (list ...)): the pods' own addresses. They are there
