@@ -234,6 +234,10 @@ def more_sets() -> dict[str, dict[str, Any]]:
         "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
         "no storage class": {"data": {"storageClass": "-"}, "cache": {"storageClass": "-"}},
         "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
+        "wildcard hosts": {kind: {
+            "enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org",
+            **({"parentRefs": [{"name": "public"}]} if kind == "gateway" else {"tlsSecret": "tls"}),
+        } for kind in ("ingress", "gateway")},
         **{f"monitoring by {kind}": {"monitoring": {
             "monitors": {"kind": kind, **relabelings, **own}, "rules": rules, "dashboards": dashboards,
         }} for kind in ("pod", "service")},

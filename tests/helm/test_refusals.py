@@ -64,6 +64,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fullnameOverride": "No_Name"}, "'/fullnameOverride': 'No_Name' does not match"),
     ({"trainer": {"image": {"digest": "latest"}}}, "'/trainer/image/digest': 'latest' does not match"),
     ({"ingress": {"controllerHost": "https://a.b"}}, "'/ingress/controllerHost': 'https://a.b' does not match"),
+    ({"gateway": {"inferenceHost": "*."}}, r"'/gateway/inferenceHost': '\*\.' does not match"),
     ({"monitoring": {"monitors": {"kind": "both"}}}, "'/monitoring/monitors/kind': value must be one of"),
     ({"monitoring": {"monitors": {"interval": "15"}}}, "'/monitoring/monitors/interval': '15' does not match"),
     ({"commonLabels": {"cost": 42}}, "'/commonLabels/cost': got number, want string"),

@@ -16,8 +16,8 @@ two releases with one beginning don't meet. */}}
 
 {{/* What every pod of the release has, and selects them. It never changes: neither versions nor users' labels. */}}
 {{- define "tandem.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "tandem.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "tandem.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "trainer"): the same for the pods of a component. */}}

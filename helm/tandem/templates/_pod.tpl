@@ -21,13 +21,13 @@ capabilities: {drop: [ALL]}
 {{/* What every pod of the release has, tests too. A Service called <x>-controller would otherwise give every pod a
 variable ..._CONTROLLER_PORT, which is a setting's name. */}}
 {{- define "tandem.podCommon" -}}
-serviceAccountName: {{ include "tandem.serviceAccountName" . }}
+serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 securityContext:
@@ -63,7 +63,7 @@ topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $role.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -155,31 +155,31 @@ projected:
   defaultMode: 0440
   sources:
     - secret:
-        name: {{ include "tandem.secretName" .root }}
+        name: {{ include "tandem.secretName" .root | quote }}
         items:
-          - {key: {{ $secret.apiKey }}, path: api_key}
+          - {key: {{ $secret.apiKey | quote }}, path: api_key}
           {{- if .admin }}
-          - {key: {{ $secret.adminToken }}, path: admin_token}
+          - {key: {{ $secret.adminToken | quote }}, path: admin_token}
           {{- end }}
     - secret:
-        name: {{ include "tandem.secretName" .root }}
+        name: {{ include "tandem.secretName" .root | quote }}
         optional: true
         items:
-          - {key: {{ $secret.hfToken }}, path: hf_token}
+          - {key: {{ $secret.hfToken | quote }}, path: hf_token}
 {{- end -}}
 
 {{- define "tandem.sharedVolumes" -}}
 - name: data
-  persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" . | quote }}}
 - name: cache
 {{- if eq .Values.cache.type "claim" }}
-  persistentVolumeClaim: {claimName: {{ include "tandem.cacheClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "tandem.cacheClaim" . | quote }}}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.cache.size }}}
 {{- end }}
 {{- with .Values.models.existingClaim }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ . | quote }}, readOnly: true}
 {{- end }}
 {{- end -}}
 

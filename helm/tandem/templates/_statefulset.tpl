@@ -20,14 +20,14 @@ apiVersion: apps/v1
 kind: StatefulSet
 metadata:
   name: {{ include "tandem.fullname" $root }}-{{ .component }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" . | nindent 4 }}
     {{- with $root.Values.kueue.queue }}
-    kueue.x-k8s.io/queue-name: {{ . }}
+    kueue.x-k8s.io/queue-name: {{ . | quote }}
     {{- end }}
     {{- with $root.Values.kueue.priorityClass }}
-    kueue.x-k8s.io/priority-class: {{ . }}
+    kueue.x-k8s.io/priority-class: {{ . | quote }}
     {{- end }}
 spec:
   replicas: 1
@@ -50,7 +50,7 @@ spec:
       {{- include "tandem.podCommon" $root | nindent 6 }}
       {{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 6 }}
       {{- with $lead.runtimeClassName }}
-      runtimeClassName: {{ . }}
+      runtimeClassName: {{ . | quote }}
       {{- end }}
       terminationGracePeriodSeconds: {{ $grace }}
       {{- if include "tandem.claimed" $root }}
@@ -78,7 +78,7 @@ spec:
     requests:
       - name: gpus
         exactly:
-          deviceClassName: {{ .Values.shared.deviceClassName }}
+          deviceClassName: {{ .Values.shared.deviceClassName | quote }}
           allocationMode: ExactCount
           count: {{ int .Values.trainer.gpus }}
 {{- end -}}
@@ -95,7 +95,7 @@ apiVersion: v1
 kind: Service
 metadata:
   name: {{ include "tandem.fullname" .root }}-{{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" . | nindent 4 }}
     tandem-headless: "true"

@@ -8,7 +8,7 @@ apiVersion: v1
 kind: Pod
 metadata:
   name: {{ include "tandem.fullname" $root }}-test-{{ .name }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" $about | nindent 4 }}
   annotations:
@@ -48,7 +48,7 @@ spec:
   volumes:
     {{- if .data }}
     - name: data
-      persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" $root }}}
+      persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" $root | quote }}}
     {{- end }}
     - name: secrets
       {{- include "tandem.secretVolume" (dict "root" $root "admin" false) | nindent 6 }}
