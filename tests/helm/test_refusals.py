@@ -7,7 +7,7 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import merged
-from helm.matrix import HOSTS, ONE_NODE, at
+from helm.matrix import HOSTS, ONE_NODE, SHARED, at
 
 FREE_KEYS = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
 """Mappings that accept any key."""
@@ -41,6 +41,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], **ONE_HOST}},
         r"gateway\.controllerHost and gateway\.inferenceHost are the same",
+    ),
+    # Two items of one name in a pod, of which one is the chart's.
+    (
+        at("trainer.extraEnv", [{"name": "TANDEM_DEVICE"}]),
+        "trainer: .* preflight: the variable TANDEM_DEVICE .*extraEnv",
+    ),
+    (
+        at("inference.extraEnv", [{"name": "NVIDIA_VISIBLE_DEVICES"}]),
+        "the variable NVIDIA_VISIBLE_DEVICES is there twice",
+    ),
+    (at("controller.extraEnv", [{"name": "A"}, {"name": "A"}]), "controller: .*the variable A is there twice"),
+    (merged(SHARED, at("inference.extraVolumes", [{"name": "data"}])), "engine: the volume data .*extraVolumes"),
+    (
+        at("trainer.extraVolumeMounts", [{"name": "x", "mountPath": "/tmp"}]),
+        "trainer: the mount /tmp .*extraVolumeMounts",
+    ),
+    (
+        at("controller.extraContainers", [{"name": "preflight"}]),
+        "controller: the container preflight .*extraContainers",
     ),
     ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
     ({"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}}, "there is no alert Nope"),

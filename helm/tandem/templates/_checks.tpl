@@ -78,3 +78,27 @@ this one added; then refuses what can't be. */}}
 {{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}
 {{- end -}}
 {{- end -}}
+
+{{/* (dict "component" "trainer" "spec" spec): an API server refuses two items of one name, and says neither where they
+come from nor, for a variable, in which container they are. */}}
+{{- define "tandem.checkPod" -}}
+{{- $containers := concat .spec.initContainers .spec.containers -}}
+{{- $lists := list
+    (list "volume" "name" "extraVolumes" .component .spec.volumes)
+    (list "container" "name" "extraContainers or extraInitContainers" .component $containers) -}}
+{{- range $container := $containers -}}
+{{- $where := printf "%s: container %s" $.component $container.name -}}
+{{- $lists = append $lists (list "variable" "name" "extraEnv" $where (default list $container.env)) -}}
+{{- $lists = append $lists (list "mount" "mountPath" "extraVolumeMounts" $where (default list $container.volumeMounts)) -}}
+{{- end -}}
+{{- range $list := $lists -}}
+{{- $seen := dict -}}
+{{- range $item := index $list 4 -}}
+{{- $name := toString (get $item (index $list 1)) -}}
+{{- if hasKey $seen $name -}}
+{{- fail (printf "%s: the %s %s is there twice: remove it from %s, or rename it; the README of the chart has the values for what the chart sets itself" (index $list 3) (index $list 0) $name (index $list 2)) -}}
+{{- end -}}
+{{- $_ := set $seen $name true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -311,3 +311,42 @@ volumeMounts:
 {{- define "tandem.metricsPort" -}}
 {{- if and (include "tandem.shared" .root) (eq .role "inference") }}metrics-vllm{{ else }}metrics{{ end -}}
 {{- end -}}
+
+{{/* (dict "root" $ "component" "engine" "roles" (list "trainer" "inference") "lead" "trainer"): a component's pod. `lead`:
+the role whose values say where and how it runs. */}}
+{{- define "tandem.podSpec" -}}
+{{- $text := include "tandem.uncheckedPodSpec" . -}}
+{{- include "tandem.checkPod" (dict "component" .component "spec" (fromYaml $text)) -}}
+{{- $text -}}
+{{- end -}}
+
+{{- define "tandem.uncheckedPodSpec" -}}
+{{- $root := .root -}}
+{{- $grace := 0 -}}
+{{- range $role := .roles -}}
+{{- $grace = max $grace (include "tandem.graceSeconds" (dict "root" $root "role" $role) | int) -}}
+{{- end -}}
+{{ include "tandem.podCommon" $root }}
+{{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 0 }}
+{{- with (index $root.Values .lead).runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+terminationGracePeriodSeconds: {{ $grace }}
+{{- if and (include "tandem.claimed" $root) (ne .lead "controller") }}
+resourceClaims:
+  - {name: gpus, resourceClaimTemplateName: {{ include "tandem.gpuClaim" $root }}}
+{{- end }}
+initContainers:
+  {{- range $role := .roles }}
+  {{- include "tandem.initContainers" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
+containers:
+  {{- range $role := .roles }}
+  {{- include "tandem.container" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
+volumes:
+  {{- include "tandem.sharedVolumes" $root | nindent 2 }}
+  {{- range $role := .roles }}
+  {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
+{{- end -}}

@@ -3,11 +3,9 @@
 {{- define "tandem.statefulset" -}}
 {{- $root := .root -}}
 {{- $lead := index .root.Values .lead -}}
-{{- $grace := 0 -}}
 {{- $podLabels := dict -}}
 {{- $podAnnotations := dict "kubectl.kubernetes.io/default-container" .lead -}}
 {{- range $role := .roles -}}
-{{- $grace = max $grace (include "tandem.graceSeconds" (dict "root" $root "role" $role) | int) -}}
 {{- $podLabels = mergeOverwrite $podLabels (index $root.Values $role).podLabels -}}
 {{- if eq $role "trainer" -}}
 {{- /* A job in progress is not moved to make room. */ -}}
@@ -47,29 +45,7 @@ spec:
       annotations:
         {{- toYaml $podAnnotations | nindent 8 }}
     spec:
-      {{- include "tandem.podCommon" $root | nindent 6 }}
-      {{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 6 }}
-      {{- with $lead.runtimeClassName }}
-      runtimeClassName: {{ . | quote }}
-      {{- end }}
-      terminationGracePeriodSeconds: {{ $grace }}
-      {{- if include "tandem.claimed" $root }}
-      resourceClaims:
-        - {name: gpus, resourceClaimTemplateName: {{ include "tandem.gpuClaim" $root }}}
-      {{- end }}
-      initContainers:
-        {{- range $role := .roles }}
-        {{- include "tandem.initContainers" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
-      containers:
-        {{- range $role := .roles }}
-        {{- include "tandem.container" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
-      volumes:
-        {{- include "tandem.sharedVolumes" $root | nindent 8 }}
-        {{- range $role := .roles }}
-        {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
+      {{- include "tandem.podSpec" . | nindent 6 }}
 {{- end -}}
 
 {{- define "tandem.gpuClaimSpec" -}}
