@@ -12,6 +12,7 @@ from helm.renders import (
     container_of,
     environment,
     is_shared,
+    of,
     pod_of,
     templates,
     value,
@@ -199,6 +200,21 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
 def test_the_update_strategy_is_a_value(role, strategy):
     rendered = with_values(**{role: {"updateStrategy": strategy}})
     assert rendered.one("StatefulSet", role)["spec"]["updateStrategy"] == {"type": strategy}
+
+
+@pytest.mark.parametrize("name", ["defaults", "shared by claim"])
+@pytest.mark.parametrize("strategy", ["OnDelete", "RollingUpdate"])
+def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
+    """`kubectl rollout status` refuses a StatefulSet with OnDelete."""
+    values = {role: {"updateStrategy": strategy} for role in GPU_ROLES}
+    rendered = of(merged(VALUES[name], values))
+    rollout, wait = (
+        {word for line in rendered.notes.splitlines() if verb in line for word in line.split() if "/" in word}
+        for verb in (" rollout status ", " wait --for=jsonpath='{.status.readyReplicas}'=1 ")
+    )
+    stateful = {f"statefulset/a-tandem-{component_of(name, 'inference')}"}
+    assert rollout == {"deployment/a-tandem-controller"} | (stateful if strategy == "RollingUpdate" else set())
+    assert wait == (stateful if strategy == "OnDelete" else set())
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])
