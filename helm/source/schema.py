@@ -97,6 +97,7 @@ SPECIAL: dict[str, Schema] = {
     ),
     "*.resources": closed(requests=_QUANTITIES, limits=_QUANTITIES),
     "*.extendedResources": {"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+    "*.replicas": optional({"type": "integer", "minimum": 0, "maximum": 1}),
     "*.gpus": COUNT,
     "*.cpuRanks": COUNT,
     "*.gpuResource": {"type": "string", "pattern": "^[^/]+/[^/]+$"},

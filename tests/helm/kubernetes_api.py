@@ -114,6 +114,15 @@ class ApiServer:
         stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
         return [obj for obj in stored if kind in (None, obj["kind"])]
 
+    def workloads(self) -> list[Object]:
+        """The stored Deployments and StatefulSets."""
+        return [*self.objects("Deployment"), *self.objects("StatefulSet")]
+
+    def scale(self, name: str, replicas: int) -> None:
+        """`kubectl scale` of a workload."""
+        (workload,) = (obj for obj in self.workloads() if obj["metadata"]["name"] == name)
+        workload["spec"]["replicas"] = replicas
+
     def answer(self, method: str, url: str, body: bytes) -> Object:
         """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
@@ -123,11 +132,11 @@ class ApiServer:
         if split.path in ("/api", "/apis"):
             return self._groups(core=split.path == "/api")
         match = _PATH.match(split.path)
-        if split.path == "/api/v1":
-            # Helm reads the core group's kinds before a template's `lookup`.
-            core = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
-                     "singularName": kind.lower()} for kind in KINDS["v1"]]  # fmt: skip
-            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1", "resources": core}
+        if (group := split.path.removeprefix("/apis/").removeprefix("/api/")) in KINDS:
+            # Helm reads a group's kinds before a template's `lookup`.
+            kinds = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
+                      "singularName": kind.lower()} for kind in KINDS[group]]  # fmt: skip
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": kinds}
         kind = self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
         if match is None or kind is None:
             raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")

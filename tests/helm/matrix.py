@@ -234,6 +234,9 @@ def more_sets() -> dict[str, dict[str, Any]]:
         "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
         "no storage class": {"data": {"storageClass": "-"}, "cache": {"storageClass": "-"}},
         "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
+        "no trainer": merged(EVERYTHING, {"trainer": {"enabled": False}}),
+        "no trainer, one node": merged(ONE_NODE, {"trainer": {"enabled": False}}),
+        "paused": roles(replicas=0),
         "wildcard hosts": {kind: {
             "enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org",
             **({"parentRefs": [{"name": "public"}]} if kind == "gateway" else {"tlsSecret": "tls"}),

@@ -21,6 +21,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"baseModel": ""}, "baseModel is empty"),
     ({"tinyModel": True}, "tinyModel writes a model of its own"),
     ({"gpuMode": "shared", "device": "cpu"}, "gpuMode=shared needs device=cuda"),
+    ({"gpuMode": "shared", "trainer": {"enabled": False}}, r"gpuMode=shared and trainer\.enabled=false"),
+    ({"trainer": {"replicas": 2}}, "'/trainer/replicas': maximum: got 2, want 1"),
     ({"gpuMode": "shared", "trainer": {"gpus": 2}}, r"trainer\.gpus=2 and inference\.gpus=1"),
     ({"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}}, r"trainer\.gpus=3 .*tensorParallel=2"),
     (

@@ -102,6 +102,30 @@ def test_a_stored_value_that_this_chart_does_not_know_is_refused_by_name(older):
 
 
 @pytest.mark.parametrize(
+    ("role", "component"), [*((role, role) for role in matrix.ROLES), ("trainer", "engine")], ids=lambda name: name
+)
+def test_a_role_that_is_scaled_to_0_stays_at_0(role, component):
+    values = merged(matrix.BASE, SHARED if component == "engine" else {})
+
+    def replicas(**changed: Any) -> int:
+        charts.upgrade(server, changed, reuse_values=True)
+        return next(o["spec"]["replicas"] for o in server.workloads() if o["metadata"]["name"].endswith(component))
+
+    with ApiServer() as server:
+        charts.install(server, values)
+        assert replicas() == 1
+        server.scale(f"t-tandem-{component}", 2)
+        with pytest.raises(charts.helm_sdkpy.UpgradeError, match=rf"t-tandem-{component} has 2 replicas"):
+            replicas()
+        server.scale(f"t-tandem-{component}", 0)
+        assert replicas(image={"tag": "2"}) == 0
+        server.scale(f"t-tandem-{component}", 1)
+        assert replicas() == 1
+        assert replicas(**{role: {"replicas": 0}}) == replicas() == 0
+        assert replicas(**{role: {"replicas": 1}}) == 1
+
+
+@pytest.mark.parametrize(
     ("change", "count", "device_class"),
     [
         ({"trainer": {"gpus": 4}, "inference": {"gpus": 4}}, 4, "gpu.nvidia.com"),

@@ -8,7 +8,7 @@ from helm import matrix
 from helm.charts import merged
 from helm.matrix import CASES, COMPONENT, ONE_NODE, ROLES, SHARED_BY_RESOURCE, VALUES
 from helm.reachability import selects
-from helm.renders import case, container_of, of, pod_of, templates, value, volume
+from helm.renders import case, component, container_of, of, pod_of, templates, value, volume
 
 HOSTNAME = "kubernetes.io/hostname"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -116,6 +116,18 @@ def test_all_pods_start_on_one_node_in_any_order(name):
         assert set(end) == set(pods), f"pending forever: {set(pods) - set(end)}"
         (node,) = set(end.values())
         assert NODES[node] >= sum(map(gpus, pods.values()))
+
+
+@pytest.mark.parametrize("off", [("trainer",), ("inference",), ("trainer", "inference")], ids="+".join)
+@pytest.mark.parametrize("name", ONE_NODE_CASES)
+def test_pods_on_one_node_do_not_wait_for_a_paused_role(name, off):
+    rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
+    running = {component(t) for o, t in rendered.pods() if o["spec"].get("replicas")}
+    pods = {one: pod for one, pod in templates(rendered).items() if one in running}
+    assert pods.keys() >= {"controller"}
+    for end in outcomes(pods, {}):
+        assert set(end) == running, f"pending forever: {running - set(end)}"
+        assert len(set(end.values())) == 1
 
 
 @pytest.mark.parametrize("name", ONE_NODE_CASES)

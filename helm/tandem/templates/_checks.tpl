@@ -2,7 +2,27 @@
 this one added; then refuses what can't be. */}}
 {{- define "tandem.init" -}}
 {{- include "tandem.default" (list .Values (.Files.Get "files/values.yaml" | fromYaml)) -}}
+{{- include "tandem.setReplicas" . -}}
 {{- include "tandem.checks" . -}}
+{{- end -}}
+
+{{/* Replaces a null of `replicas` by the number that the workload has now, which somebody may have set by hand. */}}
+{{- define "tandem.setReplicas" -}}
+{{- range $role := list "controller" "trainer" "inference" -}}
+{{- $values := index $.Values $role -}}
+{{- if kindIs "invalid" $values.replicas -}}
+{{- $name := printf "%s-%s" (include "tandem.fullname" $) (include "tandem.componentOf" (dict "root" $ "role" $role)) -}}
+{{- $kind := ternary "Deployment" "StatefulSet" (eq $role "controller") -}}
+{{- $found := dig "spec" "replicas" 1 (lookup "apps/v1" $kind $.Release.Namespace $name) | int -}}
+{{- if gt $found 1 -}}
+{{- fail (printf "%s %s has %d replicas, and each role is one pod: run `kubectl -n %s scale %s %s --replicas=1` and upgrade again" $kind $name $found $.Release.Namespace (lower $kind) $name) -}}
+{{- end -}}
+{{- $_ := set $values "replicas" $found -}}
+{{- end -}}
+{{- end -}}
+{{- if include "tandem.shared" . -}}
+{{- $_ := set .Values.inference "replicas" .Values.trainer.replicas -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.default" -}}
@@ -32,6 +52,9 @@ this one added; then refuses what can't be. */}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- if ne $v.device "cuda" -}}
 {{- fail "gpuMode=shared needs device=cuda: without a GPU there is nothing to share" -}}
+{{- end -}}
+{{- if not $v.trainer.enabled -}}
+{{- fail "gpuMode=shared and trainer.enabled=false: without a trainer there is nothing to share; set gpuMode=dedicated" -}}
 {{- end -}}
 {{- if ne (int $v.trainer.gpus) (int $v.inference.gpus) -}}
 {{- fail (printf "gpuMode=shared: trainer.gpus=%d and inference.gpus=%d are the same GPUs, so the numbers must be equal" (int $v.trainer.gpus) (int $v.inference.gpus)) -}}

@@ -53,7 +53,17 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* Components of the pods with GPUs, as JSON. */}}
 {{- define "tandem.gpuComponents" -}}
-{{- ternary (list "engine") (list "trainer" "inference") (ne (include "tandem.shared" .) "") | toJson -}}
+{{- if include "tandem.shared" . -}}
+{{- list "engine" | toJson -}}
+{{- else -}}
+{{- ternary (list "trainer" "inference") (list "inference") .Values.trainer.enabled | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): whether it has a pod. */}}
+{{- define "tandem.runs" -}}
+{{- $role := index .root.Values .role -}}
+{{- if and (ne $role.enabled false) (gt (int $role.replicas) 0) }}true{{ end -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer"): the component whose pod has a role's container. */}}

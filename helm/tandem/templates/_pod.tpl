@@ -69,12 +69,16 @@ priorityClassName: {{ . | quote }}
 
 {{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;
 and the trainer, when it comes back, to where the volume is in use. Its own label matches its term, so that the first
-pod of all can be placed. */}}
+pod of all can be placed. Without a trainer's pod the choice is inference's, and then the controller's. */}}
 {{- define "tandem.affinity" -}}
 {{- $affinity := deepCopy (index .root.Values .role).affinity -}}
 {{- if include "tandem.oneNode" .root -}}
-{{- $gpu := include "tandem.componentOf" (dict "root" .root "role" "trainer") -}}
-{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $gpu) (eq .role "trainer") -}}
+{{- $first := "controller" -}}
+{{- range $role := list "inference" "trainer" -}}
+{{- if include "tandem.runs" (dict "root" $.root "role" $role) -}}{{- $first = $role -}}{{- end -}}
+{{- end -}}
+{{- $leader := include "tandem.componentOf" (dict "root" .root "role" $first) -}}
+{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $leader) (eq .role $first) -}}
 {{- $match := dict "matchLabels" (include "tandem.releaseLabels" .root | fromYaml)
       "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
 {{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}

@@ -28,7 +28,7 @@ metadata:
     kueue.x-k8s.io/priority-class: {{ . | quote }}
     {{- end }}
 spec:
-  replicas: 1
+  replicas: {{ int $lead.replicas }}
   serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
   # With OrderedReady a pod that never becomes ready would not be replaced by the next upgrade, which may be its cure.
   podManagementPolicy: Parallel
