@@ -31,8 +31,12 @@ KNOWN_RESOURCES = {"cpu", "memory", "ephemeral-storage"}
 def devices(container: dict) -> dict[str, str]:
     """A container's extended resources."""
     resources = container["resources"]
-    amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
-    return {name: amount for name, amount in amounts.items() if name not in KNOWN_RESOURCES}
+    requests, limits = (
+        {name: amount for name, amount in resources.get(kind, {}).items() if name not in KNOWN_RESOURCES}
+        for kind in ("requests", "limits")
+    )
+    assert requests == limits, "Kueue counts requests"
+    return limits
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -125,6 +125,37 @@ def test_a_role_that_is_scaled_to_0_stays_at_0(role, component):
         assert replicas(**{role: {"replicas": 1}}) == 1
 
 
+KUEUE_REFUSES = [
+    (matrix.at("trainer.gpus", 2), "requests, .*trainer"),
+    (matrix.at("inference.resources.requests.cpu", "5"), "requests, .*inference"),
+    (matrix.at("inference.extendedResources", {"rdma/hca": 1}), "requests, .*inference"),
+    (matrix.at("trainer.nodeSelector", {"pool": "a"}), "requests, .*nodeSelector.*trainer"),
+    (matrix.at("trainer.extraContainers", [{"name": "more", "image": "busybox"}]), "requests, .*containers.*trainer"),
+    (matrix.at("kueue.queue", "other"), r"kueue\.queue of StatefulSet"),
+    (matrix.at("kueue.queue", ""), r"kueue\.queue of StatefulSet"),
+    (matrix.at("kueue.priorityClass", "high"), r"kueue\.priorityClass of StatefulSet"),
+]
+"""The rules of Kueue 0.19's webhook for StatefulSets: a change and what the message names."""
+
+
+def test_what_kueue_refuses_is_refused_before_anything_changes():
+    values = merged(matrix.BASE, {"kueue": {"queue": "post-training"}})
+    with ApiServer() as server:
+        charts.install(server, values)
+        charts.upgrade(server, merged(values, {"image": {"tag": "2"}, "trainer": {"settings": {"launch": "fork"}}}))
+        for stateful_set in server.objects("StatefulSet"):
+            stateful_set["status"] = {"readyReplicas": 1}
+        before = deepcopy(server.objects())
+        for change, named in KUEUE_REFUSES:
+            with pytest.raises(charts.helm_sdkpy.UpgradeError, match=f"Kueue refuses to change {named}"):
+                charts.upgrade(server, merged(values, change))
+        assert server.objects() == before
+        for name in ("t-tandem-trainer", "t-tandem-inference"):
+            server.answer("DELETE", f"/apis/apps/v1/namespaces/ns/statefulsets/{name}", b"")
+        charts.upgrade(server, merged(values, KUEUE_REFUSES[0][0]))
+        assert len(server.objects("StatefulSet")) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "count", "device_class"),
     [

@@ -103,7 +103,8 @@ pod of all can be placed. Without a trainer's pod the choice is inference's, and
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq $kind "limits") (ne $.role "controller") -}}
+{{- /* Among the requests too: they are all that Kueue reads of a StatefulSet. */ -}}
+{{- if ne $.role "controller" -}}
 {{- range $name, $value := $role.extendedResources -}}
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}

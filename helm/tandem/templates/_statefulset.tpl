@@ -14,10 +14,14 @@
 {{- end -}}
 {{- $podAnnotations = mergeOverwrite $podAnnotations (index $root.Values $role).podAnnotations -}}
 {{- end -}}
+{{- $name := printf "%s-%s" (include "tandem.fullname" $root) .component -}}
+{{- $spec := include "tandem.podSpec" . -}}
+{{- $shape := include "tandem.kueueShape" (fromYaml $spec) -}}
+{{- include "tandem.checkKueue" (dict "root" $root "name" $name "shape" $shape) -}}
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:
-  name: {{ include "tandem.fullname" $root }}-{{ .component }}
+  name: {{ $name }}
   namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" . | nindent 4 }}
@@ -27,6 +31,10 @@ metadata:
     {{- with $root.Values.kueue.priorityClass }}
     kueue.x-k8s.io/priority-class: {{ . | quote }}
     {{- end }}
+  {{- if $root.Values.kueue.queue }}
+  annotations:
+    tandem/kueue-shape: {{ $shape | quote }}
+  {{- end }}
 spec:
   replicas: {{ int $lead.replicas }}
   serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
@@ -45,7 +53,7 @@ spec:
       annotations:
         {{- toYaml $podAnnotations | nindent 8 }}
     spec:
-      {{- include "tandem.podSpec" . | nindent 6 }}
+      {{- $spec | nindent 6 }}
 {{- end -}}
 
 {{- define "tandem.gpuClaimSpec" -}}
