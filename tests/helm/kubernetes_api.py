@@ -19,6 +19,8 @@ import yaml
 Object = dict[str, Any]
 
 OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
+KUEUE = "kueue.x-k8s.io"
+"""Optional too, and absent by default."""
 SINCE = {"resource.k8s.io": (1, 34)}
 """The first Kubernetes version that serves a group."""
 KINDS = {
@@ -29,6 +31,7 @@ KINDS = {
     "resource.k8s.io/v1": ("ResourceClaim", "ResourceClaimTemplate"),
     "monitoring.coreos.com/v1": ("PodMonitor", "ServiceMonitor", "PrometheusRule"),
     "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    f"{KUEUE}/v1beta2": ("LocalQueue",),
 }
 IMMUTABLE = {
     "Deployment": lambda field: field == "selector",
@@ -77,7 +80,7 @@ class ApiServer:
             (api_version, _plural(kind)): kind
             for api_version, kinds in KINDS.items()
             for kind in kinds
-            if (group := api_version.rpartition("/")[0]) not in OPTIONAL_GROUPS or group in groups
+            if (group := api_version.rpartition("/")[0]) not in (*OPTIONAL_GROUPS, KUEUE) or group in groups
             if minor(version) >= SINCE.get(group, (0, 0))
         }
         handler = type("BoundHandler", (_Handler,), {"api": self})

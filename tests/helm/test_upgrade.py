@@ -8,7 +8,7 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import Rendered, merged
-from helm.kubernetes_api import ApiServer
+from helm.kubernetes_api import KUEUE, ApiServer
 from helm.matrix import EVERYTHING, SHARED
 from helm.renders import of
 
@@ -140,8 +140,8 @@ KUEUE_REFUSES = [
 
 def test_what_kueue_refuses_is_refused_before_anything_changes():
     values = merged(matrix.BASE, {"kueue": {"queue": "post-training"}})
-    with ApiServer() as server:
-        charts.install(server, values)
+    with ApiServer(groups=(KUEUE,)) as server:
+        assert "no kueue.x-k8s.io" not in charts.install(server, values)["info"]["notes"]
         charts.upgrade(server, merged(values, {"image": {"tag": "2"}, "trainer": {"settings": {"launch": "fork"}}}))
         for stateful_set in server.objects("StatefulSet"):
             stateful_set["status"] = {"readyReplicas": 1}
@@ -179,6 +179,7 @@ def test_the_claim_of_shared_gpus_can_change(change, count, device_class):
 def test_an_upgrade_that_turns_every_switch_changes_no_immutable_field():
     with ApiServer() as server:
         charts.install(server, matrix.BASE, release="a")
+        assert "no kueue.x-k8s.io" in of(merged(matrix.BASE, EVERYTHING)).notes
         for values in (EVERYTHING, {"podDisruptionBudget": {"enabled": True}}, {}):
             charts.upgrade(server, merged(matrix.BASE, values), release="a")
         names = {o["metadata"]["name"] for o in server.objects("StatefulSet")}

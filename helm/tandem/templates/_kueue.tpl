@@ -1,5 +1,11 @@
 {{/* What Kueue 0.19 refuses to change on a StatefulSet. Helm would have changed other objects before it hears of that. */}}
 
+{{- define "tandem.kueueIsThere" -}}
+{{- range .Capabilities.APIVersions -}}
+{{- if hasPrefix "kueue.x-k8s.io/" . }}true{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A digest of the parts of a pod's spec that must stay as they are. */}}
 {{- define "tandem.kueueShape" -}}
 {{- $shape := pick . "nodeSelector" "affinity" "tolerations" "runtimeClassName" "topologySpreadConstraints" "resourceClaims" -}}
@@ -16,6 +22,7 @@
 {{/* (dict "root" $ "name" "x-trainer" "shape" digest): compares with the StatefulSet that is there. */}}
 {{- define "tandem.checkKueue" -}}
 {{- $new := .root.Values.kueue -}}
+{{- if include "tandem.kueueIsThere" .root -}}
 {{- with lookup "apps/v1" "StatefulSet" .root.Release.Namespace .name -}}
 {{- $queue := get (default dict .metadata.labels) "kueue.x-k8s.io/queue-name" -}}
 {{- $class := get (default dict .metadata.labels) "kueue.x-k8s.io/priority-class" -}}
@@ -31,6 +38,7 @@
 {{- end -}}
 {{- if $changed -}}
 {{- fail (printf "Kueue refuses to change %s of StatefulSet %s: run `kubectl -n %s delete statefulset %s` and upgrade again; a running job returns to the queue, and the volumes stay" $changed $.name $.root.Release.Namespace $.name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
