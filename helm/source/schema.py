@@ -107,6 +107,7 @@ SPECIAL: dict[str, Schema] = {
     "*.updateStrategy": enum("OnDelete", "RollingUpdate"),
     "*.type": enum("ClusterIP", "NodePort", "LoadBalancer"),
     "*.port": PORT,
+    "*.nodePort": optional(PORT),
     "*.preStopSeconds": SECONDS,
     "*.jobTimeoutSeconds": COUNT,
     "*.nodeSelector": TEXTS,

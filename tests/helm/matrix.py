@@ -22,7 +22,10 @@ ONE_NODE = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "Re
 STEALING = {COMPONENT: "controller", NAME: "other", INSTANCE: "b", "tandem": "mine"}
 """A user's labels that claim to be another component of another release."""
 _PEER = {"namespaceSelector": {"matchLabels": {"team": "research"}}, "podSelector": {"matchLabels": {"app": "proxy"}}}
-_SERVICE = {"type": "LoadBalancer", "port": 80, "annotations": {"example.org/lb": "internal"}}
+_SERVICE = {
+    "type": "LoadBalancer", "port": 80, "nodePort": 30080, "loadBalancerClass": "example.org/internal",
+    "annotations": {"example.org/lb": "internal"},
+}  # fmt: skip
 EVERYTHING: dict[str, Any] = {
     "commonLabels": STEALING,
     "models": {"existingClaim": "models"},
@@ -207,7 +210,7 @@ def pod_extras(mark: str) -> dict[str, Any]:
     """Every value of a role that is passed on to its pod."""
     labels = {key: {"example.org/a": mark} for key in ("podLabels", "podAnnotations", "nodeSelector")}
     extras = {key: marked(key, mark) for key in defaults()["controller"] if key in TEMPLATES}
-    return extras | labels | {"priorityClassName": mark}
+    return extras | labels | {"priorityClassName": mark, "schedulerName": mark}
 
 
 def more_sets() -> dict[str, dict[str, Any]]:

@@ -63,6 +63,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         at("controller.extraContainers", [{"name": "preflight"}]),
         "controller: the container preflight .*extraContainers",
     ),
+    (at("controller.service.nodePort", 30000), r"controller\.service\.nodePort=30000 has no use with type ClusterIP"),
+    (
+        at("inference.service", {"type": "NodePort", "loadBalancerClass": "a.b/c"}),
+        r"inference\.service\.loadBalancerClass=a\.b/c has no use with type NodePort",
+    ),
     ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
     ({"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}}, "there is no alert Nope"),
     # Single values.

@@ -34,7 +34,10 @@ NOT_VERBATIM = {
     "monitoring.rules.overrides",
     "global",
 }
+_LOAD_BALANCER = {"service": {"type": "LoadBalancer"}}
 ON = {
+    "controller": _LOAD_BALANCER,
+    "inference": _LOAD_BALANCER,
     "ingress": {"enabled": True},
     "gateway": {"enabled": True},
     "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},

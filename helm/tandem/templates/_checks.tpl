@@ -97,6 +97,15 @@ this one added; then refuses what can't be. */}}
 {{- fail (printf "%s.controllerHost and %s.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" $kind $kind) -}}
 {{- end -}}
 {{- end -}}
+{{- range $role := list "controller" "inference" -}}
+{{- $service := (index $v $role).service -}}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
+{{- fail (printf "%s.service.nodePort=%d has no use with type ClusterIP: set type NodePort or LoadBalancer" $role (int $service.nodePort)) -}}
+{{- end -}}
+{{- if and $service.loadBalancerClass (ne $service.type "LoadBalancer") -}}
+{{- fail (printf "%s.service.loadBalancerClass=%s has no use with type %s: set type LoadBalancer" $role $service.loadBalancerClass $service.type) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}
 {{- end -}}

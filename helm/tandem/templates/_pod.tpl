@@ -65,6 +65,9 @@ topologySpreadConstraints:
 {{- with $role.priorityClassName }}
 priorityClassName: {{ . | quote }}
 {{- end }}
+{{- with $role.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;

@@ -91,3 +91,35 @@ spec:
   ports:
     {{- toYaml .ports | nindent 4 }}
 {{- end -}}
+
+{{/* (dict "root" $ "role" "inference" "component" "engine"): the Service of a public API. */}}
+{{- define "tandem.publicService" -}}
+{{- $service := (index .root.Values .role).service -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "tandem.fullname" .root }}-{{ .role }}
+  namespace: {{ .root.Release.Namespace | quote }}
+  labels:
+    {{- include "tandem.labels" . | nindent 4 }}
+  {{- with $service.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  type: {{ $service.type }}
+  {{- with $service.loadBalancerClass }}
+  loadBalancerClass: {{ . | quote }}
+  {{- end }}
+  selector:
+    {{- include "tandem.selectorLabels" . | nindent 4 }}
+  ports:
+    - name: http
+      port: {{ int $service.port }}
+      targetPort: http
+      {{- with $service.nodePort }}
+      nodePort: {{ int . }}
+      {{- end }}
+      protocol: TCP
+      appProtocol: http
+{{- end -}}
