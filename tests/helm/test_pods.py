@@ -14,6 +14,7 @@ from helm.renders import (
     is_shared,
     of,
     pod_of,
+    preflight_of,
     templates,
     value,
     volume,
@@ -242,6 +243,7 @@ def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
         {word for line in rendered.notes.splitlines() if verb in line for word in line.split() if "/" in word}
         for verb in (" rollout status ", " wait --for=jsonpath='{.status.readyReplicas}'=1 ")
     )
+    assert f" -c {preflight_of(rendered, 'inference')['name']} " in rendered.notes
     stateful = {f"statefulset/a-tandem-{component_of(name, 'inference')}"}
     assert rollout == {"deployment/a-tandem-controller"} | (stateful if strategy == "RollingUpdate" else set())
     assert wait == (stateful if strategy == "OnDelete" else set())
