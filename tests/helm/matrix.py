@@ -227,7 +227,7 @@ def more_sets() -> dict[str, dict[str, Any]]:
     gpus = {"gpus": 8, "gpuResource": "nvidia.com/mig-3g.40gb", "extendedResources": {"rdma/hca": 1}}
     settings: dict[str, Any] = {}
     for path, value in leaves(defaults()):
-        if value is None:
+        if value is None and "settings." in path:
             settings = merged(settings, at(path, sample(schema_of(path))))
     sets: dict[str, dict[str, Any]] = {
         "pod extras": roles(**pod_extras("more")),
