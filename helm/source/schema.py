@@ -19,7 +19,7 @@ CPU: Schema = {"type": ["string", "number"], "pattern": "^([0-9]+m|[0-9]+([.][0-
 DURATION: Schema = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
 NAME: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", "maxLength": 63}
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-HOST: Schema = {"type": "string", "pattern": f"^([*][.])?({_LABEL}([.]{_LABEL})*)?$"}
+HOST: Schema = {"type": "string", "pattern": f"^(([*][.])?{_LABEL}([.]{_LABEL})*)?$"}
 KEY: Schema = {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}
 COUNT: Schema = {"type": "integer", "minimum": 1}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -97,6 +97,7 @@ SPECIAL: dict[str, Schema] = {
     ),
     "*.resources": closed(requests=_QUANTITIES, limits=_QUANTITIES),
     "*.extendedResources": {"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+    "*.replicas": optional({"type": "integer", "minimum": 0, "maximum": 1}),
     "*.gpus": COUNT,
     "*.cpuRanks": COUNT,
     "*.gpuResource": {"type": "string", "pattern": "^[^/]+/[^/]+$"},
@@ -106,6 +107,7 @@ SPECIAL: dict[str, Schema] = {
     "*.updateStrategy": enum("OnDelete", "RollingUpdate"),
     "*.type": enum("ClusterIP", "NodePort", "LoadBalancer"),
     "*.port": PORT,
+    "*.nodePort": optional(PORT),
     "*.preStopSeconds": SECONDS,
     "*.jobTimeoutSeconds": COUNT,
     "*.nodeSelector": TEXTS,

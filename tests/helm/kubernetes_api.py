@@ -19,6 +19,8 @@ import yaml
 Object = dict[str, Any]
 
 OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
+KUEUE = "kueue.x-k8s.io"
+"""Optional too, and absent by default."""
 SINCE = {"resource.k8s.io": (1, 34)}
 """The first Kubernetes version that serves a group."""
 KINDS = {
@@ -29,10 +31,12 @@ KINDS = {
     "resource.k8s.io/v1": ("ResourceClaim", "ResourceClaimTemplate"),
     "monitoring.coreos.com/v1": ("PodMonitor", "ServiceMonitor", "PrometheusRule"),
     "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    f"{KUEUE}/v1beta2": ("LocalQueue",),
 }
 IMMUTABLE = {
     "Deployment": lambda field: field == "selector",
     "PersistentVolumeClaim": lambda field: field not in ("resources", "volumeName", "volumeAttributesClassName"),
+    "ResourceClaimTemplate": lambda field: True,
     "StatefulSet": lambda field: field not in (
         "replicas", "template", "updateStrategy", "minReadySeconds", "ordinals", "persistentVolumeClaimRetentionPolicy",
         "revisionHistoryLimit",
@@ -76,7 +80,7 @@ class ApiServer:
             (api_version, _plural(kind)): kind
             for api_version, kinds in KINDS.items()
             for kind in kinds
-            if (group := api_version.rpartition("/")[0]) not in OPTIONAL_GROUPS or group in groups
+            if (group := api_version.rpartition("/")[0]) not in (*OPTIONAL_GROUPS, KUEUE) or group in groups
             if minor(version) >= SINCE.get(group, (0, 0))
         }
         handler = type("BoundHandler", (_Handler,), {"api": self})
@@ -113,6 +117,15 @@ class ApiServer:
         stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
         return [obj for obj in stored if kind in (None, obj["kind"])]
 
+    def workloads(self) -> list[Object]:
+        """The stored Deployments and StatefulSets."""
+        return [*self.objects("Deployment"), *self.objects("StatefulSet")]
+
+    def scale(self, name: str, replicas: int) -> None:
+        """`kubectl scale` of a workload."""
+        (workload,) = (obj for obj in self.workloads() if obj["metadata"]["name"] == name)
+        workload["spec"]["replicas"] = replicas
+
     def answer(self, method: str, url: str, body: bytes) -> Object:
         """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
@@ -122,11 +135,11 @@ class ApiServer:
         if split.path in ("/api", "/apis"):
             return self._groups(core=split.path == "/api")
         match = _PATH.match(split.path)
-        if split.path == "/api/v1":
-            # Helm reads the core group's kinds before a template's `lookup`.
-            core = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
-                     "singularName": kind.lower()} for kind in KINDS["v1"]]  # fmt: skip
-            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1", "resources": core}
+        if (group := split.path.removeprefix("/apis/").removeprefix("/api/")) in KINDS:
+            # Helm reads a group's kinds before a template's `lookup`.
+            kinds = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
+                      "singularName": kind.lower()} for kind in KINDS[group]]  # fmt: skip
+            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": kinds}
         kind = self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
         if match is None or kind is None:
             raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")

@@ -22,7 +22,10 @@ ONE_NODE = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "Re
 STEALING = {COMPONENT: "controller", NAME: "other", INSTANCE: "b", "tandem": "mine"}
 """A user's labels that claim to be another component of another release."""
 _PEER = {"namespaceSelector": {"matchLabels": {"team": "research"}}, "podSelector": {"matchLabels": {"app": "proxy"}}}
-_SERVICE = {"type": "LoadBalancer", "port": 80, "annotations": {"example.org/lb": "internal"}}
+_SERVICE = {
+    "type": "LoadBalancer", "port": 80, "nodePort": 30080, "loadBalancerClass": "example.org/internal",
+    "annotations": {"example.org/lb": "internal"},
+}  # fmt: skip
 EVERYTHING: dict[str, Any] = {
     "commonLabels": STEALING,
     "models": {"existingClaim": "models"},
@@ -207,7 +210,7 @@ def pod_extras(mark: str) -> dict[str, Any]:
     """Every value of a role that is passed on to its pod."""
     labels = {key: {"example.org/a": mark} for key in ("podLabels", "podAnnotations", "nodeSelector")}
     extras = {key: marked(key, mark) for key in defaults()["controller"] if key in TEMPLATES}
-    return extras | labels | {"priorityClassName": mark}
+    return extras | labels | {"priorityClassName": mark, "schedulerName": mark}
 
 
 def more_sets() -> dict[str, dict[str, Any]]:
@@ -224,7 +227,7 @@ def more_sets() -> dict[str, dict[str, Any]]:
     gpus = {"gpus": 8, "gpuResource": "nvidia.com/mig-3g.40gb", "extendedResources": {"rdma/hca": 1}}
     settings: dict[str, Any] = {}
     for path, value in leaves(defaults()):
-        if value is None:
+        if value is None and "settings." in path:
             settings = merged(settings, at(path, sample(schema_of(path))))
     sets: dict[str, dict[str, Any]] = {
         "pod extras": roles(**pod_extras("more")),
@@ -234,6 +237,13 @@ def more_sets() -> dict[str, dict[str, Any]]:
         "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
         "no storage class": {"data": {"storageClass": "-"}, "cache": {"storageClass": "-"}},
         "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
+        "no trainer": merged(EVERYTHING, {"trainer": {"enabled": False}}),
+        "no trainer, one node": merged(ONE_NODE, {"trainer": {"enabled": False}}),
+        "paused": roles(replicas=0),
+        "wildcard hosts": {kind: {
+            "enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org",
+            **({"parentRefs": [{"name": "public"}]} if kind == "gateway" else {"tlsSecret": "tls"}),
+        } for kind in ("ingress", "gateway")},
         **{f"monitoring by {kind}": {"monitoring": {
             "monitors": {"kind": kind, **relabelings, **own}, "rules": rules, "dashboards": dashboards,
         }} for kind in ("pod", "service")},

@@ -18,6 +18,15 @@ README = CHART / "README.md"
 NAMES = {value.name for value in documented()}
 INLINE = ("requests", "limits")
 """Keys that the comment above their section explains."""
+OTHERS_SAY = {
+    "helm install", "helm upgrade", "helm test", "kubectl describe", "additional properties 'x' not allowed",
+    "failed quota: … must specify limits.cpu", "exceeded quota", "max limit to request ratio", "Pending",
+    "Insufficient nvidia.com/gpu", "didn't match pod affinity rules", "didn't match PersistentVolume's node affinity",
+    "had volume node affinity conflict", "had untolerated taint", "unbound immediate PersistentVolumeClaims",
+    "provisioning failed for PVC", "SchedulingGated", "Init:0/1", 'secret "tandem" not found',
+    "references non-existent secret key", "Init:CrashLoopBackOff", "Init:Error", "ImagePullBackOff",
+    "Init:ImagePullBackOff", "OOMKilled", "Liveness probe failed", "401",
+}  # fmt: skip
 
 
 def test_readme_and_schema_are_made_from_the_values(tmp_path):
@@ -77,6 +86,17 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize("path", [DOCUMENT, README, matrix.SOURCE / "readme-head.md"], ids=lambda path: path.name)
 def test_values_that_documents_name_exist(path):
     assert missing(path.read_text(), r"`|--set(?:-string|-file|-json)? +") == []
+
+
+def test_messages_that_the_document_quotes_exist():
+    """Those of Tandem and its chart. OTHERS_SAY are read in the sources of Kubernetes, kubectl and Helm."""
+    table = DOCUMENT.read_text().partition("| what you see |")[2]
+    rows = re.findall(r"^\| (.*?) \| ", table, re.MULTILINE)
+    seen = {quoted for row in rows for quoted in re.findall("`(.+?)`", row)}
+    ours = "".join(p.read_text() for d in ("src/tandem", "helm/tandem/templates") for p in (ROOT / d).rglob("*.*[ly]"))
+    assert len(seen - OTHERS_SAY) >= 5
+    assert [message for message in seen - OTHERS_SAY if message not in ours] == []
+    assert seen >= OTHERS_SAY
 
 
 def test_yaml_in_the_documents_fits_the_values():

@@ -2,13 +2,15 @@
 
 import gzip
 import json
+import re
 from typing import Any
 
 import pytest
 
 from helm import charts, matrix, schemas
-from helm.charts import NEWEST, OLDEST, Rendered
+from helm.charts import NEWEST, OLDEST, Rendered, merged
 from helm.kubernetes_api import ApiServer, minor
+from helm.matrix import EVERYTHING, SHARED
 from helm.renders import of
 
 CHOICES = list(matrix.choices())
@@ -51,6 +53,17 @@ def test_the_matrix_has_the_known_choices_and_examples():
         "2+2.yaml", "4+4.yaml",
     }  # fmt: skip
     assert minor(OLDEST) < minor(NEWEST)
+
+
+@pytest.mark.parametrize("more", [{}, {kind: {"existingClaim": ""} for kind in ("data", "cache")}, SHARED])
+def test_texts_that_look_like_numbers_stay_texts(more):
+    values = EVERYTHING
+    for number, (path, _) in enumerate(matrix.leaves(matrix.defaults()), 100):
+        schema = matrix.schema_of(path)
+        text = schema.get("type") == "string" and re.search(schema.get("pattern", ""), str(number))
+        if text and not path.endswith(("fullnameOverride", "resources.requests.cpu")):
+            values = merged(values, matrix.at(path, str(number)))
+    check_schemas(of(merged(values, more)))
 
 
 @pytest.mark.parametrize(("release", "namespace"), [("r" * 53, "ns"), ("tandem", "n" * 63)])

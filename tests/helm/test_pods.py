@@ -12,7 +12,9 @@ from helm.renders import (
     container_of,
     environment,
     is_shared,
+    of,
     pod_of,
+    preflight_of,
     templates,
     value,
     volume,
@@ -30,8 +32,12 @@ KNOWN_RESOURCES = {"cpu", "memory", "ephemeral-storage"}
 def devices(container: dict) -> dict[str, str]:
     """A container's extended resources."""
     resources = container["resources"]
-    amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
-    return {name: amount for name, amount in amounts.items() if name not in KNOWN_RESOURCES}
+    requests, limits = (
+        {name: amount for name, amount in resources.get(kind, {}).items() if name not in KNOWN_RESOURCES}
+        for kind in ("requests", "limits")
+    )
+    assert requests == limits, "Kueue counts requests"
+    return limits
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,6 +107,20 @@ def test_memory_limits_include_shared_memory(name):
         in_memory = [name for name, volume in temporary.items() if volume.get("medium") == "Memory"]
         assert in_memory == [mount["name"] for mount in mounts if mount["mountPath"] == "/dev/shm"]
         assert all("sizeLimit" in volume for volume in temporary.values())
+
+
+def test_every_container_can_meet_a_quota_and_a_limit_range():
+    """A ResourceQuota on limits.cpu asks every container for that limit; a LimitRange bounds limit / request."""
+    amounts = {name: {"cpu": 2, "memory": "2Gi", "ephemeral-storage": "2Gi"} for name in ("requests", "limits")}
+    own = {"resources": amounts}
+    rendered = with_values(
+        **matrix.roles(**own), initContainers=own, tests=own, baseModel="", tinyModel=True, device="cpu"
+    )
+    for obj, pod in rendered.pods():
+        for container in containers(pod):
+            resources, where = container["resources"], (obj["metadata"]["name"], container["name"])
+            assert resources["limits"].keys() == KNOWN_RESOURCES, where
+            assert resources["requests"] == resources["limits"], where
 
 
 @pytest.mark.parametrize(
@@ -185,6 +205,47 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
 def test_the_update_strategy_is_a_value(role, strategy):
     rendered = with_values(**{role: {"updateStrategy": strategy}})
     assert rendered.one("StatefulSet", role)["spec"]["updateStrategy"] == {"type": strategy}
+
+
+@pytest.mark.parametrize(
+    ("role", "how", "tests"),
+    [
+        ("trainer", {"enabled": False}, "reach volume-write volume-read"),
+        ("trainer", {"replicas": 0}, "reach volume-write volume-read"),
+        ("inference", {"replicas": 0}, "volume-write volume-read"),
+        ("controller", {"replicas": 0}, "volume-write volume-read"),
+    ],
+    ids=str,
+)
+def test_a_role_can_be_off(role, how, tests):
+    rendered = of(merged(VALUES["everything"], {role: how}))
+    workloads = {o["metadata"]["name"].removeprefix("a-tandem-"): o["spec"]["replicas"]
+                 for kind in ("Deployment", "StatefulSet") for o in rendered.all(kind)}  # fmt: skip
+    others = {other: 1 for other in ROLES if other != role}
+    assert workloads == (others | {role: 0} if "replicas" in how else others)
+    assert ("Paused" in rendered.notes) == ("replicas" in how)
+    # Nothing waits for, asks or selects what has no pod.
+    assert {o["metadata"]["name"].removeprefix("a-tandem-test-") for o in rendered.all("Pod")} == set(tests.split())
+    asked = [arg for o in rendered.all("Pod") for arg in o["spec"]["containers"][0]["args"]]
+    assert not any(f"-{role}" in arg for arg in asked)
+    names = [o["metadata"]["name"] for o in rendered.objects]
+    assert ("a-tandem-trainer" in names) == ("enabled" not in how)
+
+
+@pytest.mark.parametrize("name", ["defaults", "shared by claim"])
+@pytest.mark.parametrize("strategy", ["OnDelete", "RollingUpdate"])
+def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
+    """`kubectl rollout status` refuses a StatefulSet with OnDelete."""
+    values = {role: {"updateStrategy": strategy} for role in GPU_ROLES}
+    rendered = of(merged(VALUES[name], values))
+    rollout, wait = (
+        {word for line in rendered.notes.splitlines() if verb in line for word in line.split() if "/" in word}
+        for verb in (" rollout status ", " wait --for=jsonpath='{.status.readyReplicas}'=1 ")
+    )
+    assert f" -c {preflight_of(rendered, 'inference')['name']} " in rendered.notes
+    stateful = {f"statefulset/a-tandem-{component_of(name, 'inference')}"}
+    assert rollout == {"deployment/a-tandem-controller"} | (stateful if strategy == "RollingUpdate" else set())
+    assert wait == (stateful if strategy == "OnDelete" else set())
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])

@@ -7,7 +7,7 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import merged
-from helm.matrix import HOSTS, ONE_NODE, at
+from helm.matrix import HOSTS, ONE_NODE, SHARED, at
 
 FREE_KEYS = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
 """Mappings that accept any key."""
@@ -21,6 +21,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"baseModel": ""}, "baseModel is empty"),
     ({"tinyModel": True}, "tinyModel writes a model of its own"),
     ({"gpuMode": "shared", "device": "cpu"}, "gpuMode=shared needs device=cuda"),
+    ({"gpuMode": "shared", "trainer": {"enabled": False}}, r"gpuMode=shared and trainer\.enabled=false"),
+    ({"trainer": {"replicas": 2}}, "'/trainer/replicas': maximum: got 2, want 1"),
     ({"gpuMode": "shared", "trainer": {"gpus": 2}}, r"trainer\.gpus=2 and inference\.gpus=1"),
     ({"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}}, r"trainer\.gpus=3 .*tensorParallel=2"),
     (
@@ -41,6 +43,30 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], **ONE_HOST}},
         r"gateway\.controllerHost and gateway\.inferenceHost are the same",
+    ),
+    # Two items of one name in a pod, of which one is the chart's.
+    (
+        at("trainer.extraEnv", [{"name": "TANDEM_DEVICE"}]),
+        "trainer: .* preflight: the variable TANDEM_DEVICE .*extraEnv",
+    ),
+    (
+        at("inference.extraEnv", [{"name": "NVIDIA_VISIBLE_DEVICES"}]),
+        "the variable NVIDIA_VISIBLE_DEVICES is there twice",
+    ),
+    (at("controller.extraEnv", [{"name": "A"}, {"name": "A"}]), "controller: .*the variable A is there twice"),
+    (merged(SHARED, at("inference.extraVolumes", [{"name": "data"}])), "engine: the volume data .*extraVolumes"),
+    (
+        at("trainer.extraVolumeMounts", [{"name": "x", "mountPath": "/tmp"}]),
+        "trainer: the mount /tmp .*extraVolumeMounts",
+    ),
+    (
+        at("controller.extraContainers", [{"name": "preflight"}]),
+        "controller: the container preflight .*extraContainers",
+    ),
+    (at("controller.service.nodePort", 30000), r"controller\.service\.nodePort=30000 has no use with type ClusterIP"),
+    (
+        at("inference.service", {"type": "NodePort", "loadBalancerClass": "a.b/c"}),
+        r"inference\.service\.loadBalancerClass=a\.b/c has no use with type NodePort",
     ),
     ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
     ({"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}}, "there is no alert Nope"),
@@ -64,6 +90,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fullnameOverride": "No_Name"}, "'/fullnameOverride': 'No_Name' does not match"),
     ({"trainer": {"image": {"digest": "latest"}}}, "'/trainer/image/digest': 'latest' does not match"),
     ({"ingress": {"controllerHost": "https://a.b"}}, "'/ingress/controllerHost': 'https://a.b' does not match"),
+    ({"gateway": {"inferenceHost": "*."}}, r"'/gateway/inferenceHost': '\*\.' does not match"),
     ({"monitoring": {"monitors": {"kind": "both"}}}, "'/monitoring/monitors/kind': value must be one of"),
     ({"monitoring": {"monitors": {"interval": "15"}}}, "'/monitoring/monitors/interval': '15' does not match"),
     ({"commonLabels": {"cost": 42}}, "'/commonLabels/cost': got number, want string"),

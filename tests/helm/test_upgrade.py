@@ -8,7 +8,7 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import Rendered, merged
-from helm.kubernetes_api import ApiServer
+from helm.kubernetes_api import KUEUE, ApiServer
 from helm.matrix import EVERYTHING, SHARED
 from helm.renders import of
 
@@ -101,9 +101,85 @@ def test_a_stored_value_that_this_chart_does_not_know_is_refused_by_name(older):
             charts.upgrade(server, {}, release="a", reuse_values=True)
 
 
+@pytest.mark.parametrize(
+    ("role", "component"), [*((role, role) for role in matrix.ROLES), ("trainer", "engine")], ids=lambda name: name
+)
+def test_a_role_that_is_scaled_to_0_stays_at_0(role, component):
+    values = merged(matrix.BASE, SHARED if component == "engine" else {})
+
+    def replicas(**changed: Any) -> int:
+        charts.upgrade(server, changed, reuse_values=True)
+        return next(o["spec"]["replicas"] for o in server.workloads() if o["metadata"]["name"].endswith(component))
+
+    with ApiServer() as server:
+        charts.install(server, values)
+        assert replicas() == 1
+        server.scale(f"t-tandem-{component}", 2)
+        with pytest.raises(charts.helm_sdkpy.UpgradeError, match=rf"t-tandem-{component} has 2 replicas"):
+            replicas()
+        server.scale(f"t-tandem-{component}", 0)
+        assert replicas(image={"tag": "2"}) == 0
+        server.scale(f"t-tandem-{component}", 1)
+        assert replicas() == 1
+        assert replicas(**{role: {"replicas": 0}}) == replicas() == 0
+        assert replicas(**{role: {"replicas": 1}}) == 1
+
+
+KUEUE_REFUSES = [
+    (matrix.at("trainer.gpus", 2), "requests, .*trainer"),
+    (matrix.at("inference.resources.requests.cpu", "5"), "requests, .*inference"),
+    (matrix.at("inference.extendedResources", {"rdma/hca": 1}), "requests, .*inference"),
+    (matrix.at("trainer.nodeSelector", {"pool": "a"}), "requests, .*nodeSelector.*trainer"),
+    (matrix.at("trainer.extraContainers", [{"name": "more", "image": "busybox"}]), "requests, .*containers.*trainer"),
+    (matrix.at("kueue.queue", "other"), r"kueue\.queue of StatefulSet"),
+    (matrix.at("kueue.queue", ""), r"kueue\.queue of StatefulSet"),
+    (matrix.at("kueue.priorityClass", "high"), r"kueue\.priorityClass of StatefulSet"),
+]
+"""The rules of Kueue 0.19's webhook for StatefulSets: a change and what the message names."""
+
+
+def test_what_kueue_refuses_is_refused_before_anything_changes():
+    values = merged(matrix.BASE, {"kueue": {"queue": "post-training"}})
+    with ApiServer(groups=(KUEUE,)) as server:
+        assert "no kueue.x-k8s.io" not in charts.install(server, values)["info"]["notes"]
+        charts.upgrade(server, merged(values, {"image": {"tag": "2"}, "trainer": {"settings": {"launch": "fork"}}}))
+        for stateful_set in server.objects("StatefulSet"):
+            stateful_set["status"] = {"readyReplicas": 1}
+        before = deepcopy(server.objects())
+        for change, named in KUEUE_REFUSES:
+            with pytest.raises(charts.helm_sdkpy.UpgradeError, match=f"Kueue refuses to change {named}"):
+                charts.upgrade(server, merged(values, change))
+        assert server.objects() == before
+        for name in ("t-tandem-trainer", "t-tandem-inference"):
+            server.answer("DELETE", f"/apis/apps/v1/namespaces/ns/statefulsets/{name}", b"")
+        charts.upgrade(server, merged(values, KUEUE_REFUSES[0][0]))
+        assert len(server.objects("StatefulSet")) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "device_class"),
+    [
+        ({"trainer": {"gpus": 4}, "inference": {"gpus": 4}}, 4, "gpu.nvidia.com"),
+        ({"shared": {"deviceClassName": "mig.nvidia.com"}}, 2, "mig.nvidia.com"),
+    ],
+)
+def test_the_claim_of_shared_gpus_can_change(change, count, device_class):
+    """A ResourceClaimTemplate is immutable, so another claim has another name."""
+    with ApiServer() as server:
+        charts.install(server, merged(matrix.BASE, SHARED))
+        charts.upgrade(server, merged(merged(matrix.BASE, SHARED), change))
+        (template,) = server.objects("ResourceClaimTemplate")
+        (engine,) = server.objects("StatefulSet")
+    (claim,) = engine["spec"]["template"]["spec"]["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+    exactly = template["spec"]["spec"]["devices"]["requests"][0]["exactly"]
+    assert (exactly["count"], exactly["deviceClassName"]) == (count, device_class)
+
+
 def test_an_upgrade_that_turns_every_switch_changes_no_immutable_field():
     with ApiServer() as server:
         charts.install(server, matrix.BASE, release="a")
+        assert "no kueue.x-k8s.io" in of(merged(matrix.BASE, EVERYTHING)).notes
         for values in (EVERYTHING, {"podDisruptionBudget": {"enabled": True}}, {}):
             charts.upgrade(server, merged(matrix.BASE, values), release="a")
         names = {o["metadata"]["name"] for o in server.objects("StatefulSet")}

@@ -25,6 +25,8 @@ NOT_VERBATIM = {
     # Added to /dev/shm or converted; other tests compare the results.
     *(f"{role}.resources.{kind}.memory" for role in ROLES for kind in ("requests", "limits")),
     "inference.startupMinutes",
+    # 0 or 1; test_upgrade sets them.
+    *(f"{role}.replicas" for role in ROLES),
     # Must agree with other values; test_matrix sets them.
     "trainer.settings.tensorParallel",
     "trainer.cpuRanks",
@@ -32,7 +34,10 @@ NOT_VERBATIM = {
     "monitoring.rules.overrides",
     "global",
 }
+_LOAD_BALANCER = {"service": {"type": "LoadBalancer"}}
 ON = {
+    "controller": _LOAD_BALANCER,
+    "inference": _LOAD_BALANCER,
     "ingress": {"enabled": True},
     "gateway": {"enabled": True},
     "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},

@@ -6,12 +6,13 @@ import pytest
 
 from helm import matrix
 from helm.charts import merged
-from helm.matrix import CASES, ONE_NODE, ROLES, SHARED_BY_RESOURCE
+from helm.matrix import CASES, COMPONENT, ONE_NODE, ROLES, SHARED_BY_RESOURCE, VALUES
 from helm.reachability import selects
-from helm.renders import case, container_of, of, templates, value, volume
+from helm.renders import case, component, container_of, of, pod_of, templates, value, volume
 
 HOSTNAME = "kubernetes.io/hostname"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+OWN = {"key": "own", "operator": "Exists"}
 NODES = {"n1": 0, "n2": 4, "n3": 4}
 """Node → its number of GPUs."""
 
@@ -117,6 +118,18 @@ def test_all_pods_start_on_one_node_in_any_order(name):
         assert NODES[node] >= sum(map(gpus, pods.values()))
 
 
+@pytest.mark.parametrize("off", [("trainer",), ("inference",), ("trainer", "inference")], ids="+".join)
+@pytest.mark.parametrize("name", ONE_NODE_CASES)
+def test_pods_on_one_node_do_not_wait_for_a_paused_role(name, off):
+    rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
+    running = {component(t) for o, t in rendered.pods() if o["spec"].get("replicas")}
+    pods = {one: pod for one, pod in templates(rendered).items() if one in running}
+    assert pods.keys() >= {"controller"}
+    for end in outcomes(pods, {}):
+        assert set(end) == running, f"pending forever: {running - set(end)}"
+        assert len(set(end.values())) == 1
+
+
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
 def test_pods_return_to_the_node_of_the_others(name):
     pods = templates(case(name))
@@ -128,6 +141,20 @@ def test_pods_return_to_the_node_of_the_others(name):
         # A test pod that is left on a node must not attract the trainer.
         for other in pods.values():
             assert not any(selects(term["labelSelector"], pod["metadata"]["labels"]) for term in required(other))
+
+
+@pytest.mark.parametrize("name", [*ONE_NODE_CASES, "defaults"])
+def test_pods_tolerate_the_trainers_node_if_they_follow_it(name):
+    values = merged(VALUES[name], {"controller": {"tolerations": [OWN]}})
+    trainers = pod_of(case(name), "trainer")["spec"].get("tolerations", [])
+    assert bool(trainers) == (value(name, "device") == "cuda")
+    for obj, pod in of(values).pods():
+        found = pod["spec"].get("tolerations", [])
+        assert len(found) == len({str(toleration) for toleration in found})
+        if pod["metadata"]["labels"][COMPONENT] == "controller":
+            assert found == [OWN, *(trainers if name != "defaults" else [])], obj["metadata"]["name"]
+        else:
+            assert all(toleration in found for toleration in trainers if name != "defaults"), obj["metadata"]["name"]
 
 
 def test_two_releases_may_use_different_nodes():

@@ -2,7 +2,27 @@
 this one added; then refuses what can't be. */}}
 {{- define "tandem.init" -}}
 {{- include "tandem.default" (list .Values (.Files.Get "files/values.yaml" | fromYaml)) -}}
+{{- include "tandem.setReplicas" . -}}
 {{- include "tandem.checks" . -}}
+{{- end -}}
+
+{{/* Replaces a null of `replicas` by the number that the workload has now, which somebody may have set by hand. */}}
+{{- define "tandem.setReplicas" -}}
+{{- range $role := list "controller" "trainer" "inference" -}}
+{{- $values := index $.Values $role -}}
+{{- if kindIs "invalid" $values.replicas -}}
+{{- $name := printf "%s-%s" (include "tandem.fullname" $) (include "tandem.componentOf" (dict "root" $ "role" $role)) -}}
+{{- $kind := ternary "Deployment" "StatefulSet" (eq $role "controller") -}}
+{{- $found := dig "spec" "replicas" 1 (lookup "apps/v1" $kind $.Release.Namespace $name) | int -}}
+{{- if gt $found 1 -}}
+{{- fail (printf "%s %s has %d replicas, and each role is one pod: run `kubectl -n %s scale %s %s --replicas=1` and upgrade again" $kind $name $found $.Release.Namespace (lower $kind) $name) -}}
+{{- end -}}
+{{- $_ := set $values "replicas" $found -}}
+{{- end -}}
+{{- end -}}
+{{- if include "tandem.shared" . -}}
+{{- $_ := set .Values.inference "replicas" .Values.trainer.replicas -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.default" -}}
@@ -32,6 +52,9 @@ this one added; then refuses what can't be. */}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- if ne $v.device "cuda" -}}
 {{- fail "gpuMode=shared needs device=cuda: without a GPU there is nothing to share" -}}
+{{- end -}}
+{{- if not $v.trainer.enabled -}}
+{{- fail "gpuMode=shared and trainer.enabled=false: without a trainer there is nothing to share; set gpuMode=dedicated" -}}
 {{- end -}}
 {{- if ne (int $v.trainer.gpus) (int $v.inference.gpus) -}}
 {{- fail (printf "gpuMode=shared: trainer.gpus=%d and inference.gpus=%d are the same GPUs, so the numbers must be equal" (int $v.trainer.gpus) (int $v.inference.gpus)) -}}
@@ -74,7 +97,40 @@ this one added; then refuses what can't be. */}}
 {{- fail (printf "%s.controllerHost and %s.inferenceHost are the same: both APIs have paths below /v1, so each needs a host of its own" $kind $kind) -}}
 {{- end -}}
 {{- end -}}
+{{- range $role := list "controller" "inference" -}}
+{{- $service := (index $v $role).service -}}
+{{- if and $service.nodePort (eq $service.type "ClusterIP") -}}
+{{- fail (printf "%s.service.nodePort=%d has no use with type ClusterIP: set type NodePort or LoadBalancer" $role (int $service.nodePort)) -}}
+{{- end -}}
+{{- if and $service.loadBalancerClass (ne $service.type "LoadBalancer") -}}
+{{- fail (printf "%s.service.loadBalancerClass=%s has no use with type %s: set type LoadBalancer" $role $service.loadBalancerClass $service.type) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "component" "trainer" "spec" spec): an API server refuses two items of one name, and says neither where they
+come from nor, for a variable, in which container they are. */}}
+{{- define "tandem.checkPod" -}}
+{{- $containers := concat .spec.initContainers .spec.containers -}}
+{{- $lists := list
+    (list "volume" "name" "extraVolumes" .component .spec.volumes)
+    (list "container" "name" "extraContainers or extraInitContainers" .component $containers) -}}
+{{- range $container := $containers -}}
+{{- $where := printf "%s: container %s" $.component $container.name -}}
+{{- $lists = append $lists (list "variable" "name" "extraEnv" $where (default list $container.env)) -}}
+{{- $lists = append $lists (list "mount" "mountPath" "extraVolumeMounts" $where (default list $container.volumeMounts)) -}}
+{{- end -}}
+{{- range $list := $lists -}}
+{{- $seen := dict -}}
+{{- range $item := index $list 4 -}}
+{{- $name := toString (get $item (index $list 1)) -}}
+{{- if hasKey $seen $name -}}
+{{- fail (printf "%s: the %s %s is there twice: remove it from %s, or rename it; the README of the chart has the values for what the chart sets itself" (index $list 3) (index $list 0) $name (index $list 2)) -}}
+{{- end -}}
+{{- $_ := set $seen $name true -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

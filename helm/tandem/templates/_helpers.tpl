@@ -16,8 +16,8 @@ two releases with one beginning don't meet. */}}
 
 {{/* What every pod of the release has, and selects them. It never changes: neither versions nor users' labels. */}}
 {{- define "tandem.releaseLabels" -}}
-app.kubernetes.io/name: {{ include "tandem.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "tandem.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "trainer"): the same for the pods of a component. */}}
@@ -53,7 +53,17 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* Components of the pods with GPUs, as JSON. */}}
 {{- define "tandem.gpuComponents" -}}
-{{- ternary (list "engine") (list "trainer" "inference") (ne (include "tandem.shared" .) "") | toJson -}}
+{{- if include "tandem.shared" . -}}
+{{- list "engine" | toJson -}}
+{{- else -}}
+{{- ternary (list "trainer" "inference") (list "inference") .Values.trainer.enabled | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): whether it has a pod. */}}
+{{- define "tandem.runs" -}}
+{{- $role := index .root.Values .role -}}
+{{- if and (ne $role.enabled false) (gt (int $role.replicas) 0) }}true{{ end -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer"): the component whose pod has a role's container. */}}

@@ -21,13 +21,13 @@ capabilities: {drop: [ALL]}
 {{/* What every pod of the release has, tests too. A Service called <x>-controller would otherwise give every pod a
 variable ..._CONTROLLER_PORT, which is a setting's name. */}}
 {{- define "tandem.podCommon" -}}
-serviceAccountName: {{ include "tandem.serviceAccountName" . }}
+serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 securityContext:
@@ -41,11 +41,17 @@ securityContext:
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if or (eq .role "controller") (eq .root.Values.device "cuda") }}
-{{- with $role.tolerations }}
+{{- $tolerations := list -}}
+{{- if or (eq .role "controller") (eq .root.Values.device "cuda") -}}
+{{- $tolerations = $role.tolerations -}}
+{{- end -}}
+{{- if and (include "tandem.oneNode" .root) (eq .root.Values.device "cuda") -}}
+{{- /* The trainer's node may be tainted, and this pod has to follow it. */ -}}
+{{- $tolerations = concat $tolerations .root.Values.trainer.tolerations | uniq -}}
+{{- end -}}
+{{- with $tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
-{{- end }}
 {{- end }}
 {{- $affinity := include "tandem.affinity" . | fromYaml }}
 {{- with $affinity }}
@@ -57,18 +63,25 @@ topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $role.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with $role.schedulerName }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
 {{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;
 and the trainer, when it comes back, to where the volume is in use. Its own label matches its term, so that the first
-pod of all can be placed. */}}
+pod of all can be placed. Without a trainer's pod the choice is inference's, and then the controller's. */}}
 {{- define "tandem.affinity" -}}
 {{- $affinity := deepCopy (index .root.Values .role).affinity -}}
 {{- if include "tandem.oneNode" .root -}}
-{{- $gpu := include "tandem.componentOf" (dict "root" .root "role" "trainer") -}}
-{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $gpu) (eq .role "trainer") -}}
+{{- $first := "controller" -}}
+{{- range $role := list "inference" "trainer" -}}
+{{- if include "tandem.runs" (dict "root" $.root "role" $role) -}}{{- $first = $role -}}{{- end -}}
+{{- end -}}
+{{- $leader := include "tandem.componentOf" (dict "root" .root "role" $first) -}}
+{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $leader) (eq .role $first) -}}
 {{- $match := dict "matchLabels" (include "tandem.releaseLabels" .root | fromYaml)
       "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
 {{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}
@@ -93,7 +106,8 @@ pod of all can be placed. */}}
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq $kind "limits") (ne $.role "controller") -}}
+{{- /* Among the requests too: they are all that Kueue reads of a StatefulSet. */ -}}
+{{- if ne $.role "controller" -}}
 {{- range $name, $value := $role.extendedResources -}}
 {{- $_ := set $part $name (toString $value) -}}
 {{- end -}}
@@ -149,31 +163,31 @@ projected:
   defaultMode: 0440
   sources:
     - secret:
-        name: {{ include "tandem.secretName" .root }}
+        name: {{ include "tandem.secretName" .root | quote }}
         items:
-          - {key: {{ $secret.apiKey }}, path: api_key}
+          - {key: {{ $secret.apiKey | quote }}, path: api_key}
           {{- if .admin }}
-          - {key: {{ $secret.adminToken }}, path: admin_token}
+          - {key: {{ $secret.adminToken | quote }}, path: admin_token}
           {{- end }}
     - secret:
-        name: {{ include "tandem.secretName" .root }}
+        name: {{ include "tandem.secretName" .root | quote }}
         optional: true
         items:
-          - {key: {{ $secret.hfToken }}, path: hf_token}
+          - {key: {{ $secret.hfToken | quote }}, path: hf_token}
 {{- end -}}
 
 {{- define "tandem.sharedVolumes" -}}
 - name: data
-  persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" . | quote }}}
 - name: cache
 {{- if eq .Values.cache.type "claim" }}
-  persistentVolumeClaim: {claimName: {{ include "tandem.cacheClaim" . }}}
+  persistentVolumeClaim: {claimName: {{ include "tandem.cacheClaim" . | quote }}}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.cache.size }}}
 {{- end }}
 {{- with .Values.models.existingClaim }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ . | quote }}, readOnly: true}
 {{- end }}
 {{- end -}}
 
@@ -226,8 +240,7 @@ projected:
 securityContext:
   {{- include "tandem.securityContext" . | nindent 2 }}
 resources:
-  requests: {cpu: 100m, memory: 256Mi}
-  limits: {memory: 2Gi}
+  {{- toYaml .root.Values.initContainers.resources | nindent 2 }}
 volumeMounts:
   {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}
@@ -305,4 +318,43 @@ volumeMounts:
 {{/* Ports of one pod have different names. */}}
 {{- define "tandem.metricsPort" -}}
 {{- if and (include "tandem.shared" .root) (eq .role "inference") }}metrics-vllm{{ else }}metrics{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "engine" "roles" (list "trainer" "inference") "lead" "trainer"): a component's pod. `lead`:
+the role whose values say where and how it runs. */}}
+{{- define "tandem.podSpec" -}}
+{{- $text := include "tandem.uncheckedPodSpec" . -}}
+{{- include "tandem.checkPod" (dict "component" .component "spec" (fromYaml $text)) -}}
+{{- $text -}}
+{{- end -}}
+
+{{- define "tandem.uncheckedPodSpec" -}}
+{{- $root := .root -}}
+{{- $grace := 0 -}}
+{{- range $role := .roles -}}
+{{- $grace = max $grace (include "tandem.graceSeconds" (dict "root" $root "role" $role) | int) -}}
+{{- end -}}
+{{ include "tandem.podCommon" $root }}
+{{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 0 }}
+{{- with (index $root.Values .lead).runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+terminationGracePeriodSeconds: {{ $grace }}
+{{- if and (include "tandem.claimed" $root) (ne .lead "controller") }}
+resourceClaims:
+  - {name: gpus, resourceClaimTemplateName: {{ include "tandem.gpuClaim" $root }}}
+{{- end }}
+initContainers:
+  {{- range $role := .roles }}
+  {{- include "tandem.initContainers" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
+containers:
+  {{- range $role := .roles }}
+  {{- include "tandem.container" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
+volumes:
+  {{- include "tandem.sharedVolumes" $root | nindent 2 }}
+  {{- range $role := .roles }}
+  {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 2 }}
+  {{- end }}
 {{- end -}}

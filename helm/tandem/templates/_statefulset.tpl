@@ -3,11 +3,9 @@
 {{- define "tandem.statefulset" -}}
 {{- $root := .root -}}
 {{- $lead := index .root.Values .lead -}}
-{{- $grace := 0 -}}
 {{- $podLabels := dict -}}
 {{- $podAnnotations := dict "kubectl.kubernetes.io/default-container" .lead -}}
 {{- range $role := .roles -}}
-{{- $grace = max $grace (include "tandem.graceSeconds" (dict "root" $root "role" $role) | int) -}}
 {{- $podLabels = mergeOverwrite $podLabels (index $root.Values $role).podLabels -}}
 {{- if eq $role "trainer" -}}
 {{- /* A job in progress is not moved to make room. */ -}}
@@ -16,21 +14,29 @@
 {{- end -}}
 {{- $podAnnotations = mergeOverwrite $podAnnotations (index $root.Values $role).podAnnotations -}}
 {{- end -}}
+{{- $name := printf "%s-%s" (include "tandem.fullname" $root) .component -}}
+{{- $spec := include "tandem.podSpec" . -}}
+{{- $shape := include "tandem.kueueShape" (fromYaml $spec) -}}
+{{- include "tandem.checkKueue" (dict "root" $root "name" $name "shape" $shape) -}}
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:
-  name: {{ include "tandem.fullname" $root }}-{{ .component }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" . | nindent 4 }}
     {{- with $root.Values.kueue.queue }}
-    kueue.x-k8s.io/queue-name: {{ . }}
+    kueue.x-k8s.io/queue-name: {{ . | quote }}
     {{- end }}
     {{- with $root.Values.kueue.priorityClass }}
-    kueue.x-k8s.io/priority-class: {{ . }}
+    kueue.x-k8s.io/priority-class: {{ . | quote }}
     {{- end }}
+  {{- if $root.Values.kueue.queue }}
+  annotations:
+    tandem/kueue-shape: {{ $shape | quote }}
+  {{- end }}
 spec:
-  replicas: 1
+  replicas: {{ int $lead.replicas }}
   serviceName: {{ include "tandem.fullname" $root }}-{{ ternary "inference-pods" .component (eq .component "inference") }}
   # With OrderedReady a pod that never becomes ready would not be replaced by the next upgrade, which may be its cure.
   podManagementPolicy: Parallel
@@ -47,29 +53,23 @@ spec:
       annotations:
         {{- toYaml $podAnnotations | nindent 8 }}
     spec:
-      {{- include "tandem.podCommon" $root | nindent 6 }}
-      {{- include "tandem.placement" (dict "root" $root "role" .lead) | nindent 6 }}
-      {{- with $lead.runtimeClassName }}
-      runtimeClassName: {{ . }}
-      {{- end }}
-      terminationGracePeriodSeconds: {{ $grace }}
-      {{- if include "tandem.claimed" $root }}
-      resourceClaims:
-        - {name: gpus, resourceClaimTemplateName: {{ include "tandem.fullname" $root }}-gpus}
-      {{- end }}
-      initContainers:
-        {{- range $role := .roles }}
-        {{- include "tandem.initContainers" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
-      containers:
-        {{- range $role := .roles }}
-        {{- include "tandem.container" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
-      volumes:
-        {{- include "tandem.sharedVolumes" $root | nindent 8 }}
-        {{- range $role := .roles }}
-        {{- include "tandem.ownVolumes" (dict "root" $root "role" $role) | nindent 8 }}
-        {{- end }}
+      {{- $spec | nindent 6 }}
+{{- end -}}
+
+{{- define "tandem.gpuClaimSpec" -}}
+spec:
+  devices:
+    requests:
+      - name: gpus
+        exactly:
+          deviceClassName: {{ .Values.shared.deviceClassName | quote }}
+          allocationMode: ExactCount
+          count: {{ int .Values.trainer.gpus }}
+{{- end -}}
+
+{{/* With a digest of the template, which is immutable: a changed claim is another object. */}}
+{{- define "tandem.gpuClaim" -}}
+{{ include "tandem.fullname" . }}-gpus-{{ include "tandem.gpuClaimSpec" . | sha256sum | trunc 8 }}
 {{- end -}}
 
 {{/* (dict "root" $ "component" "trainer" "name" "trainer" "ports" (list ...)): the pods' own addresses. They are there
@@ -79,7 +79,7 @@ apiVersion: v1
 kind: Service
 metadata:
   name: {{ include "tandem.fullname" .root }}-{{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" . | nindent 4 }}
     tandem-headless: "true"
@@ -90,4 +90,36 @@ spec:
     {{- include "tandem.selectorLabels" . | nindent 4 }}
   ports:
     {{- toYaml .ports | nindent 4 }}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "inference" "component" "engine"): the Service of a public API. */}}
+{{- define "tandem.publicService" -}}
+{{- $service := (index .root.Values .role).service -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "tandem.fullname" .root }}-{{ .role }}
+  namespace: {{ .root.Release.Namespace | quote }}
+  labels:
+    {{- include "tandem.labels" . | nindent 4 }}
+  {{- with $service.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  type: {{ $service.type }}
+  {{- with $service.loadBalancerClass }}
+  loadBalancerClass: {{ . | quote }}
+  {{- end }}
+  selector:
+    {{- include "tandem.selectorLabels" . | nindent 4 }}
+  ports:
+    - name: http
+      port: {{ int $service.port }}
+      targetPort: http
+      {{- with $service.nodePort }}
+      nodePort: {{ int . }}
+      {{- end }}
+      protocol: TCP
+      appProtocol: http
 {{- end -}}

@@ -8,7 +8,7 @@ apiVersion: v1
 kind: Pod
 metadata:
   name: {{ include "tandem.fullname" $root }}-test-{{ .name }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "tandem.labels" $about | nindent 4 }}
   annotations:
@@ -37,8 +37,7 @@ spec:
       securityContext:
         {{- include "tandem.securityContext" $root | nindent 8 }}
       resources:
-        requests: {cpu: 100m, memory: 256Mi}
-        limits: {memory: 1Gi}
+        {{- toYaml $root.Values.tests.resources | nindent 8 }}
       volumeMounts:
         {{- if .data }}
         - {name: data, mountPath: /data}
@@ -49,7 +48,7 @@ spec:
   volumes:
     {{- if .data }}
     - name: data
-      persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" $root }}}
+      persistentVolumeClaim: {claimName: {{ include "tandem.dataClaim" $root | quote }}}
     {{- end }}
     - name: secrets
       {{- include "tandem.secretVolume" (dict "root" $root "admin" false) | nindent 6 }}
