@@ -1,5 +1,7 @@
 """Every loss equals an independent float64 implementation of its paper, value and gradient."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -145,16 +147,62 @@ def test_k1_pulls_the_policy_to_the_reference() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_absurd_ratios_stay_finite() -> None:
+def gradient(case: Case, spec: RLLoss, dtype: torch.dtype = torch.float64) -> np.ndarray:
+    """d loss / d log-probs with all weights 1."""
+    items = case.items(np.ones(case.n))
+    for field in dataclasses.fields(items):
+        if isinstance(value := getattr(items, field.name), torch.Tensor) and value.is_floating_point():
+            setattr(items, field.name, value.detach().to(dtype).requires_grad_(value.requires_grad))
+    out = losses.rl_loss(items, spec)
+    assert torch.isfinite(out.loss)
+    (found,) = torch.autograd.grad(out.loss, items.logprobs)
+    assert torch.isfinite(found).all()
+    return found.numpy()
+
+
+# e^20 at most, for any log-ratio
+@pytest.mark.parametrize("nats", [19.0, 21.0, 60.0, 500.0, 9998.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) -> None:
+    most = np.exp(min(nats, 20.0))
     case = Case(3, 0.1)
-    case.old = case.lp - 500.0
-    case.ref = case.lp + 500.0
-    for policy in ("cispo", "ppo", "gspo"):
-        items = case.items(np.ones(case.n))
-        out = losses.rl_loss(items, RLLoss(policy=policy, kl_coef=0.1))
-        (gradient,) = torch.autograd.grad(out.loss, items.logprobs)
-        assert torch.isfinite(out.loss)
-        assert torch.isfinite(gradient).all()
+    case.adv = -np.abs(case.adv)
+    case.old = case.lp - nats  # the policy has moved towards what should become rarer
+    for policy in ("ppo", "gspo"):
+        np.testing.assert_allclose(gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2)
+    case = Case(3, 0.1)
+    case.adv[:] = 0.0
+    for sign in (1, -1):
+        case.ref = case.lp - sign * nats
+        for estimator in ("k1", "k2", "k3"):
+            spec = RLLoss(policy="ppo", kl_coef=1.0, kl_estimator=estimator)
+            want = sign * nats if estimator != "k3" else (1 - np.exp(-nats) if sign > 0 else 1 - most)
+            np.testing.assert_allclose(gradient(case, spec, dtype), np.full(case.n, want), rtol=1e-2)
+            items = case.items(np.ones(case.n))
+            if estimator == "k1":
+                close(losses.rl_loss(items, spec).sums["kl_reference"], sign * nats * case.n)
+
+
+def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
+    """30 nats up and 30 down are a ratio of 1; with one of 45 the mean is 5."""
+    case = Case(0, 0.0)
+    case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
+    case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
+    case.sampler = case.ref = case.lp
+    for log_ratios in ([30.0, -30.0, 0.0], [45.0, -30.0, 0.0], [-29.0, 29.0, 0.1]):
+        case.old = case.lp - np.array(log_ratios)
+        spec = RLLoss(policy="gspo", clip_low=0.2, clip_high=0.2)
+        value, grad = reference.gspo_weighted(case.lp, case.old, case.adv, 0.8, 1.2, case.sequences, np.ones(3))
+        close(losses.rl_loss(case.items(np.ones(3)), spec).loss, value)
+        close(gradient(case, spec), grad)
+
+
+def test_each_policys_own_normalisation_is_its_papers() -> None:
+    """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) over sequences."""
+    assert {policy: RLLoss(policy=policy).mean_over for policy in ("cispo", "ppo", "gspo")} == {
+        "cispo": "token", "ppo": "token", "gspo": "trajectory",
+    }  # fmt: skip
+    assert RLLoss(policy="gspo", normalisation="token").mean_over == "token"
 
 
 def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tandem.spool.schema import RLLoss
 
-# Log-ratios are clamped to +- this many nats, so that no single token makes exp(ratio) infinite in float32.
-MAX_LOG_RATIO = 20.0
+# exp() takes no more than this many nats, so that no single token makes a loss or a gradient infinite in float32.
+MAX_NATS = 20.0
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -84,16 +84,18 @@ def item_weights(
     return ones / items, ones / items
 
 
-def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
-    """`logprobs - other`, clamped to +-MAX_LOG_RATIO nats."""
-    return (logprobs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def bounded_exp(x: Tensor) -> Tensor:
+    """`exp(x)`, of which x beyond +-MAX_NATS gets the value at that bound. The derivative is the value everywhere: it
+    never vanishes, as a plain clamp's would, so a token that is far off is still pulled back."""
+    return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
-def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Mean log-ratio of each item's sequence, [items]: the log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
-    zeros = log_ratios.new_zeros(num_sequences)
-    total = zeros.index_add(0, sequence, log_ratios)
-    count = zeros.index_add(0, sequence, torch.ones_like(log_ratios))
+def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Mean of `values` [items] over each item's sequence, [items]. Of log-ratios it is the log of GSPO's
+    `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    zeros = values.new_zeros(num_sequences)
+    total = zeros.index_add(0, sequence, values)
+    count = zeros.index_add(0, sequence, torch.ones_like(values))
     return (total / count)[sequence]
 
 
@@ -104,19 +106,19 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 
     - cispo: -sg(clip(r, lo, hi)) A lp
     - ppo:   -min(r A, clip(r, lo, hi) A)
-    - gspo:  -min(s A, clip(s, lo, hi) A), where `s` is the sequence's ratio. With `normalisation="trajectory"` and one
-      sequence per trajectory this is the paper's objective. Each token of a sequence gets the gradient s A / |y|.
+    - gspo:  -min(s A, clip(s, lo, hi) A), where `s` is the sequence's ratio. Each token of a sequence gets the gradient
+      s A / |y|. With one sequence per trajectory and GSPO's default normalisation this is the paper's objective.
     """
     assert items.old_logprobs is not None
     low, high = loss.clip_bounds
-    log_r = log_ratio(items.logprobs, items.old_logprobs)
+    log_r = items.logprobs - items.old_logprobs
     if loss.policy == "cispo":
-        ratio = log_r.detach().exp()
+        ratio = bounded_exp(log_r.detach())
         clipped = (ratio < low) | (ratio > high)
         return -ratio.clamp(low, high) * items.advantages * items.logprobs, ratio, clipped
     if loss.policy == "gspo":
-        log_r = sequence_log_ratio(log_r, items.sequence, items.num_sequences)
-    ratio = log_r.exp()
+        log_r = sequence_mean(log_r, items.sequence, items.num_sequences)
+    ratio = bounded_exp(log_r)
     free, bounded = ratio * items.advantages, ratio.clamp(low, high) * items.advantages
     return -torch.minimum(free, bounded), ratio.detach(), bounded.detach() < free.detach()
 
@@ -128,9 +130,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
     unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would be grad lp, which has zero mean for
     any reference, so k1 takes the KL's score-function gradient instead, x grad lp.
     """
-    x = log_ratio(logprobs, reference)
+    x = logprobs - reference
     if estimator == "k3":
-        return torch.exp(-x) - 1 + x
+        return bounded_exp(-x) - 1 + x
     square = 0.5 * x * x
     return square if estimator == "k2" else square + (x - square).detach()
 
@@ -153,7 +155,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     sums["logprob_difference"] = (detached - items.sampler_logprobs).abs()
     if loss.tis_cap is not None:
         # min(exp(old - sampler), cap): corrects for tokens having been drawn by another engine.
-        sums["tis"] = log_ratio(items.old_logprobs, items.sampler_logprobs).exp().clamp(max=loss.tis_cap).detach()
+        sums["tis"] = bounded_exp(items.old_logprobs - items.sampler_logprobs).clamp(max=loss.tis_cap).detach()
         per_item = sums["tis"] * per_item
     if items.reference_logprobs is not None:
         sums["kl_reference"] = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)

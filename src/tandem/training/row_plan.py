@@ -63,7 +63,7 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> t
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
-    weights, parts = item_weights(loss.normalisation, trajectory_items, group_items, constant)
+    weights, parts = item_weights(loss.mean_over, trajectory_items, group_items, constant)
     example_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
     return weights * example_weight, parts * example_weight
 

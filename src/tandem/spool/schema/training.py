@@ -15,8 +15,9 @@ class RLLoss(Record):
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
     # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the group. `constant`
-    # divides the plain sum by `normalisation_constant` times the number of trajectories (Dr. GRPO).
-    normalisation: Literal["token", "trajectory", "group", "constant"] = "token"
+    # divides the plain sum by `normalisation_constant` times the number of trajectories (Dr. GRPO). None: the policy's
+    # own default (see `mean_over`).
+    normalisation: Literal["token", "trajectory", "group", "constant"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
     # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass before the first
     # optimizer step. Truncated importance sampling (`tis_cap`) needs the trainer's.
@@ -46,6 +47,11 @@ class RLLoss(Record):
         return self
 
     @property
+    def mean_over(self) -> Literal["token", "trajectory", "group", "constant"]:
+        """`normalisation` after defaults: CISPO and PPO token, GSPO trajectory (their papers, and DAPO for PPO)."""
+        return self.normalisation or ("trajectory" if self.policy == "gspo" else "token")
+
+    @property
     def clip_bounds(self) -> tuple[float, float]:
         """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher), CISPO [0, 5],
         GSPO [1 - 3e-4, 1 + 4e-4]."""
@@ -59,6 +65,10 @@ class SFTLoss(Record):
     """Cross-entropy on the items."""
 
     normalisation: Literal["token", "trajectory"] = "token"
+
+    @property
+    def mean_over(self) -> Literal["token", "trajectory"]:
+        return self.normalisation
 
 
 class OptimizerSettings(Record):
