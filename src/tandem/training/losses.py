@@ -142,7 +142,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
     Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`, `kl_sampler` (k3
     of KL(sampler || trainer), nats), `logprob_difference` (|trainer - sampler|, nats), `kl_reference` (if there is a
-    reference), `tis` (if it has a cap). Maxima: `ratio`.
+    reference), `tis` (if it has a cap). Maxima: `ratio`, `above_sampler` (trainer - sampler, nats).
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
@@ -163,7 +163,8 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
             per_item = per_item + loss.kl_coef * sums["kl_reference"]
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
-    return _output(items, per_item, sums, {"ratio": ratio.max().double()})
+    above_sampler = (detached - items.sampler_logprobs).max()
+    return _output(items, per_item, sums, {"ratio": ratio.max().double(), "above_sampler": above_sampler.double()})
 
 
 def sft_loss(items: Items) -> LossOutput:

@@ -71,9 +71,11 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> t
 def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list[float]:
     """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank.
 
-    Raises NothingToLearn if a step's items all have weight 0.
+    Raises NothingToLearn if a step's items all have weight 0, or an SFT example has.
     """
     rows = {row for step in plan.steps for row in step}
+    if isinstance(loss, SFTLoss) and any((batch.row(row).item_advantage == 0).any() for row in rows):
+        raise NothingToLearn("the weight of an example is so small that it is 0 in float32; use weights near 1")
     of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
     totals = [sum(of_row[row] for row in step) for step in plan.steps]
     for step, total in enumerate(totals):

@@ -37,6 +37,7 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
         metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
+        metrics |= {"above_sampler_max": maxima["above_sampler"]}
     return metrics
 
 

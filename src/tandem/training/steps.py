@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch, PackedRow
+from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
-from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
+from tandem.training.losses import MAX_NATS, Items, LossOutput, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
 from tandem.training.row_plan import denominators, plan_steps, row_weights
@@ -56,8 +57,9 @@ class Training:
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
 
-        `report(step, metrics)` is called after each step, which are numbered from 1. Raises NonFinite, with the step
-        and what was not finite, before that step is applied.
+        `report(step, metrics)` is called after each step, which are numbered from 1. Raises, before the step is
+        applied, NonFinite, with what was not finite, and InvalidInput for log-probs that the sampler can't have given;
+        at the end NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.plan, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
@@ -66,9 +68,13 @@ class Training:
             if loss.kl_coef or loss.kl_metric:
                 self._reference_logprobs = self._logprobs("reference", self.reference(loss.kl_reference))
         metrics: dict[str, float] = {}
+        largest = 0.0
         for step, total in enumerate(totals):
             metrics = self._optimizer_step(step, total)
+            largest = max(largest, metrics["grad_norm"])
             report(step + 1, metrics)
+        if isinstance(loss, RLLoss):
+            self._check_learned(largest, metrics)
         return metrics
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
@@ -94,6 +100,7 @@ class Training:
                 all_reduce(maxima, dist.ReduceOp.MAX, group, self.device),
             )
             self._check_finite(step, means, norm)
+            self._check_sampler(step, means)
             optimizer.step(norm)
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
@@ -165,4 +172,28 @@ class Training:
                 f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite: {'; '.join(wrong)}. The step was "
                 "not applied and no checkpoint is made. Look for extreme log-probs, rewards or advantages in the job's "
                 "data, or lower the learning rate"
+            )
+
+    def _check_sampler(self, step: int, means: dict[str, float]) -> None:
+        """Only in the first epoch: in later ones the policy may have learned what its sampler found impossible."""
+        nats = means.get("above_sampler_max", 0.0)
+        if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.plan.steps):
+            raise InvalidInput(
+                f"optimizer step {step + 1} of {len(self.plan.steps)}: the log-prob of a trained token is {nats:.1f} "
+                f"nats above the one given with it. No sampler draws a token that is more than {MAX_NATS:.0f} nats "
+                "too rare. The step was not applied and no checkpoint is made. Give the log-probs that vLLM returned "
+                "with the tokens, not a placeholder",
+                field="groups.*.trajectories.*.turns.*.logprobs",
+            )
+
+    def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
+        """Adam moves no parameter by more than about `learning_rate * gradient / eps`."""
+        eps = self.job.optimizer.eps
+        if norm < 1e-3 * eps:
+            shown = ("clip_fraction", "masked_fraction", "ratio_mean", "advantage_mean", "advantage_std")
+            raise NothingToLearn(
+                f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest gradient has the norm "
+                f"{norm:.3g}, and optimizer.eps is {eps:.3g}. No checkpoint is made. In the last step "
+                + ", ".join(f"{name} is {metrics[name]:.3g}" for name in shown if name in metrics)
+                + ". Look for advantages near 0, and for log-probs of another policy, whose tokens are all clipped"
             )
