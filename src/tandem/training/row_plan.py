@@ -35,6 +35,11 @@ class Plan:
         """The rows that the rank computes in any micro step, once each."""
         return list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)))
 
+    def own_rows(self, epochs: int, dp_rank: int) -> list[int]:
+        """Rows of the first of `epochs` passes that count on this rank: over all ranks each row once."""
+        first = range(len(self.steps) // epochs)
+        return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
+
 
 def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int) -> Plan:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
@@ -82,3 +87,17 @@ def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list
         if not total > 0:
             raise NothingToLearn(f"all items of optimizer step {step + 1} of {len(totals)} have weight 0")
     return totals
+
+
+def advantage_divisor(batch: PackedBatch, loss: RLLoss | SFTLoss) -> float:
+    """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i w_i over all items
+    of the job, else 1. Then the size of the gradient does not depend on the scale of the rewards (OpenPipe's ART)."""
+    if isinstance(loss, SFTLoss) or loss.advantage_scale == "none":
+        return 1.0
+    magnitude = weight = 0.0
+    for index in np.flatnonzero(np.diff(batch.item_offsets)):
+        row = batch.row(int(index))
+        weights = row_weights(batch, row, loss)[0]
+        magnitude += float((weights * np.abs(row.item_advantage.astype(np.float64))).sum())
+        weight += float(weights.sum())
+    return magnitude / weight or 1.0

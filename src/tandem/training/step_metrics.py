@@ -14,7 +14,7 @@ from tandem.model import parallel
 _MEANS = {
     "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
     "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
-    "tis": "importance_weight_mean",
+    "importance": "importance_weight_mean", "masked": "masked_fraction",
 }  # fmt: skip
 """Sum in `tandem.training.losses.LossOutput` -> metric."""
 
