@@ -30,7 +30,7 @@ class InvalidInput(TandemError):
 
 
 class NothingToLearn(InvalidInput):
-    """Every group was dropped (no variance in its rewards, or too long): there is no gradient to compute."""
+    """Every group was dropped (no variance in its rewards, or too long), or no step of the job moved the policy."""
 
     code = "nothing_to_learn"
 

@@ -9,40 +9,62 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tandem.data.advantages import group_advantages
+from tandem.data.advantages import group_advantages, spread
 from tandem.data.inputs import AdvantageSettings
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
 
 
-def independent(rewards: list[float], baseline: str, scale: bool) -> list[float]:
+def deviation(rewards: list[float]) -> float:
+    exact = [Fraction(reward) for reward in rewards]
+    mean = sum(exact) / len(exact)
+    return sqrt(sum((reward - mean) ** 2 for reward in exact) / len(exact)) + 1e-6
+
+
+def independent(rewards: list[float], batch: list[float], baseline: str, scale: str) -> list[float]:
     exact = [Fraction(reward) for reward in rewards]
     n = len(exact)
-    mean = sum(exact) / n
     if baseline == "mean" or n == 1:
-        centred = [reward - mean for reward in exact]
+        centred = [reward - sum(exact) / n for reward in exact]
     else:
         centred = [exact[i] - sum(exact[:i] + exact[i + 1 :]) / (n - 1) for i in range(n)]
-    spread = sqrt(sum((reward - mean) ** 2 for reward in exact) / n) + 1e-6 if scale else 1.0
-    return [float(value) / spread for value in centred]
+    divisor = {"group": deviation(rewards), "batch": deviation(batch), "none": 1.0}[scale]
+    return [float(value) / divisor for value in centred]
 
 
-@given(rewards_of_a_group, st.sampled_from(["mean", "leave_one_out"]), st.booleans())
-@example([0.1] * 3, "mean", True)  # (0.1 + 0.1 + 0.1) / 3 != 0.1
-def test_formulas(rewards: list[float], baseline: str, scale: bool) -> None:
+@given(
+    rewards_of_a_group, rewards_of_a_group, st.sampled_from(["mean", "leave_one_out"]),
+    st.sampled_from(["group", "batch", "none"]),
+)  # fmt: skip
+@example([0.1] * 3, [], "mean", "group")  # (0.1 + 0.1 + 0.1) / 3 != 0.1
+def test_formulas(rewards: list[float], others: list[float], baseline: str, scale: str) -> None:
     settings = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})
-    found = group_advantages(np.array(rewards), settings)
+    batch = rewards + others
+    found = group_advantages(np.array(rewards), settings, batch_spread=spread(np.array(batch)))
     assert found.dtype == np.float64
-    assert found.tolist() == pytest.approx(independent(rewards, baseline, scale), rel=1e-9, abs=1e-7)
+    assert found.tolist() == pytest.approx(independent(rewards, batch, baseline, scale), rel=1e-9, abs=1e-7)
     assert found.any() == (len(set(rewards)) > 1)
 
 
-def test_without_a_baseline_rewards_are_the_advantages() -> None:
-    rewards = np.array([0.0, 0.0, 1.0, 1.0])
-    raw = AdvantageSettings(baseline="none", scale=False)
-    assert group_advantages(rewards, raw).tolist() == rewards.tolist()
+def test_literal_values() -> None:
+    def advantages(**settings: str) -> np.ndarray:
+        rewards = np.array([0.0, 0.0, 1.0, 1.0])
+        return group_advantages(rewards, AdvantageSettings.model_validate(settings), batch_spread=2.0)
+
+    assert advantages() == pytest.approx([-1, -1, 1, 1], abs=1e-5)
+    assert advantages(scale="batch").tolist() == [-0.25, -0.25, 0.25, 0.25]
+    assert advantages(scale="none").tolist() == [-0.5, -0.5, 0.5, 0.5]
+    assert advantages(baseline="leave_one_out", scale="none") == pytest.approx([-2 / 3, -2 / 3, 2 / 3, 2 / 3])
+    assert advantages(baseline="none", scale="none").tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_scale_is_a_word_or_true_or_false() -> None:
+    assert [AdvantageSettings.model_validate({"scale": scale}).scale for scale in (True, False)] == ["group", "none"]
+    for scale in ("true", 1, None):
+        with pytest.raises(ValidationError):
+            AdvantageSettings.model_validate({"scale": scale})
 
 
 def test_scale_without_baseline_is_refused() -> None:
-    with pytest.raises(ValidationError, match="scale=false only"):
+    with pytest.raises(ValidationError, match='scale="none" only'):
         AdvantageSettings(baseline="none")

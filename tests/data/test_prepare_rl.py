@@ -254,7 +254,7 @@ def test_given_advantages_replace_computed_ones(tmp_path: Path) -> None:
 
 def test_advantages_are_computed_before_dropping(tmp_path: Path) -> None:
     whole = group([one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
-    run(tmp_path / "a", [whole], length=4, too_long="drop", scale=False)
+    run(tmp_path / "a", [whole], length=4, too_long="drop", scale="none")
     row = rows(tmp_path / "a")[0]
     assert row.item_advantage.tolist() == [0.5, 0.0]
 
@@ -278,3 +278,15 @@ def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, 
         run(tmp_path / "a", bad)
     assert refused.value.field == field
     assert not (tmp_path / "a").exists()
+
+
+def test_rewards_are_scaled_over_all_groups_of_the_job(tmp_path: Path) -> None:
+    """The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1."""
+    groups = [
+        group([Trajectory(turns=[turn([1], [2])], reward=reward) for reward in rewards])
+        for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))
+    ]
+    data = run(tmp_path / "a", groups, scale="batch")
+    assert data.dropped_groups == 1
+    (row,) = rows(tmp_path / "a")
+    assert sorted(row.item_advantage) == pytest.approx([-(1.5**0.5)] * 2 + [1.5**0.5] * 2, rel=1e-5)

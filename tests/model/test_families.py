@@ -1,16 +1,19 @@
 """config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't build is refused."""
 
 import json
+from typing import Any
 
 import pytest
+import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import lora_modules
-from tandem.families.arch import MoE, RopeScaling
+from tandem.families.arch import Arch, MoE, RopeScaling
+from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.weight_rules import check_cut
 from tandem.spool.schema import LoraShape
-from tiny import MOE, SHAPE, write_random_model
+from tiny import MOE, PREFIXES, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -33,6 +36,97 @@ def test_both_spellings_of_rope():
     assert arch_from_config(llama).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
 
 
+def test_the_parameters_of_rope_have_transformers_precedence():
+    both = {**QWEN3, "rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}
+    both["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    for config in (both, {**both, "rope_scaling": None}, {**both, "rope_scaling": None, "rope_parameters": None}):
+        assert arch_from_config(config).rope_theta == theirs(config).rope_parameters["rope_theta"]
+
+
+# Keys that a config must have here. transformers has defaults for them too, which belong to no published model.
+REQUIRED = {
+    "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
+def theirs(config: dict[str, Any]) -> Any:
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    return getattr(transformers, f"{PREFIXES[config['model_type']]}Config")(**values)
+
+
+# For every other key that Tandem reads: does the architecture say what transformers' config (as given) says?
+MEANING = {
+    "num_key_value_heads": lambda arch, hf: arch.num_kv_heads == hf.num_key_value_heads,
+    "head_dim": lambda arch, hf: arch.head_dim == (getattr(hf, "head_dim", None) or 1024 // 32),
+    "max_position_embeddings": lambda arch, hf: arch.max_positions == hf.max_position_embeddings,
+    "tie_word_embeddings": lambda arch, hf: arch.tie_embeddings == hf.tie_word_embeddings,
+    "rms_norm_eps": lambda arch, hf: arch.rms_norm_eps == hf.rms_norm_eps,
+    "rope_theta": lambda arch, hf: arch.rope_theta == hf.rope_parameters["rope_theta"],
+    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and hf.rope_parameters["rope_type"] == "default",
+    "rope_parameters": lambda arch, hf: set(hf.rope_parameters) == {"rope_theta", "rope_type"},
+    "partial_rotary_factor": lambda arch, hf: getattr(hf, "partial_rotary_factor", 1) == 1,
+    "norm_topk_prob": lambda arch, hf: arch.moe is None or arch.moe.norm_topk_prob == hf.norm_topk_prob,
+    "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
+    "hidden_act": lambda arch, hf: hf.hidden_act == "silu",
+    "decoder_sparse_step": lambda arch, hf: getattr(hf, "decoder_sparse_step", 1) == 1,
+    "sliding_window": lambda arch, hf: getattr(hf, "sliding_window", None) is None,
+    "use_sliding_window": lambda arch, hf: not getattr(hf, "use_sliding_window", False),
+    "layer_types": lambda arch, hf: set(getattr(hf, "layer_types", [])) <= {"full_attention"},
+    **{
+        key: lambda arch, hf, key=key: not getattr(hf, key, None)
+        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers", "n_shared_experts",
+                    "shared_expert_intermediate_size", "num_shared_experts")
+    },
+}  # fmt: skip
+
+
+class Recorded(dict[str, Any]):
+    """A config that knows which of its keys were read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def differing(config: dict[str, Any], hf: Any) -> list[str]:
+    """Keys of `MEANING` in which Tandem's architecture and the config `hf` differ."""
+    values = Recorded(config)
+    arch: Arch = FAMILIES[config["model_type"]].arch(ModelConfig(values))
+    unknown = values.read - MEANING.keys() - REQUIRED.keys() - {"model_type"}
+    assert not unknown, f"{unknown} are read without a line in MEANING"
+    return [key for key, same in MEANING.items() if not same(arch, hf)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path, family):
+    from vllm.transformers_utils.config import get_config
+
+    config = {"model_type": family, **REQUIRED}
+    if getattr(theirs(config), "sliding_window", None) is not None:  # Mistral
+        with pytest.raises(UnknownArchitecture, match="sliding-window"):
+            arch_from_config(config)
+        config["sliding_window"] = None
+    assert differing(config, theirs(config)) == []
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
+    for key in list(REQUIRED) if family == "qwen3_moe" else list(REQUIRED)[:5]:
+        with pytest.raises(InvalidInput):
+            arch_from_config({k: value for k, value in config.items() if k != key})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_in_use_whose_size_is_left_out_is_refused(family):
+    config = {"model_type": family, **REQUIRED, "use_sliding_window": True}
+    assert theirs(config).sliding_window == 4096
+    with pytest.raises(UnknownArchitecture, match="sliding-window"):
+        arch_from_config(config)
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "model_type": "gpt_neox"}))
     with pytest.raises(UnknownArchitecture) as caught:
@@ -47,6 +141,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         ({"attention_bias": True}, "biases on attention"),
         ({"sliding_window": 64, "use_sliding_window": True}, "sliding-window"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, "sliding-window"),
+        ({"model_type": "llama", "sliding_window": 4096}, "sliding-window"),  # vLLM has a window then
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"quantization_config": {"bits": 4}}, "quantised"),

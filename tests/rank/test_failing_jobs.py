@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from rank import jobs
-from tandem.data.inputs import Group, Trajectory, Turn
+from tandem.data.inputs import Group, SFTExample, Trajectory, Turn
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.spool import Spool
@@ -73,6 +73,54 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
     assert error.type == "non_finite"
     assert "optimizer step 1 of 1: not finite: loss; the gradient of " in error.message
     assert "lora_B.weight" in error.message
+    assert spool.checkpoints.steps("r") == [0]
+
+
+def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
+    """A group whose trajectories are one token each; the door would refuse some of these values."""
+    members = [
+        Trajectory.model_construct(
+            turns=[Turn.model_construct(prompt_token_ids=[1, 2], token_ids=[token], logprobs=[logprob])],
+            reward=float(token), advantage=advantage, messages=None, metrics={},
+        )
+        for token, advantage in enumerate(advantages, 3)
+    ]  # fmt: skip
+    return [Group.model_construct(trajectories=members)]
+
+
+@pytest.mark.parametrize("policy", ["cispo", "ppo", "gspo"])
+@pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])
+def test_a_log_prob_that_no_sampler_gives_fails_the_job(spool: Spool, policy, old_logprobs) -> None:
+    loss = RLLoss(policy=policy, old_logprobs=old_logprobs)
+    error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=one_token_each([1.0, 2.0], -9998.0), loss=loss))
+    assert (error.type, error.retriable) == ("invalid_input", False)
+    assert "optimizer step 1 of 1: the log-prob of a trained token is 99" in error.message
+    assert spool.checkpoints.steps("r") == [0]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "logprob", "says"),
+    [
+        ([1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
+        ([1e-50, -1e-50], -5.0, "norm 0,"),  # 0 in float32
+        ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # the tokens' ratios are below PPO's lower bound
+    ],
+)
+def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, advantages, logprob, says) -> None:
+    groups = one_token_each(advantages, logprob)
+    error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=groups, loss=RLLoss(policy="ppo")))
+    assert (error.type, error.retriable) == ("nothing_to_learn", False)
+    assert "the policy did not move" in error.message
+    assert says in error.message
+    assert spool.checkpoints.steps("r") == [0]
+
+
+def test_an_example_whose_weight_is_lost_in_float32_fails_the_job(spool: Spool) -> None:
+    examples = jobs.random_examples(0)
+    examples[3] = SFTExample.model_construct(**dict(examples[3]) | {"weight": 1e-50})
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, examples=examples))
+    assert (error.type, error.retriable) == ("nothing_to_learn", False)
+    assert "weight of an example" in error.message
     assert spool.checkpoints.steps("r") == [0]
 
 

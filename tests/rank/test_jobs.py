@@ -164,6 +164,45 @@ def test_two_jobs_of_a_step_equal_one_job_of_two(kind: str, family: str, spool: 
     assert jobs.same_bytes(jobs.run_here(spool, submit("twice", "rest", 1)), whole)
 
 
+@pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])
+def test_kl_in_the_advantage_changes_advantages_but_not_their_mean(
+    old_logprobs: str, spool: Spool, model: Path
+) -> None:
+    jobs.make_run(spool, model, "plain")
+    made = {}
+    for run, more in (("plain", {}), ("r", {"kl_coef": 0.5, "kl_in": "advantage"})):
+        jobs.run_here(spool, jobs.submit_rl(spool, run, f"{run}-away", learning_rate=5e-2))  # away from the base model
+        loss = RLLoss.model_validate({"policy": "ppo", "old_logprobs": old_logprobs, **more})
+        job = jobs.submit_rl(spool, run, run, groups=jobs.random_groups(1), loss=loss, grad_accumulation_sequences=64)
+        jobs.run_here(spool, job)
+        (made[run],) = jobs.steps_of(spool, job)
+    assert made["r"]["advantage_mean"] == pytest.approx(made["plain"]["advantage_mean"], abs=1e-6)
+    assert made["r"]["advantage_std"] != pytest.approx(made["plain"]["advantage_std"], rel=1e-3)
+
+
+def test_scaled_advantages_forget_the_scale_of_the_rewards(spool: Spool, model: Path) -> None:
+    made = []
+    for run, factor, scale in (("a", 1, "mean_abs"), ("b", 2**20, "mean_abs"), ("c", 2**20, "none")):
+        jobs.make_run(spool, model, run)
+        groups = [
+            Group(trajectories=[m.model_copy(update={"advantage": m.reward * factor}) for m in group.trajectories])
+            for group in jobs.random_groups(0)
+        ]
+        loss = RLLoss.model_validate({"policy": "ppo", "advantage_scale": scale})
+        made.append(jobs.run_here(spool, jobs.submit_rl(spool, run, run, groups=groups, loss=loss)))
+    assert jobs.same_bytes(made[0], made[1])
+    assert not jobs.same_bytes(made[1], made[2])
+
+
+def test_masks_and_weights_of_the_sampler_are_measured(spool: Spool) -> None:
+    """The random log-probs are far from the trainer's, so many tokens are outside the mask."""
+    loss = RLLoss(policy="ppo", old_logprobs="trainer", tis_mask_low=0.1, tis_mask_high=10.0)
+    jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, grad_accumulation_sequences=64))
+    (numbers,) = jobs.steps_of(spool, "rl")
+    assert 0.1 < numbers["masked_fraction"] < 0.9
+    assert 0 < numbers["importance_weight_mean"] < 10.0 * (1 - numbers["masked_fraction"])
+
+
 def test_the_ratio_is_against_the_policy_before_the_first_step(spool: Spool) -> None:
     loss = RLLoss(policy="ppo", old_logprobs="trainer")
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=3, learning_rate=5e-2))

@@ -16,6 +16,7 @@ EPS = 1e-2
 LOSSES: dict[str, RLLoss | SFTLoss] = {
     "sft": SFTLoss(),
     "ppo": RLLoss(policy="ppo", normalisation="group", old_logprobs="trainer", tis_cap=3.0, entropy_coef=0.02),
+    "shaped": RLLoss(kl_coef=0.1, kl_in="advantage", advantage_scale="mean_abs"),
     # Goes through all phases.
     "gspo": RLLoss(policy="gspo", normalisation="trajectory", old_logprobs="trainer", clip_low=0.5, clip_high=0.5,
                    kl_coef=0.2, kl_estimator="k1"),

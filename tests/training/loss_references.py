@@ -13,48 +13,64 @@ Array = NDArray[np.float64]
 Parts = list[NDArray[np.int64]]
 
 
-def cispo(lp: Array, old: Array, adv: Array, low: float, high: float) -> tuple[Array, Array]:
-    """MiniMax-M1 eq. 4-5, negated: per-token values and d value / d lp; the clipped IS weight is a constant."""
-    value, grad = np.zeros_like(lp), np.zeros_like(lp)
-    for t in range(len(lp)):
-        weight = min(max(math.exp(lp[t] - old[t]), low), high)
-        value[t] = -weight * adv[t] * lp[t]
-        grad[t] = -weight * adv[t]
-    return value, grad
+def policy(
+    name: str, lp: Array, old: Array, adv: Array, low: float, high: float, sequences: Parts, weights: Array, *,
+    level: str, dual: float, mask: bool,
+) -> tuple[float, Array]:  # fmt: skip
+    """sum_i w_i value_i, and its gradient by lp.
 
-
-def ppo(lp: Array, old: Array, adv: Array, low: float, high: float) -> tuple[Array, Array]:
-    """PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the clipped one."""
-    value, grad = np.zeros_like(lp), np.zeros_like(lp)
-    for t in range(len(lp)):
-        r = math.exp(lp[t] - old[t])
-        if adv[t] > 0 and r > high:
-            value[t] = -high * adv[t]
-        elif adv[t] < 0 and r < low:
-            value[t] = -low * adv[t]
-        else:
-            value[t] = -r * adv[t]
-            grad[t] = -r * adv[t]
-    return value, grad
-
-
-def gspo_weighted(
-    lp: Array, old: Array, adv: Array, low: float, high: float, sequences: Parts, weights: Array
-) -> tuple[float, Array]:
-    """GSPO eq. 5-7, negated: sum_i w_i value_i and its gradient; every token of y has value -min(s A, clip(s) A)."""
+    - cispo: MiniMax-M1 eq. 4-5, negated; the clipped ratio is a constant.
+    - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the clipped one; with
+      Ye et al.'s second clip at `dual` for negative advantages.
+    - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y.
+    """
     total, grad = 0.0, np.zeros_like(lp)
-    for members in sequences:
-        s = math.exp(sum(lp[t] - old[t] for t in members) / len(members))
+    for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(lp))]:
+        r = math.exp(sum(lp[t] - old[t] for t in members) / len(members))
         slope = 0.0
         for t in members:
-            if (adv[t] > 0 and s > high) or (adv[t] < 0 and s < low):
-                total += weights[t] * -(high if adv[t] > 0 else low) * adv[t]
+            if mask and (r < low or r > high):
+                continue
+            if name == "cispo":
+                constant = min(max(r, low), high)
+                total += weights[t] * -constant * adv[t] * lp[t]
+                grad[t] = weights[t] * -constant * adv[t]
+            elif adv[t] > 0 and r > high:
+                total += weights[t] * -high * adv[t]
+            elif adv[t] < 0 and r < low:
+                total += weights[t] * -low * adv[t]
+            elif adv[t] < 0 and r > dual:
+                total += weights[t] * -dual * adv[t]
             else:
-                total += weights[t] * -s * adv[t]
-                slope += weights[t] * -s * adv[t]
+                total += weights[t] * -r * adv[t]
+                slope += weights[t] * -r * adv[t]
         for t in members:
-            grad[t] = slope / len(members)
+            grad[t] += slope / len(members)
     return total, grad
+
+
+def importance(
+    old: Array, sampler: Array, sequences: Parts, *, level: str, low: float, high: float, cap: float
+) -> Array:
+    """pi_old / pi_sampler of each token (IcePop, TIS) or of its whole sequence (MIS): truncated, 0 outside the mask.
+    No ratio is above e^20 or below e^-20."""
+    weight = np.zeros_like(old)
+    for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(old))]:
+        nats = sum(old[t] - sampler[t] for t in members)
+        ratio = math.exp(min(max(nats, -20.0), 20.0))
+        for t in members:
+            weight[t] = min(ratio, cap) if low <= ratio <= high else 0.0
+    return weight
+
+
+def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: float) -> Array:
+    """DeepSeek-V3.2 eq. 9: M = 0 where A < 0 and the sequence's mean of log(pi_old / pi) is above the threshold."""
+    kept = np.ones_like(lp)
+    for members in sequences:
+        mean = sum(sampler[t] - lp[t] for t in members) / len(members)
+        for t in members:
+            kept[t] = 0.0 if adv[t] < 0 and mean > threshold else 1.0
+    return kept
 
 
 def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
@@ -69,6 +85,12 @@ def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
         else:
             value[t], grad[t] = (r - 1) - math.log(r), 1 - r
     return value, grad
+
+
+def corrected_kl(lp: Array, old: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
+    """DeepSeek-V3.2 eq. 7: r times the estimate; the KL's gradient from old's tokens is r log(pi / pi_ref) grad lp."""
+    ratio = np.exp(lp - old)
+    return ratio * kl(lp, ref, estimator)[0], ratio * (lp - ref)
 
 
 def normalised(values: Array, kind: str, trajectories: Parts, groups: Parts, constant: float) -> float:

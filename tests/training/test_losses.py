@@ -1,10 +1,13 @@
 """Every loss equals an independent float64 implementation of its paper, value and gradient."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tandem.spool.schema import RLLoss
 from tandem.training import losses
@@ -66,48 +69,90 @@ def close(got: torch.Tensor | np.ndarray | float | None, want: np.ndarray | floa
     np.testing.assert_allclose(value, want, rtol=1e-10, atol=1e-11)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    case=cases,
-    policy=st.sampled_from(["cispo", "ppo", "gspo"]),
-    bounds=st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]),
-    kind=st.sampled_from(["token", "trajectory", "group", "constant"]),
-    cap=st.sampled_from([None, 0.7, 2.0]),
-    kl_coef=st.sampled_from([0.0, 0.3]),
-    estimator=st.sampled_from(["k1", "k2", "k3"]),
-    entropy_coef=st.sampled_from([0.0, 0.05]),
-)
-def test_rl_loss_equals_the_papers(case, policy, bounds, kind, cap, kl_coef, estimator, entropy_coef) -> None:
-    spec = RLLoss(
-        policy=policy, clip_low=bounds[0], clip_high=bounds[1], normalisation=kind, kl_coef=kl_coef,
-        normalisation_constant=CONSTANT if kind == "constant" else None, tis_cap=cap,
-        old_logprobs="trainer", kl_estimator=estimator, entropy_coef=entropy_coef,
+BOUNDS = {"cispo": (0.0, 5.0), "ppo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}
+
+
+@st.composite
+def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
+    """Settings that go together; each is off in about half of the draws."""
+
+    def either(*values: object) -> object:
+        return draw(st.sampled_from([None] * len(values) + list(values)))
+
+    policy = draw(st.sampled_from(["cispo", "ppo", "gspo"]))
+    kind = draw(st.sampled_from(["token", "trajectory", "group", "constant"]))
+    bounds = draw(st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]))
+    tis = {"tis_cap": either(0.7, 2.0), "tis_mask_low": either(0.0, 0.5), "tis_mask_high": either(0.9, 5.0)}
+    if any(value is not None for value in tis.values()):
+        tis["tis_level"] = draw(st.sampled_from(["token", "sequence"]))
+    kl_coef = draw(st.sampled_from([0.0, 0.3]))
+    chosen = {
+        "clip_low": bounds[0], "clip_high": bounds[1], **tis,
+        "ratio_level": None if policy == "gspo" else either("token", "sequence"),
+        "dual_clip": None if policy == "cispo" else either(5.01, 20.0),
+        "off_policy_threshold": either(1e-5, 0.5),
+        "normalisation_constant": CONSTANT if kind == "constant" else None,
+        "kl_in": (either("loss", "advantage") or "loss") if kl_coef else "loss",
+    }  # fmt: skip
+    return RLLoss(
+        policy=policy, normalisation=kind, old_logprobs="trainer", kl_coef=kl_coef,
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])), entropy_coef=draw(st.sampled_from([0.0, 0.05])),
+        kl_correction=bool(kl_coef and chosen["kl_in"] == "loss" and draw(st.booleans())),
+        beyond_bounds=draw(st.sampled_from(["clip", "mask"])), **chosen,
     )  # fmt: skip
-    weights, denominator = case.weights(kind)
+
+
+def in_float64(case: Case, spec: RLLoss, w: np.ndarray) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
+    """The loss with normalised weights `w`, its gradient by the log-probs, and per-item statistics."""
+    low, high = BOUNDS[spec.policy]
+    if spec.clip_low is not None and spec.clip_high is not None:
+        low, high = 1 - spec.clip_low, 1 + spec.clip_high
+    adv = case.adv
+    if spec.kl_in == "advantage":
+        reward = case.old - case.ref
+        adv = adv + spec.kl_coef * (reward.mean() - reward)
+    c = reference.importance(
+        case.old, case.sampler, case.sequences, level=spec.tis_level, low=spec.tis_mask_low or 0.0,
+        high=spec.tis_mask_high or np.inf, cap=spec.tis_cap or np.inf,
+    ) if spec.tis_cap or spec.tis_mask_high or spec.tis_mask_low is not None else np.ones(case.n)  # fmt: skip
+    c = c * reference.keeps(case.lp, case.sampler, adv, case.sequences, spec.off_policy_threshold or np.inf)
+    value, grad = reference.policy(
+        spec.policy, case.lp, case.old, adv, low, high, case.sequences, w * c,
+        level=spec.ratio_level or ("sequence" if spec.policy == "gspo" else "token"),
+        dual=spec.dual_clip or np.inf, mask=spec.beyond_bounds == "mask",
+    )  # fmt: skip
+    estimate = plain = reference.kl(case.lp, case.ref, spec.kl_estimator)
+    if spec.kl_correction:
+        estimate = reference.corrected_kl(case.lp, case.old, case.ref, spec.kl_estimator)
+    if spec.kl_in == "loss":
+        value += spec.kl_coef * float((w * estimate[0]).sum())
+        grad = grad + w * spec.kl_coef * estimate[1]
+    value -= spec.entropy_coef * float((w * case.entropy).sum())
+    return value, grad, {"kl_reference": plain[0], "advantage": adv, "importance": c, "masked": c == 0}
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=cases, spec=losses_of_every_kind())
+def test_rl_loss_equals_the_papers(case, spec) -> None:
+    weights, denominator = case.weights(spec.mean_over)
     items = case.items(weights)
+    items.mean_kl = float((case.old - case.ref).mean())
     out = losses.rl_loss(items, spec)
     (out.loss / denominator).backward()
-
-    defaults = {"cispo": (0.0, 5.0), "ppo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}[policy]
-    low, high = defaults if bounds[0] is None else (1 - bounds[0], 1 + bounds[1])
-    tis = np.ones(case.n) if cap is None else np.minimum(np.exp(case.old - case.sampler), cap)
     w = weights / denominator
-    if policy == "gspo":
-        value, grad = reference.gspo_weighted(case.lp, case.old, case.adv, low, high, case.sequences, w * tis)
-    else:
-        values, grads = getattr(reference, policy)(case.lp, case.old, case.adv, low, high)
-        value, grad = float((w * tis * values).sum()), w * tis * grads
-    kl_value, kl_grad = reference.kl(case.lp, case.ref, estimator)
-    value += float((w * (kl_coef * kl_value - entropy_coef * case.entropy)).sum())
+    value, grad, statistics = in_float64(case, spec, w)
     close(out.loss / denominator, value)
-    close(items.logprobs.grad, grad + w * kl_coef * kl_grad)
-    if entropy_coef:
-        close(items.entropy.grad, -w * entropy_coef)
-    close(out.sums["kl_reference"], kl_value.sum())
+    close(items.logprobs.grad, grad)
+    if spec.entropy_coef:
+        close(items.entropy.grad, -w * spec.entropy_coef)
+    for name, values in statistics.items():
+        if name in out.sums:
+            close(out.sums[name], values.sum())
     close(out.sums["entropy"], case.entropy.sum())
     ahead = case.lp - case.sampler
     close(out.sums["kl_sampler"], (np.exp(ahead) - 1 - ahead).sum())
     close(out.sums["logprob_difference"], np.abs(ahead).sum())
+    close(out.maxima["above_sampler"], ahead.max())
 
 
 @settings(max_examples=50, deadline=None)
@@ -145,16 +190,62 @@ def test_k1_pulls_the_policy_to_the_reference() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_absurd_ratios_stay_finite() -> None:
+def gradient(case: Case, spec: RLLoss, dtype: torch.dtype = torch.float64) -> np.ndarray:
+    """d loss / d log-probs with all weights 1."""
+    items = case.items(np.ones(case.n))
+    for field in dataclasses.fields(items):
+        if isinstance(value := getattr(items, field.name), torch.Tensor) and value.is_floating_point():
+            setattr(items, field.name, value.detach().to(dtype).requires_grad_(value.requires_grad))
+    out = losses.rl_loss(items, spec)
+    assert torch.isfinite(out.loss)
+    (found,) = torch.autograd.grad(out.loss, items.logprobs)
+    assert torch.isfinite(found).all()
+    return found.numpy()
+
+
+# e^20 at most, for any log-ratio
+@pytest.mark.parametrize("nats", [19.0, 21.0, 60.0, 500.0, 9998.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) -> None:
+    most = np.exp(min(nats, 20.0))
     case = Case(3, 0.1)
-    case.old = case.lp - 500.0
-    case.ref = case.lp + 500.0
-    for policy in ("cispo", "ppo", "gspo"):
-        items = case.items(np.ones(case.n))
-        out = losses.rl_loss(items, RLLoss(policy=policy, kl_coef=0.1))
-        (gradient,) = torch.autograd.grad(out.loss, items.logprobs)
-        assert torch.isfinite(out.loss)
-        assert torch.isfinite(gradient).all()
+    case.adv = -np.abs(case.adv)
+    case.old = case.lp - nats  # the policy has moved towards what should become rarer
+    for policy in ("ppo", "gspo"):
+        np.testing.assert_allclose(gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2)
+    case = Case(3, 0.1)
+    case.adv[:] = 0.0
+    for sign in (1, -1):
+        case.ref = case.lp - sign * nats
+        for estimator in ("k1", "k2", "k3"):
+            spec = RLLoss(policy="ppo", kl_coef=1.0, kl_estimator=estimator)
+            want = sign * nats if estimator != "k3" else (1 - np.exp(-nats) if sign > 0 else 1 - most)
+            np.testing.assert_allclose(gradient(case, spec, dtype), np.full(case.n, want), rtol=1e-2)
+            items = case.items(np.ones(case.n))
+            if estimator == "k1":
+                close(losses.rl_loss(items, spec).sums["kl_reference"], sign * nats * case.n)
+
+
+def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
+    """30 nats up and 30 down are a ratio of 1; with one of 45 the mean is 5."""
+    case = Case(0, 0.0)
+    case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
+    case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
+    case.sampler = case.ref = case.lp
+    for log_ratios in ([30.0, -30.0, 0.0], [45.0, -30.0, 0.0], [-29.0, 29.0, 0.1]):
+        case.old = case.lp - np.array(log_ratios)
+        spec = RLLoss(policy="gspo", clip_low=0.2, clip_high=0.2)
+        value, grad, _ = in_float64(case, spec, np.ones(3))
+        close(losses.rl_loss(case.items(np.ones(3)), spec).loss, value)
+        close(gradient(case, spec), grad)
+
+
+def test_each_policys_own_normalisation_is_its_papers() -> None:
+    """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) over sequences."""
+    assert {policy: RLLoss(policy=policy).mean_over for policy in ("cispo", "ppo", "gspo")} == {
+        "cispo": "token", "ppo": "token", "gspo": "trajectory",
+    }  # fmt: skip
+    assert RLLoss(policy="gspo", normalisation="token").mean_over == "token"
 
 
 def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
@@ -170,3 +261,40 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
     (gradient,) = torch.autograd.grad(out.loss, lp)
     assert (gradient == 0).tolist() == [False, False, False, True, True, False, False, False]
     assert out.maxima["ratio"].item() == pytest.approx(2.0)
+
+
+def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
+    """An exact expectation over 5 tokens drawn from `old`, for each estimator; without correction it is another."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
+    policy = logits.log_softmax(0)
+    (want,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits)
+    ones, index = torch.ones(5, dtype=torch.float64), torch.arange(5)
+    for estimator in ("k1", "k2", "k3"):
+        for correction in (True, False):
+            policy = logits.log_softmax(0)
+            items = losses.Items(policy, ones, old.exp(), 0 * ones, index, 5, old, old, ref)
+            spec = RLLoss(policy="ppo", kl_coef=1.0, kl_estimator=estimator, kl_correction=correction)
+            (got,) = torch.autograd.grad(losses.rl_loss(items, spec).loss, logits)
+            assert torch.allclose(got, want) is correction
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tis_cap": 2.0}, "old_logprobs"),
+        ({"tis_mask_high": 2.0}, "old_logprobs"),
+        ({"tis_level": "sequence", "old_logprobs": "trainer"}, "goes with tis_cap"),
+        ({"tis_mask_low": 2.0, "tis_mask_high": 1.0, "old_logprobs": "trainer"}, "below tis_mask_high"),
+        ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
+        ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
+        ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
+        ({"kl_correction": True}, "kl_coef"),
+        ({"kl_in": "advantage"}, "kl_coef"),
+        ({"kl_in": "advantage", "kl_correction": True, "kl_coef": 0.1}, "kl_correction is for"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, says) -> None:
+    with pytest.raises(ValidationError, match=says):
+        RLLoss.model_validate(settings)

@@ -11,7 +11,7 @@ from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
 from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
-from tandem.training.row_plan import Plan, denominators, plan_steps
+from tandem.training.row_plan import Plan, advantage_divisor, denominators, plan_steps
 
 PACKING = PackingSettings(sequence_length=32)
 
@@ -79,3 +79,20 @@ def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
         "trajectory": sum(example.weight for example in examples),
     }.items():
         assert denominators(batch, plan_of(batch, 64), SFTLoss(normalisation=kind)) == pytest.approx([total])
+
+
+def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) -> None:
+    """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has none."""
+    trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
+    advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(np.float64)
+    of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(batch.num_trajectories)]
+    for kind, want in {"token": np.abs(advantage).mean(), "trajectory": np.mean(of_trajectory)}.items():
+        assert advantage_divisor(batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")) == pytest.approx(want)
+    assert advantage_divisor(batch, RLLoss()) == advantage_divisor(batch, SFTLoss()) == 1.0
+
+
+def test_each_row_counts_once_over_the_ranks(batch: PackedBatch) -> None:
+    for ranks in (1, 2, 3):
+        plan = plan_of(batch, None, ranks=ranks, epochs=2)
+        rows = [row for rank in range(ranks) for row in plan.own_rows(2, rank)]
+        assert sorted(rows) == list(range(len(batch)))

@@ -82,18 +82,23 @@ class Group(Input):
 
 
 class AdvantageSettings(Input):
-    """How rewards become advantages. Formulas: `tandem.data.advantages`."""
+    """How rewards become advantages. Formulas: `tandem.data.advantages`. `scale` may be given as true (group) or false
+    (none)."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    scale: bool = True
+    scale: Literal["group", "batch", "none"] = "group"
     keep_zero_variance: bool = False
 
-    @model_validator(mode="before")
+    @field_validator("scale", mode="before")
     @classmethod
-    def _no_scale_without_baseline(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("baseline") == "none" and data.get("scale", True):
-            raise ValueError('baseline="none" goes with scale=false only: a raw reward is not divided by the spread')
-        return data
+    def _scale(cls, scale: Any) -> Any:
+        return {True: "group", False: "none"}[scale] if isinstance(scale, bool) else scale
+
+    @model_validator(mode="after")
+    def _no_scale_without_baseline(self) -> Self:
+        if self.baseline == "none" and self.scale != "none":
+            raise ValueError('baseline="none" goes with scale="none" only: a raw reward is not divided by the spread')
+        return self
 
 
 class PackingSettings(Input):

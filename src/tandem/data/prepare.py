@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.data.advantages import group_advantages
+from tandem.data.advantages import group_advantages, spread
 from tandem.data.chat_template import chat_turns, load_tokenizer
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
 from tandem.data.packed_format import write_packed
@@ -32,9 +32,11 @@ def prepare_rl(
         raise InvalidInput("there is no group", field="groups")
     dropped_groups = 0
     trajectories: list[PackedTrajectory] = []
+    of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
+    rewards = np.concatenate(of_group)
+    batch_spread = spread(rewards)
     for g, group in enumerate(groups):
-        rewards = np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
-        advantages = group_advantages(rewards, advantage)
+        advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
         members = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
@@ -52,7 +54,6 @@ def prepare_rl(
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    rewards = np.array([trajectory.reward for group in groups for trajectory in group.trajectories], np.float64)
     statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
     return _write(trajectories, vocab_size, packing, out, dropped_groups, **statistics)
 

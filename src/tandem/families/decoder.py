@@ -10,19 +10,26 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family. Its fields say what is special; a family that differs in more overrides methods."""
+    """A family. Its fields say what is special; a family that differs in more overrides methods.
+
+    A key that config.json leaves out means what the family's class in transformers says, which vLLM uses too.
+    """
 
     model_type: str
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
     head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
-    sliding_window: bool = False  # a window in config.json is in use unless `use_sliding_window` says otherwise
+    num_kv_heads: int | None = None  # if config.json has none; None: as many as heads
+    max_positions: int = 32768  # if config.json has none
+    sliding_window: int | None = None  # if config.json has none
+    window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
 
     def arch(self, config: ModelConfig) -> Arch:
         """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
         self._refuse_variants(config)
         hidden, heads = config.positive("hidden_size", int), config.positive("num_attention_heads", int)
-        kv_heads = config.positive("num_key_value_heads", int, heads)
+        unstated_kv_heads = heads if "num_key_value_heads" in config.values else self.num_kv_heads or heads
+        kv_heads = config.positive("num_key_value_heads", int, unstated_kv_heads)
         if heads % kv_heads:
             raise config.invalid(f"{heads} attention heads don't divide into {kv_heads} groups")
         rope = _rope_parameters(config)
@@ -35,7 +42,7 @@ class Decoder:
             head_dim=config.positive("head_dim", int, self.head_dim or hidden // heads),
             ffn_hidden_size=config.positive("intermediate_size", int),
             vocab_size=config.positive("vocab_size", int),
-            max_positions=config.positive("max_position_embeddings", int, 32768),
+            max_positions=config.positive("max_position_embeddings", int, self.max_positions),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
@@ -101,12 +108,17 @@ class Decoder:
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         """Refuse options that would silently give other logits if they were ignored."""
-        window, activation = config.get("sliding_window"), config.get("hidden_act", "silu")
+        activation, rope = config.get("hidden_act", "silu"), _rope_parameters(config)
+        window = config.get("sliding_window", self.sliding_window)
+        window_in_use = config.get("use_sliding_window", False) if self.window_is_optional else True
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
             "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
             "biases in the MLP": config.get("mlp_bias"),
-            "sliding-window attention": window is not None and config.get("use_sliding_window", self.sliding_window),
+            "sliding-window attention": (window is not None and window_in_use)
+            or set(config.get("layer_types") or ()) - {"full_attention"},
+            "RoPE on a part of each head": rope.get("partial_rotary_factor", 1) != 1
+            or config.get("partial_rotary_factor", 1) != 1,
             f"the activation {activation!r}": activation != "silu",
             "quantised weights": config.get("quantization_config"),
             "layers without experts among those with them": config.get("mlp_only_layers")
@@ -121,9 +133,11 @@ class Decoder:
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`."""
+    """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`. Where
+    a config has several, the first of these wins, as in transformers: in `rope_scaling`, in `rope_parameters`, beside
+    them."""
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
-    return {**(config.get("rope_scaling") or {}), **theta, **(config.get("rope_parameters") or {})}
+    return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
 def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | None:

@@ -2,4 +2,4 @@
 
 from tandem.families.decoder import Decoder
 
-FAMILY = Decoder("llama")
+FAMILY = Decoder("llama", max_positions=2048)

@@ -2,4 +2,4 @@
 
 from tandem.families.decoder import Decoder
 
-FAMILY = Decoder("qwen2", qkv_bias=True)
+FAMILY = Decoder("qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, window_is_optional=True)

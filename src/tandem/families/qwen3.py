@@ -2,4 +2,4 @@
 
 from tandem.families.decoder import Decoder
 
-FAMILY = Decoder("qwen3", qk_norm=True, head_dim=128)
+FAMILY = Decoder("qwen3", qk_norm=True, head_dim=128, num_kv_heads=32, sliding_window=4096, window_is_optional=True)

@@ -34,4 +34,4 @@ class Qwen3Moe(Decoder):
         ]
 
 
-FAMILY = Qwen3Moe("qwen3_moe", qk_norm=True, head_dim=128)
+FAMILY = Qwen3Moe("qwen3_moe", qk_norm=True, num_kv_heads=4, sliding_window=4096, window_is_optional=True)

@@ -2,25 +2,32 @@
 
 A loss is the weighted mean over the items of one optimizer step, on *all* data-parallel ranks:
 
-    L = sum_i w_i l_i / D,    l_i = tis_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
+    L = sum_i w_i l_i / D,    l_i = c_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
 
 `w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items of a sequence are
 never split over rows. Notation: `lp` is the trainer's log-prob of the item's token, `old` the log-prob in the ratio's
-denominator, `A` the advantage, `r = exp(lp - old)`.
+denominator, `A` the advantage, `r = exp(lp - old)`, `x = lp - ref` with `ref` the reference's log-prob, `sg` a
+stop-gradient. An item that a mask leaves out still counts in D.
 
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 - PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO, arXiv:2503.14476, eq. 8.
 - GSPO: arXiv:2507.18071, eq. 5 and 7.
+- Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
+  arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
+- Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al., 2025, "When Speed
+  Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; of negative advantages far off the
+  policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
 - Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens, Dr. GRPO
   (arXiv:2503.20783) divides by a constant.
 - Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
   Training".
 - KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why the
-  derivative of k1 is of no use: arXiv:2506.09477.
+  derivative of k1 is of no use: arXiv:2506.09477. Correction by the ratio: DeepSeek-V3.2, eq. 7. In the advantage:
+  Ziegler et al., 2019, arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's cookbook.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,8 +37,8 @@ from torch import Tensor
 
 from tandem.spool.schema import RLLoss
 
-# Log-ratios are clamped to +- this many nats, so that no single token makes exp(ratio) infinite in float32.
-MAX_LOG_RATIO = 20.0
+# exp() takes no more than this many nats, so that no single token makes a loss or a gradient infinite in float32.
+MAX_NATS = 20.0
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.float64]
@@ -50,6 +57,7 @@ class Items:
     old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
     sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
+    mean_kl: float = 0.0  # mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`
 
 
 @dataclass(frozen=True)
@@ -84,41 +92,76 @@ def item_weights(
     return ones / items, ones / items
 
 
-def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
-    """`logprobs - other`, clamped to +-MAX_LOG_RATIO nats."""
-    return (logprobs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def bounded_exp(x: Tensor) -> Tensor:
+    """`exp(x)`, of which x beyond +-MAX_NATS gets the value at that bound. The derivative is the value everywhere: it
+    never vanishes, as a plain clamp's would, so a token that is far off is still pulled back."""
+    return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
-def sequence_log_ratio(log_ratios: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Mean log-ratio of each item's sequence, [items]: the log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
-    zeros = log_ratios.new_zeros(num_sequences)
-    total = zeros.index_add(0, sequence, log_ratios)
-    count = zeros.index_add(0, sequence, torch.ones_like(log_ratios))
-    return (total / count)[sequence]
+def sequence_sum(values: Tensor, items: Items) -> Tensor:
+    """Sum of `values` [items] over each item's sequence, [items]."""
+    return values.new_zeros(items.num_sequences).index_add(0, items.sequence, values)[items.sequence]
+
+
+def sequence_mean(values: Tensor, items: Items) -> Tensor:
+    """Mean of `values` [items] over each item's sequence, [items]. Of log-ratios it is the log of GSPO's
+    `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    return sequence_sum(values, items) / sequence_sum(torch.ones_like(values), items)
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where clipping changed the gradient.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where bounds changed the gradient.
 
-    With [lo, hi] = `loss.clip_bounds` and sg = stop-gradient:
+    With [lo, hi] = `loss.clip_bounds` and r the ratio of the token or, with `loss.level` "sequence", of its sequence:
 
     - cispo: -sg(clip(r, lo, hi)) A lp
-    - ppo:   -min(r A, clip(r, lo, hi) A)
-    - gspo:  -min(s A, clip(s, lo, hi) A), where `s` is the sequence's ratio. With `normalisation="trajectory"` and one
-      sequence per trajectory this is the paper's objective. Each token of a sequence gets the gradient s A / |y|.
+    - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi) A), dual_clip A)
+    - gspo:  ppo with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|. With one sequence per
+      trajectory and GSPO's default normalisation this is the paper's objective.
+
+    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and that of the others unclipped.
     """
     assert items.old_logprobs is not None
     low, high = loss.clip_bounds
-    log_r = log_ratio(items.logprobs, items.old_logprobs)
+    log_r, advantages = items.logprobs - items.old_logprobs, items.advantages
+    if loss.level == "sequence":
+        log_r = sequence_mean(log_r, items)
+    ratio = bounded_exp(log_r)
+    outside = ((ratio < low) | (ratio > high)).detach()
     if loss.policy == "cispo":
-        ratio = log_r.detach().exp()
-        clipped = (ratio < low) | (ratio > high)
-        return -ratio.clamp(low, high) * items.advantages * items.logprobs, ratio, clipped
-    if loss.policy == "gspo":
-        log_r = sequence_log_ratio(log_r, items.sequence, items.num_sequences)
-    ratio = log_r.exp()
-    free, bounded = ratio * items.advantages, ratio.clamp(low, high) * items.advantages
-    return -torch.minimum(free, bounded), ratio.detach(), bounded.detach() < free.detach()
+        ratio = ratio.detach()
+        terms, clipped = ratio.clamp(low, high) * advantages * items.logprobs, outside
+    else:
+        free, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
+        terms = torch.minimum(free, bounded)
+        if loss.dual_clip is not None:
+            terms = torch.where(advantages < 0, torch.maximum(terms, loss.dual_clip * advantages), terms)
+        clipped = (terms != free).detach()
+    if loss.beyond_bounds == "mask":
+        terms, clipped = terms.masked_fill(outside, 0.0), outside
+    return -terms, ratio.detach(), clipped
+
+
+def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
+    """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
+
+    c = exp(old - sampler) corrects for tokens having been drawn by another engine: of the token or, with
+    `tis_level="sequence"`, the product over its sequence. It is 0 outside [tis_mask_low, tis_mask_high], and tis_cap at
+    most. With `off_policy_threshold` it is 0 where A < 0 and the mean of sampler - lp over the sequence is larger.
+    """
+    assert items.sampler_logprobs is not None
+    assert items.old_logprobs is not None
+    weights = None
+    if loss.weighs_sampler:
+        difference = (items.old_logprobs - items.sampler_logprobs).detach()
+        weights = bounded_exp(sequence_sum(difference, items) if loss.tis_level == "sequence" else difference)
+        low, high = loss.tis_mask_low or 0.0, loss.tis_mask_high or torch.inf
+        weights = weights.masked_fill((weights < low) | (weights > high), 0.0).clamp(max=loss.tis_cap or torch.inf)
+    if loss.off_policy_threshold is not None:
+        fell = sequence_mean(items.sampler_logprobs - items.logprobs.detach(), items) > loss.off_policy_threshold
+        ones = torch.ones_like(items.advantages) if weights is None else weights
+        weights = ones.masked_fill(fell & (items.advantages < 0), 0.0)
+    return weights
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -128,11 +171,33 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
     unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would be grad lp, which has zero mean for
     any reference, so k1 takes the KL's score-function gradient instead, x grad lp.
     """
-    x = log_ratio(logprobs, reference)
+    x = logprobs - reference
     if estimator == "k3":
-        return torch.exp(-x) - 1 + x
+        return bounded_exp(-x) - 1 + x
     square = 0.5 * x * x
     return square if estimator == "k2" else square + (x - square).detach()
+
+
+def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
+    """`kl_i`, [items], from its `kl_estimate`.
+
+    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. Then the gradient is r x grad lp with each of them: the
+    KL's own, in the mean over tokens that were drawn from the policy of `old`.
+    """
+    if not loss.kl_correction:
+        return estimate
+    assert items.old_logprobs is not None
+    ratio = bounded_exp(items.logprobs - items.old_logprobs)
+    return estimate * (ratio if loss.kl_estimator == "k3" else ratio.detach())
+
+
+def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
+    """`items` with A_i + kl_coef * (mean_kl - (old - ref)) as advantages: the sampled log-ratio as a reward of its own,
+    less its mean over the job's items, so that it moves no average."""
+    assert items.old_logprobs is not None
+    assert items.reference_logprobs is not None
+    reward = items.mean_kl - (items.old_logprobs - items.reference_logprobs)
+    return replace(items, advantages=items.advantages + loss.kl_coef * reward)
 
 
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
@@ -140,10 +205,12 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
     Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`, `kl_sampler` (k3
     of KL(sampler || trainer), nats), `logprob_difference` (|trainer - sampler|, nats), `kl_reference` (if there is a
-    reference), `tis` (if it has a cap). Maxima: `ratio`.
+    reference), `importance` and `masked` (if there are importance weights: their sum, and how many are 0). Maxima:
+    `ratio`, `above_sampler` (trainer - sampler, nats).
     """
+    if loss.kl_in == "advantage":
+        items = with_kl_in_advantages(items, loss)
     assert items.sampler_logprobs is not None
-    assert items.old_logprobs is not None
     assert items.reference_logprobs is not None or not loss.kl_coef
     per_item, ratio, clipped = policy_terms(items, loss)
     detached = items.logprobs.detach()
@@ -151,17 +218,17 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     sums["advantage_square"] = items.advantages.double().square()
     sums["kl_sampler"] = kl_estimate(items.sampler_logprobs, detached, "k3")
     sums["logprob_difference"] = (detached - items.sampler_logprobs).abs()
-    if loss.tis_cap is not None:
-        # min(exp(old - sampler), cap): corrects for tokens having been drawn by another engine.
-        sums["tis"] = log_ratio(items.old_logprobs, items.sampler_logprobs).exp().clamp(max=loss.tis_cap).detach()
-        per_item = sums["tis"] * per_item
+    if (weights := importance_weights(items, loss)) is not None:
+        sums |= {"importance": weights, "masked": weights == 0}
+        per_item = weights * per_item
     if items.reference_logprobs is not None:
         sums["kl_reference"] = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)
-        if loss.kl_coef:
-            per_item = per_item + loss.kl_coef * sums["kl_reference"]
+        if loss.kl_coef and loss.kl_in == "loss":
+            per_item = per_item + loss.kl_coef * kl_penalty(items, loss, sums["kl_reference"])
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
-    return _output(items, per_item, sums, {"ratio": ratio.max().double()})
+    above_sampler = (detached - items.sampler_logprobs).max()
+    return _output(items, per_item, sums, {"ratio": ratio.max().double(), "above_sampler": above_sampler.double()})
 
 
 def sft_loss(items: Items) -> LossOutput:

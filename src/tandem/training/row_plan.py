@@ -35,6 +35,11 @@ class Plan:
         """The rows that the rank computes in any micro step, once each."""
         return list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)))
 
+    def own_rows(self, epochs: int, dp_rank: int) -> list[int]:
+        """Rows of the first of `epochs` passes that count on this rank: over all ranks each row once."""
+        first = range(len(self.steps) // epochs)
+        return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
+
 
 def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int) -> Plan:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
@@ -63,7 +68,7 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> t
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
-    weights, parts = item_weights(loss.normalisation, trajectory_items, group_items, constant)
+    weights, parts = item_weights(loss.mean_over, trajectory_items, group_items, constant)
     example_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
     return weights * example_weight, parts * example_weight
 
@@ -71,12 +76,28 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> t
 def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list[float]:
     """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank.
 
-    Raises NothingToLearn if a step's items all have weight 0.
+    Raises NothingToLearn if a step's items all have weight 0, or an SFT example has.
     """
     rows = {row for step in plan.steps for row in step}
+    if isinstance(loss, SFTLoss) and any((batch.row(row).item_advantage == 0).any() for row in rows):
+        raise NothingToLearn("the weight of an example is so small that it is 0 in float32; use weights near 1")
     of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
     totals = [sum(of_row[row] for row in step) for step in plan.steps]
     for step, total in enumerate(totals):
         if not total > 0:
             raise NothingToLearn(f"all items of optimizer step {step + 1} of {len(totals)} have weight 0")
     return totals
+
+
+def advantage_divisor(batch: PackedBatch, loss: RLLoss | SFTLoss) -> float:
+    """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i w_i over all items
+    of the job, else 1. Then the size of the gradient does not depend on the scale of the rewards (OpenPipe's ART)."""
+    if isinstance(loss, SFTLoss) or loss.advantage_scale == "none":
+        return 1.0
+    magnitude = weight = 0.0
+    for index in np.flatnonzero(np.diff(batch.item_offsets)):
+        row = batch.row(int(index))
+        weights = row_weights(batch, row, loss)[0]
+        magnitude += float((weights * np.abs(row.item_advantage.astype(np.float64))).sum())
+        weight += float(weights.sum())
+    return magnitude / weight or 1.0

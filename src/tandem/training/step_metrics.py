@@ -14,7 +14,7 @@ from tandem.model import parallel
 _MEANS = {
     "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
     "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
-    "tis": "importance_weight_mean",
+    "importance": "importance_weight_mean", "masked": "masked_fraction",
 }  # fmt: skip
 """Sum in `tandem.training.losses.LossOutput` -> metric."""
 
@@ -37,6 +37,7 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
         metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
+        metrics |= {"above_sampler_max": maxima["above_sampler"]}
     return metrics
 
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch, PackedRow
+from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
-from tandem.training.losses import Items, LossOutput, rl_loss, sft_loss
+from tandem.training.losses import MAX_NATS, Items, LossOutput, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
-from tandem.training.row_plan import denominators, plan_steps, row_weights
+from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
 from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics
 
 
@@ -52,23 +53,32 @@ class Training:
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}
+        self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
+        self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
 
-        `report(step, metrics)` is called after each step, which are numbered from 1. Raises NonFinite, with the step
-        and what was not finite, before that step is applied.
+        `report(step, metrics)` is called after each step, which are numbered from 1. Raises, before the step is
+        applied, NonFinite, with what was not finite, and InvalidInput for log-probs that the sampler can't have given;
+        at the end NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.plan, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
-            if loss.old_logprobs == "trainer" and len(totals) > 1:
+            if loss.old_logprobs == "trainer" and (len(totals) > 1 or loss.kl_in == "advantage"):
                 self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
             if loss.kl_coef or loss.kl_metric:
                 self._reference_logprobs = self._logprobs("reference", self.reference(loss.kl_reference))
+            if loss.kl_in == "advantage":
+                self._mean_kl = self._mean_log_ratio()
         metrics: dict[str, float] = {}
+        largest = 0.0
         for step, total in enumerate(totals):
             metrics = self._optimizer_step(step, total)
+            largest = max(largest, metrics["grad_norm"])
             report(step + 1, metrics)
+        if isinstance(loss, RLLoss):
+            self._check_learned(largest, metrics)
         return metrics
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
@@ -79,6 +89,18 @@ class Training:
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
+
+    def _mean_log_ratio(self) -> float:
+        """Mean over the job's items of old - reference, in nats; the same on all ranks."""
+        sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
+        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.dp_rank):
+            old, reference = self._old_logprobs.get(index), self._reference_logprobs[index]
+            if old is None:
+                old = self._tensor(self.batch.row(index).item_logprob)
+            sums["items"] += len(old)
+            sums["nats"] += (old.double() - reference.double()).sum().cpu()
+        totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+        return totals["nats"] / totals["items"]
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
         phases, optimizer, group = self.phases, self.optimizer, data_parallel_group()
@@ -94,6 +116,7 @@ class Training:
                 all_reduce(maxima, dist.ReduceOp.MAX, group, self.device),
             )
             self._check_finite(step, means, norm)
+            self._check_sampler(step, means)
             optimizer.step(norm)
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
@@ -128,18 +151,14 @@ class Training:
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:
         """The row's loss divided by `denominator`; None: all weights are zero."""
-
-        def tensor(values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device=self.device, dtype=dtype)
-
-        outputs, loss = self._forward(row), self.job.loss
+        outputs, loss, tensor = self._forward(row), self.job.loss, self._tensor
         weights = np.zeros(len(row.item_target))
         if denominator is not None:
             weights = row_weights(self.batch, row, loss)[0] / denominator
         sequence = row.item_sequence - row.item_sequence[0]
         items = Items(
-            outputs.logprobs, outputs.entropy, tensor(weights), tensor(row.item_advantage),
-            tensor(sequence, torch.int64), num_sequences=int(sequence[-1]) + 1,
+            outputs.logprobs, outputs.entropy, tensor(weights), tensor(row.item_advantage / self._advantage_divisor),
+            tensor(sequence, torch.int64), num_sequences=int(sequence[-1]) + 1, mean_kl=self._mean_kl,
         )  # fmt: skip
         if isinstance(loss, SFTLoss):
             return sft_loss(items)
@@ -149,6 +168,9 @@ class Training:
             items.old_logprobs = self._old_logprobs.get(row.index, outputs.logprobs.detach())
         items.reference_logprobs = self._reference_logprobs.get(row.index)
         return rl_loss(items, loss)
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self.device, dtype=dtype)
 
     def _forward(self, row: PackedRow) -> ItemOutputs:
         temperature = self.job.loss.temperature if isinstance(self.job, RLJob) else 1.0
@@ -165,4 +187,28 @@ class Training:
                 f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite: {'; '.join(wrong)}. The step was "
                 "not applied and no checkpoint is made. Look for extreme log-probs, rewards or advantages in the job's "
                 "data, or lower the learning rate"
+            )
+
+    def _check_sampler(self, step: int, means: dict[str, float]) -> None:
+        """Only in the first epoch: in later ones the policy may have learned what its sampler found impossible."""
+        nats = means.get("above_sampler_max", 0.0)
+        if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.plan.steps):
+            raise InvalidInput(
+                f"optimizer step {step + 1} of {len(self.plan.steps)}: the log-prob of a trained token is {nats:.1f} "
+                f"nats above the one given with it. No sampler draws a token that is more than {MAX_NATS:.0f} nats "
+                "too rare. The step was not applied and no checkpoint is made. Give the log-probs that vLLM returned "
+                "with the tokens, not a placeholder",
+                field="groups.*.trajectories.*.turns.*.logprobs",
+            )
+
+    def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
+        """Adam moves no parameter by more than about `learning_rate * gradient / eps`."""
+        eps = self.job.optimizer.eps
+        if norm < 1e-3 * eps:
+            shown = ("clip_fraction", "masked_fraction", "ratio_mean", "advantage_mean", "advantage_std")
+            raise NothingToLearn(
+                f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest gradient has the norm "
+                f"{norm:.3g}, and optimizer.eps is {eps:.3g}. No checkpoint is made. In the last step "
+                + ", ".join(f"{name} is {metrics[name]:.3g}" for name in shown if name in metrics)
+                + ". Look for advantages near 0 and for log-probs of another policy, whose tokens are clipped or masked"
             )

@@ -14,16 +14,35 @@ class RLLoss(Record):
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
+    # Whose ratio: the token's, or its sequence's (exp of the mean log-ratio). None: the policy's own (see `level`).
+    ratio_level: Literal["token", "sequence"] | None = None
+    # What the bounds do to an item beyond them: clip its ratio as the policy does, or leave it out.
+    beyond_bounds: Literal["clip", "mask"] = "clip"
+    # PPO and GSPO: where the advantage is negative, the ratio counts as this at most.
+    dual_clip: float | None = Field(default=None, gt=1)
+    # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more nats than this.
+    off_policy_threshold: float | None = Field(default=None, gt=0)
     # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the group. `constant`
-    # divides the plain sum by `normalisation_constant` times the number of trajectories (Dr. GRPO).
-    normalisation: Literal["token", "trajectory", "group", "constant"] = "token"
+    # divides the plain sum by `normalisation_constant` times the number of trajectories (Dr. GRPO). None: the policy's
+    # own default (see `mean_over`).
+    normalisation: Literal["token", "trajectory", "group", "constant"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
     # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass before the first
-    # optimizer step. Truncated importance sampling (`tis_cap`) needs the trainer's.
+    # optimizer step. Importance weights of trainer to sampler (`tis_*`) need the trainer's.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    # The weight is the token's, or the product over its sequence. It is truncated at the cap, and 0 outside the mask.
+    tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
+    tis_mask_low: float | None = Field(default=None, ge=0)
+    tis_mask_high: float | None = Field(default=None, gt=0)
+    # Divide the advantages by their mean absolute value over the job's items.
+    advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    # A penalty in the loss, or part of each token's advantage (there it is the log-ratio, whatever the estimator).
+    kl_in: Literal["loss", "advantage"] = "loss"
+    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an older policy.
+    kl_correction: bool = False
     # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
     kl_reference: Literal["base"] | int = "base"
     # Measure the KL to the reference even where kl_coef is 0 (costs one more forward pass without gradients).
@@ -34,16 +53,43 @@ class RLLoss(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.tis_cap is not None and self.old_logprobs != "trainer":
+        if self.weighs_sampler and self.old_logprobs != "trainer":
             raise ValueError(
-                'tis_cap needs old_logprobs="trainer": against the sampler\'s own log-probs the ratio '
+                'tis_cap and tis_mask_* need old_logprobs="trainer": against the sampler\'s own log-probs the ratio '
                 "already corrects the mismatch, and a second factor would apply it twice"
             )
+        if self.tis_level == "sequence" and not self.weighs_sampler:
+            raise ValueError('tis_level="sequence" goes with tis_cap, tis_mask_low or tis_mask_high')
+        if (self.tis_mask_low or 0.0) >= (self.tis_mask_high or float("inf")):
+            raise ValueError("tis_mask_low must be below tis_mask_high")
+        if self.policy == "gspo" and self.ratio_level == "token":
+            raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
+        if self.dual_clip is not None and (self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]):
+            raise ValueError(f"dual_clip is for PPO and GSPO, and above their upper bound ({self.clip_bounds[1]:g})")
+        if (self.kl_in == "advantage" or self.kl_correction) and not self.kl_coef:
+            raise ValueError("kl_in and kl_correction go with kl_coef > 0")
+        if self.kl_in == "advantage" and self.kl_correction:
+            raise ValueError('kl_correction is for kl_in="loss": in the advantage, the ratio already weighs the KL')
         if (self.normalisation == "constant") != (self.normalisation_constant is not None):
             raise ValueError('normalisation_constant goes with normalisation="constant", and only with it')
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:
             raise ValueError("kl_reference is 'base' or a checkpoint's step >= 0")
         return self
+
+    @property
+    def weighs_sampler(self) -> bool:
+        """Whether items have importance weights of trainer to sampler."""
+        return any(value is not None for value in (self.tis_cap, self.tis_mask_low, self.tis_mask_high))
+
+    @property
+    def level(self) -> Literal["token", "sequence"]:
+        """`ratio_level` after defaults: GSPO sequence, the others token."""
+        return self.ratio_level or ("sequence" if self.policy == "gspo" else "token")
+
+    @property
+    def mean_over(self) -> Literal["token", "trajectory", "group", "constant"]:
+        """`normalisation` after defaults: CISPO and PPO token, GSPO trajectory (their papers, and DAPO for PPO)."""
+        return self.normalisation or ("trajectory" if self.policy == "gspo" else "token")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -59,6 +105,10 @@ class SFTLoss(Record):
     """Cross-entropy on the items."""
 
     normalisation: Literal["token", "trajectory"] = "token"
+
+    @property
+    def mean_over(self) -> Literal["token", "trajectory"]:
+        return self.normalisation
 
 
 class OptimizerSettings(Record):
