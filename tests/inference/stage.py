@@ -14,7 +14,7 @@ from fake_vllm import FakeVllm
 from tandem.config import Settings
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
-from tandem.inference.publisher.lora_transport import WEIGHTS_FILE
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape, Manifest, Probe, RunSpec, Served
