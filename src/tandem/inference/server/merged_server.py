@@ -35,7 +35,7 @@ class Version:
     path: str
 
 
-@dataclass
+@dataclass(eq=False)
 class InFlight:
     """A sampling request and the swaps that it saw: (name before, name after, tokens of each engine request)."""
 
