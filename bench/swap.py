@@ -81,7 +81,9 @@ def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Setti
 class Streams(threading.Thread):
     """Requests that run all the time, and when each token came."""
 
-    def __init__(self, settings: Settings, model: str, count: int, options: argparse.Namespace, vocabulary: int) -> None:
+    def __init__(
+        self, settings: Settings, model: str, count: int, options: argparse.Namespace, vocabulary: int
+    ) -> None:
         super().__init__(daemon=True)
         self._settings, self.model, self._count, self._options = settings, model, count, options
         self._vocabulary = vocabulary
@@ -238,7 +240,9 @@ def main() -> None:
     model = make_model(options.out / options.shape, options.shape, options.device)
     write_tokenizer(model, read_arch(str(model)).vocab_size)
     rows = [measure(way, model, options) for way in options.ways]
-    report(f"swap-{options.shape}", f"{options.shape}: a new checkpoint under {options.requests} requests, seconds", rows)
+    report(
+        f"swap-{options.shape}", f"{options.shape}: a new checkpoint under {options.requests} requests, seconds", rows
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A mixture of experts; and biases with tied embeddings."""
     directory = tmp_path_factory.mktemp("merged")
     tiny_model.write_tokenizer(directory / "model")
-    sizes: dict[str, Any] = {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    sizes: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
     if request.param == "qwen3_moe":
         sizes = {"moe_intermediate_size": 32, "head_dim": 32}
     write_random_model(directory / "model", family=request.param, vocab_size=320, hidden_size=64,

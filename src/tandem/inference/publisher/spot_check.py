@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.families.adapter import WEIGHTS_FILE, key_a, key_b, lora_modules
+from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
 from tandem.families.registry import read_arch
 from tandem.spool.schema import LoraShape
 
@@ -82,9 +82,9 @@ class SpotCheck:
 
     def _row(self, adapter: Tensors, name: str, row: int, scale: float) -> NDArray[Any]:
         """base + scale B A of one row, in float64, rounded to float32 and then to the served dtype."""
-        module = name.removesuffix(".weight")
+        key_a, key_b = peft_keys(name.removesuffix(".weight"))
         base = _floats(self._base[name][name][row], self._base[name].dtype(name), self._dtype).astype(np.float64)
-        delta = adapter[key_b(module)][row].astype(np.float64) @ adapter[key_a(module)].astype(np.float64)
+        delta = adapter[key_b][row].astype(np.float64) @ adapter[key_a].astype(np.float64)
         merged = (base + scale * delta).astype(np.float32)
         return merged if self._dtype == "float32" else _bfloat16(merged)
 
@@ -92,7 +92,11 @@ class SpotCheck:
 def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
     """The base weights as vLLM has them, in float32."""
     floats = (values.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else values.astype(np.float32)
-    return floats if served == "float32" or dtype == "BF16" else (_bfloat16(floats).astype(np.uint32) << 16).view(np.float32)
+    return (
+        floats
+        if served == "float32" or dtype == "BF16"
+        else (_bfloat16(floats).astype(np.uint32) << 16).view(np.float32)
+    )
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -42,7 +42,10 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     device = serving_device(settings)
     model = settings.model_path()
     if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
-        raise InvalidInput("vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0", field="expert_lora")
+        raise InvalidInput(
+            "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0",
+            field="expert_lora",
+        )
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
     return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
 

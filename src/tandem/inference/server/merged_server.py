@@ -150,7 +150,9 @@ class MergedServer:
         deadline = begin + order["seconds"]
         async with self._swap:
             await self._call(engine, "tandem_stage", deadline, version.path, version.path, order["scale"])
-            while not all(answer["ready"] for answer in await self._call(engine, "tandem_staged", deadline, version.path)):
+            while not all(
+                answer["ready"] for answer in await self._call(engine, "tandem_staged", deadline, version.path)
+            ):
                 await asyncio.sleep(_POLL_SECONDS)
             staged = time.monotonic()
             told = await self._write(state, version, order["requests"], deadline)

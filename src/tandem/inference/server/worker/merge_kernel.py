@@ -29,9 +29,7 @@ def _merge(
     tl.store(to, merged.to(tl.float32).to(out.dtype.element_ty), mask=inside)
 
 
-def merge_on_gpu(
-    out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
-) -> None:
+def merge_on_gpu(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
     """See `merge`."""
     n, rows, columns = out.shape
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), n)

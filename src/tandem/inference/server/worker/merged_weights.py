@@ -45,7 +45,9 @@ class MergedWeights:
         self._base_files = BaseFiles(base_model)
         self._device = next(model.parameters()).device
         self._prove()
-        self._adapted = [b for b in self._blocks if b.names[0].split(".")[-2] in targets and b.names[0].endswith("weight")]
+        self._adapted = [
+            b for b in self._blocks if b.names[0].split(".")[-2] in targets and b.names[0].endswith("weight")
+        ]
         self._base = {
             name: _copied(self._parameters[name].data, copy) for name in {block.parameter for block in self._adapted}
         }
@@ -91,14 +93,14 @@ class MergedWeights:
                 left = set(file.keys())
                 s = torch.full((1,), scale, dtype=torch.float64).to(self._device)
                 for block in self._adapted:
-                    modules = [name.removesuffix(".weight") for name in block.names]
-                    if key_a(modules[0]) not in left:
+                    keys = [peft_keys(name.removesuffix(".weight")) for name in block.names]
+                    if keys[0][0] not in left:
                         continue
                     rows, columns = block.of
-                    a = torch.stack([file.get_slice(key_a(module))[:, columns] for module in modules]).float()
-                    b = torch.stack([file.get_slice(key_b(module))[rows, :] for module in modules]).float()
+                    a = torch.stack([file.get_slice(key)[:, columns] for key, _ in keys]).float()
+                    b = torch.stack([file.get_slice(key)[rows, :] for _, key in keys]).float()
                     factors.of_block[block] = (a.to(self._device), b.to(self._device), s)
-                    left -= {key(module) for module in modules for key in (key_a, key_b)}
+                    left -= {key for pair in keys for key in pair}
             if left:
                 raise CannotWrite(f"vLLM's model has no place for {min(left)}")
             if stream is not None:
