@@ -1,16 +1,18 @@
 """What a new checkpoint costs those who sample: the stall of running requests, and the time until it is served.
 
-    python -m bench.swap [--shape qwen3-8b] [--ways merge-device merge-host adapter] [--requests 64] [--swaps 8] [--out DIR]
+    python -m bench.swap [--shape qwen3-8b] [--ways merge-device merge-host adapter] [--requests 64] [--swaps 8]
 
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers) have random weights.
 `--requests` streams run all the time. A checkpoint is committed, and Tandem's publisher copies, loads, verifies and
-announces it. The stall of a swap is the longest gap between two tokens of a running request around it, less the median
-gap. Then `--many` requests measure the throughput with the newest checkpoint. The probe is made of vLLM's own log-probs.
+announces it. The stall of a swap is the longest gap between two tokens of a running request around it, less the
+median gap. Then `--many` requests measure the throughput with the newest checkpoint. The probe is made of vLLM's own
+log-probs.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -53,7 +55,8 @@ def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Setti
         port = str(reserved.port)
     weights, _, copy = way.replace("merge-", "merged-").partition("-")
     environment = {
-        "TANDEM_ROOT": str(options.out / f"spool.{way}"), "TANDEM_BASE_MODEL": str(model), "TANDEM_DEVICE": options.device,
+        "TANDEM_ROOT": str(options.out / f"spool.{way}"), "TANDEM_BASE_MODEL": str(model),
+        "TANDEM_DEVICE": options.device,
         "TANDEM_WEIGHTS": weights, "TANDEM_SECOND_COPY": copy or "auto", "TANDEM_INFERENCE_PORT": port,
         "TANDEM_API_KEY": secrets.token_hex(8), "TANDEM_ADMIN_TOKEN": secrets.token_hex(8),
         "TANDEM_MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "TANDEM_MAX_LORA_RANK": "16",
@@ -69,7 +72,8 @@ def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Setti
             client, end = VllmClient(settings), time.monotonic() + 420
             while not client.healthy():
                 text = (options.out / f"vllm.{way}.log").read_text(errors="replace")
-                assert process.poll() is None and time.monotonic() < end, text[-3000:]
+                assert process.poll() is None, text[-3000:]
+                assert time.monotonic() < end, text[-3000:]
                 time.sleep(0.5)
             yield settings
         finally:
@@ -89,7 +93,7 @@ class Streams(threading.Thread):
         self._vocabulary = vocabulary
         self.times: list[list[float]] = []
         self.errors: list[str] = []
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
         asyncio.run(self._all())
@@ -101,7 +105,7 @@ class Streams(threading.Thread):
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator = np.random.default_rng(number)
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             prompt = generator.integers(2, self._vocabulary, self._options.prompt).tolist()
             body = {"model": self.model, "prompt": prompt, "max_tokens": self._options.tokens, "ignore_eos": True,
                     "stream": True, "temperature": 1.0}  # fmt: skip
@@ -116,18 +120,18 @@ class Streams(threading.Thread):
                     continue
                 async for _ in answer.content.iter_any():
                     mine.append(time.time())
-                    if self._stop.is_set():
+                    if self._ended.is_set():
                         return
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join(30)
 
     def stall(self, begin: float, end: float) -> float:
         """The longest gap of a running request around [begin, end], less the median gap of the second before."""
         gaps, before = [0.0], []
         for times in list(self.times):
-            for first, second in zip(times, times[1:], strict=False):
+            for first, second in itertools.pairwise(times):
                 if second > begin and first < end:
                     gaps.append(second - first)
                 elif begin - 1 < first and second < begin:
@@ -160,7 +164,7 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
         adapters = [options.out / f"adapter.{seed}" for seed in (1, 2)]
         for seed, adapter in enumerate(adapters, 1):
             write_adapter(adapter, seed, arch, lora, model)
-        logprobs = [_scores(client, way, adapter, lora, settings) for adapter in adapters]
+        logprobs = [_scores(client, way, adapter, lora) for adapter in adapters]
         publisher = Publisher(settings, client)
 
         def commit(step: int) -> None:
@@ -169,8 +173,8 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
             for file in adapters[step % 2].iterdir():
                 os.link(file, staged / file.name)
             now, other = logprobs[step % 2], logprobs[(step + 1) % 2]
-            spool.checkpoints.commit(staged, "bench", step, None, probe=Probe(tokens=PROMPTS, logprobs=now, previous=other,
-                                                                              base=other))  # fmt: skip
+            probe = Probe(tokens=PROMPTS, logprobs=now, previous=other, base=other)
+            spool.checkpoints.commit(staged, "bench", step, None, probe=probe)
 
         def publish(step: int) -> tuple[float, float, float]:
             commit(step)
@@ -181,7 +185,10 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
             return begin, time.time(), served.verified
 
         publish(1)
-        name = (lambda step: "bench") if settings.weights == "merged" else (lambda step: f"bench@{step}")
+
+        def name(step: int) -> str:
+            return "bench" if settings.weights == "merged" else f"bench@{step}"
+
         streams = Streams(settings, name(1), options.requests, options, arch.vocab_size)
         streams.start()
         time.sleep(options.warm)
@@ -201,7 +208,7 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
         time.sleep(options.seconds)
         tokens = (sum(map(len, list(many.times))) - first) / options.seconds
         many.stop()
-        assert not streams.errors and not many.errors, (streams.errors[:3], many.errors[:3])
+        assert not (streams.errors + many.errors), (streams.errors[:3], many.errors[:3])
     result = {"way": way, "ready": ready, "swaps": len(rows), "tokens/s": tokens}
     for key in rows[0]:
         values = [row[key] for row in rows if key in row]
@@ -209,7 +216,7 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
     return result
 
 
-def _scores(client: VllmClient, way: str, adapter: Path, lora: LoraShape, settings: Settings) -> list[list[float]]:
+def _scores(client: VllmClient, way: str, adapter: Path, lora: LoraShape) -> list[list[float]]:
     if way == "adapter":
         client.load_lora(adapter.name, str(adapter))
         scores = [client.prompt_logprobs(adapter.name, tokens) for tokens in PROMPTS]

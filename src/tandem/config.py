@@ -79,8 +79,8 @@ class Settings(BaseSettings):
     """merged: where vLLM keeps the base weights that adapters touch; auto: on the GPU if half of the memory for the KV
     cache is left."""
     swap_requests: Literal["keep", "recompute", "wait"] = "keep"
-    """merged: what a swap means for running requests. keep: they go on. recompute: their KV cache is computed again. wait:
-    they end first."""
+    """merged: what a swap means for running requests. keep: they go on. recompute: they go on after their KV cache is
+    computed again. wait: they end first."""
     swap_seconds: float = Field(default=120.0, gt=0)
     """merged: how long one swap may take, in seconds, the wait for running requests included."""
     max_model_len: int | None = Field(default=None, ge=16)

@@ -105,9 +105,9 @@ class CheckpointLoader:
         self.transport.announce(name, path)
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
                    "since_checkpoint": time.time() - manifest.created, **told}  # fmt: skip
-        record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name, checkpoint=manifest.files[WEIGHTS_FILE].sha256,
-                        verified=time.time(), mean_abs_logprob_error=result.error,
-                        tokens_checked=result.tokens)  # fmt: skip
+        record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
+                        checkpoint=manifest.files[WEIGHTS_FILE].sha256, verified=time.time(),
+                        mean_abs_logprob_error=result.error, tokens_checked=result.tokens)  # fmt: skip
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
         return ServedCheckpoint(path, record, manifest.job, seconds)
 

@@ -4,7 +4,6 @@ Log-probs prove what the weights compute. These rows prove what they are: each t
 with this adapter and this scale.
 """
 
-import json
 import random
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,33 +16,8 @@ from numpy.typing import NDArray
 
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
 from tandem.families.registry import read_arch
+from tandem.inference.tensor_file import TensorFile
 from tandem.spool.schema import LoraShape
-
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-
-
-class Tensors:
-    """A safetensors file, memory-mapped: name -> array. bfloat16 is uint16."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._header = json.loads(file.read(size))
-        self._data = np.memmap(path, np.uint8, "r", offset=8 + size)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._header
-
-    def __iter__(self) -> Any:
-        return (name for name in self._header if name != "__metadata__")
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        entry = self._header[name]
-        begin, end = entry["data_offsets"]
-        return self._data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-    def dtype(self, name: str) -> str:
-        return str(self._header[name]["dtype"])
 
 
 class SpotCheck:
@@ -52,13 +26,13 @@ class SpotCheck:
         self._model, self._dtype = base_model, dtype
 
     @cached_property
-    def _base(self) -> dict[str, Tensors]:
+    def _base(self) -> dict[str, TensorFile]:
         directory = Path(self._model)
         if not directory.is_dir():
             from huggingface_hub import snapshot_download
 
             directory = Path(snapshot_download(self._model, local_files_only=True))
-        return {name: file for file in map(Tensors, sorted(directory.glob("*.safetensors"))) for name in file}
+        return {name: file for file in map(TensorFile, sorted(directory.glob("*.safetensors"))) for name in file}
 
     def rows(self, lora: LoraShape) -> dict[str, int]:
         """A random row of each tensor that adapters of this shape touch."""
@@ -70,7 +44,7 @@ class SpotCheck:
 
         `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
         """
-        weights, seen = Tensors(adapter / WEIGHTS_FILE), dict.fromkeys(rows, 0)
+        weights, seen = TensorFile(adapter / WEIGHTS_FILE), dict.fromkeys(rows, 0)
         expected = {name: self._row(weights, name, row, scale) for name, row in rows.items()}
         for part in found:
             name, begin, end = part["name"], part["begin"], part["end"]
@@ -80,7 +54,7 @@ class SpotCheck:
         short = [name for name, columns in seen.items() if columns < expected[name].size]
         return f"no worker has all of row {rows[short[0]]} of {short[0]}" if short else ""
 
-    def _row(self, adapter: Tensors, name: str, row: int, scale: float) -> NDArray[Any]:
+    def _row(self, adapter: TensorFile, name: str, row: int, scale: float) -> NDArray[Any]:
         """base + scale B A of one row, in float64, rounded to float32 and then to the served dtype."""
         key_a, key_b = peft_keys(name.removesuffix(".weight"))
         base = _floats(self._base[name][name][row], self._base[name].dtype(name), self._dtype).astype(np.float64)

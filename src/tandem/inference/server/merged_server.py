@@ -1,8 +1,8 @@
-"""Serves one run's merged weights under the name `<run>@<step>`: ASGI middleware in vLLM's API server, inside the guard.
+"""Serves one run's merged weights as `<run>@<step>`: ASGI middleware in vLLM's API server, inside the guard.
 
-The publisher swaps weights by `POST /tandem/merged`, verifies them and announces them. From the swap to the announcement
-new requests wait, and so nobody samples from weights that were not verified under the name of others. Requests that run
-go on; their answers say which tokens came from which weights. Standard library only.
+The publisher swaps weights, verifies them and announces them. From the swap to the announcement new requests wait, so
+nobody samples from weights that were not verified. Requests that run go on; their answers say which tokens came from
+which weights. Standard library only.
 """
 
 import asyncio
@@ -77,13 +77,13 @@ class MergedServer:
             reason = reasons.get(self.phase, f"the weights were not verified within {HOLD_SECONDS:.0f} s")
             await _answer(send, 503, _error("inference_unavailable", f"{reason}; try again later"), retry_after=5)
             return
-        id = _single(scope, b"x-request-id") or uuid4().hex
-        request = InFlight(id, asyncio.current_task())
+        request_id = _single(scope, b"x-request-id") or uuid4().hex
+        request = InFlight(request_id, asyncio.current_task())
         headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"x-request-id"]
         self._in_flight.add(request)
         try:
             told = _Versions(send, request, self)
-            await self.app({**scope, "headers": [*headers, (b"x-request-id", id.encode())]}, receive, told.send)
+            await self.app({**scope, "headers": [*headers, (b"x-request-id", request_id.encode())]}, receive, told.send)
         finally:
             self._in_flight.discard(request)
             async with self._changed:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from tandem.spool.schema.base import Record, RunName
 
 Serving = Literal["adapter", "merged"]
-"""How vLLM serves a run: as a LoRA adapter beside the base model, or with the adapter merged into vLLM's own weights."""
+"""How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into vLLM's own weights."""
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

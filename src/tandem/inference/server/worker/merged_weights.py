@@ -9,15 +9,16 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 
 from tandem.families.adapter import WEIGHTS_FILE, peft_keys
 from tandem.inference.server.worker.base_files import BaseFiles
 from tandem.inference.server.worker.merge import merge
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
+from tandem.inference.tensor_file import TensorFile
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
@@ -38,7 +39,7 @@ class MergedWeights:
     ) -> None:
         """`targets`: names of the linear layers that adapters may touch.
 
-        Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Raises CannotWrite.
+        Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
         self._parameters = dict(model.named_parameters())
         self._blocks = plan(model)
@@ -54,6 +55,8 @@ class MergedWeights:
         self._versions: dict[str, Factors] = {BASE: Factors(ready=True)}
         self.version = BASE
         self._changed: set[Block] = set()
+        self._pinned: torch.Tensor | None = None
+        self._reading = threading.Lock()
 
     @property
     def device_bytes(self) -> int:
@@ -88,26 +91,42 @@ class MergedWeights:
     @torch.inference_mode()
     def _read(self, factors: Factors, directory: str, scale: float) -> None:
         try:
+            file = TensorFile(Path(directory, WEIGHTS_FILE))
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-            with safe_open(f"{directory}/{WEIGHTS_FILE}", framework="pt") as file, torch.cuda.stream(stream):
-                left = set(file.keys())
-                s = torch.full((1,), scale, dtype=torch.float64).to(self._device)
+            with torch.cuda.stream(stream):
+                data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
+                s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
+                left = set(file)
                 for block in self._adapted:
                     keys = [peft_keys(name.removesuffix(".weight")) for name in block.names]
                     if keys[0][0] not in left:
                         continue
                     rows, columns = block.of
-                    a = torch.stack([file.get_slice(key)[:, columns] for key, _ in keys]).float()
-                    b = torch.stack([file.get_slice(key)[rows, :] for _, key in keys]).float()
-                    factors.of_block[block] = (a.to(self._device), b.to(self._device), s)
+                    a = _stacked([_tensor(data, file, key)[:, columns] for key, _ in keys])
+                    b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
+                    factors.of_block[block] = (a, b, s)
                     left -= {key for pair in keys for key in pair}
+                if stream is not None:
+                    stream.synchronize()
             if left:
                 raise CannotWrite(f"vLLM's model has no place for {min(left)}")
-            if stream is not None:
-                stream.synchronize()
             factors.ready = True
         except Exception as error:
             factors.error = f"{type(error).__name__}: {error}"
+
+    def _on_device(self, path: Path, begin: int) -> torch.Tensor:
+        """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it takes long to make."""
+        size = path.stat().st_size - begin
+        with self._reading:
+            if self._pinned is None or self._pinned.numel() < size:
+                self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = self._pinned[:size]
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                view, done = memoryview(host.numpy()), 0
+                while done < size and (count := file.readinto(view[done:])):
+                    done += count
+            return host.to(self._device, copy=True)
 
     @torch.inference_mode()
     def swap(self, version: str) -> dict[str, Any]:
@@ -166,6 +185,18 @@ class MergedWeights:
         for entry, row in zip(found, host.split([p.numel() for p in parts]), strict=True):
             entry["sha256"] = sha256(_bits(row).numpy().tobytes()).hexdigest()
         return found
+
+
+def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
+    """A float32 tensor of the file whose bytes are in `data`."""
+    if file.dtype(name) != "F32":
+        raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
+    begin, end = file.offsets(name)
+    return data[begin:end].view(torch.float32).view(file.shape(name))
+
+
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _copied(live: torch.Tensor, where: Literal["device", "host"]) -> torch.Tensor:

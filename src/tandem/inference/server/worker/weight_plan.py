@@ -49,8 +49,8 @@ def plan(model: torch.nn.Module) -> list[Block]:
     return blocks
 
 
-def _blocks(path: str, module: torch.nn.Module) -> Iterator[Block]:
-    parameters = {name: value for name, value in module.named_parameters(recurse=False)}
+def _blocks(path: str, module: Any) -> Iterator[Block]:
+    parameters = dict(module.named_parameters(recurse=False))
     if not parameters:
         return
     method = getattr(module, "quant_method", None)
