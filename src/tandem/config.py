@@ -72,6 +72,17 @@ class Settings(BaseSettings):
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """CUDA indices or UUIDs for vLLM, comma separated; empty: as the container was given."""
+    weights: Literal["adapter", "merged"] = "adapter"
+    """How runs are served. adapter: vLLM loads LoRA adapters, several runs at once. merged: vLLM's own weights become
+    those of one run, which is faster to sample from."""
+    second_copy: Literal["auto", "device", "host"] = "auto"
+    """merged: where vLLM keeps the base weights that adapters touch; auto: on the GPU if half of the memory for the KV
+    cache is left."""
+    swap_requests: Literal["keep", "recompute", "wait"] = "keep"
+    """merged: what a swap means for running requests. keep: they go on. recompute: they go on after their KV cache is
+    computed again. wait: they end first."""
+    swap_seconds: float = Field(default=120.0, gt=0)
+    """merged: how long one swap may take, in seconds, the wait for running requests included."""
     max_model_len: int | None = Field(default=None, ge=16)
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)

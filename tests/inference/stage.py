@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 import fake_vllm
 from fake_vllm import FakeVllm
 from tandem.config import Settings
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
-from tandem.inference.publisher.lora_transport import WEIGHTS_FILE
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape, Manifest, Probe, RunSpec, Served

@@ -46,7 +46,7 @@ class Api:
         *,
         base_model: str | None = None,
         lora: LoraShape | Mapping[str, Any] | None = None,
-        weights: Literal["lora", "merged"] | None = None,
+        weights: Literal["adapter", "merged"] | None = None,
         seed: int | None = None,
     ) -> RunStatus:
         """Create a run, whose step 0 equals the base model. Creating the same run again changes nothing."""

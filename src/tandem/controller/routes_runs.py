@@ -59,8 +59,14 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
     if not deployment.is_base_model(spec.base_model):
         problem = f"this deployment trains {deployment.base_model!r}, not {spec.base_model!r}"
         raise InvalidInput(problem, field="base_model")
+    if spec.weights != settings.weights:
+        problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
+        raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.weights == "merged":
-        raise InvalidInput('merged weights are not supported yet; use "lora"', field="weights")
+        others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
+        if others:
+            problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"
+            raise Conflict(f"{problem}; use another deployment, or TANDEM_WEIGHTS=adapter", field="weights")
     if spec.lora.rank > settings.max_lora_rank:
         problem = (
             f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
@@ -88,7 +94,7 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         name=request.name,
         base_model=deployment.base_model if deployment.is_base_model(base) else base,
         lora=_with_default_targets(deployment, request.lora),
-        weights=request.weights,
+        weights=request.weights or deployment.settings.weights,
         seed=request.seed,
         created=time.time(),
     )

@@ -48,7 +48,7 @@ class CreateRun(Record):
         default=schema.LoraShape(),
         description="default targets: all seven; for a mixture of experts those of attention",
     )
-    weights: Literal["lora", "merged"] = "lora"
+    weights: schema.Serving | None = Field(default=None, description="how vLLM serves it; default: the deployment's")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
 
 

@@ -25,7 +25,6 @@ class PolicyCollector(Collector):
         super().__init__()
         self._open_spool = open_spool
         self._sides = sides
-        self._can_be_served: dict[str, bool] = {}  # run -> whether it trains an adapter, which never changes
 
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
@@ -35,10 +34,7 @@ class PolicyCollector(Collector):
         self.try_each(latest, lambda run: self._set_run(spool, gauges, run))
 
     def _read_change(self, spool: Spool, changed: dict[str, float], run: str) -> None:
-        if run not in self._can_be_served:
-            self._can_be_served[run] = spool.runs.get(run).weights == "lora"
-        if self._can_be_served[run]:
-            changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
+        changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
 
     def _set_run(self, spool: Spool, gauges: Samples, run: str) -> None:
         if "trainer" in self._sides:

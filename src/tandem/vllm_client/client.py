@@ -3,14 +3,14 @@
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
-from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
@@ -117,6 +117,36 @@ class VllmClient:
             return bool(response.json()["success"])
         # Older versions send an empty body, also after a failure.
         return not _requests_in_flight(self._request("GET", "/metrics").text)
+
+    def merged(self) -> dict[str, Any]:
+        """Whose weights vLLM has: `phase`, `name`, `path` (see `inference.server.merged_server`)."""
+        state: dict[str, Any] = _json(self._request("GET", MERGED_ROUTE))
+        return state
+
+    def swap_merged(self, name: str, path: str, scale: float, requests: str, seconds: float) -> dict[str, Any]:
+        """Merge the adapter at `path` into vLLM's weights within `seconds`. New requests wait until `announce_merged`.
+
+        InferenceUnavailable where running requests did not end in time (`requests="wait"`): the old weights stay.
+        """
+        order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
+        answer: dict[str, Any] = _json(
+            self._request("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout)
+        )
+        return answer
+
+    def announce_merged(self, path: str) -> None:
+        """Let requests use the weights of the adapter at `path`, which vLLM has."""
+        self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
+
+    def revert_merged(self) -> None:
+        """Return to the weights that were announced last."""
+        self._request("POST", f"{MERGED_ROUTE}/revert", timeout=self._work_timeout)
+
+    def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
+        """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
+        answer = _json(self._request("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout))
+        found: list[Mapping[str, Any]] = answer["rows"]
+        return found
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, at any level, or is paused. While it falls asleep, the answer waits for that.

@@ -5,3 +5,9 @@ ADMIN_HEADER = "x-tandem-admin-token"
 
 BASE_MODEL_NAME = "base"
 """vLLM serves the base model without an adapter under this name. No run can have it: checkpoints are `<run>@<step>`."""
+
+MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
+"""The environment variable that has vLLM serve merged weights: JSON with `targets` and `second_copy`."""
+
+MERGED_ROUTE = "/tandem/merged"
+"""The admin route by which the publisher swaps merged weights."""

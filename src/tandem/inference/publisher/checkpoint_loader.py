@@ -6,7 +6,9 @@ from pathlib import Path
 
 from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
-from tandem.inference.publisher.lora_transport import WEIGHTS_FILE, LoraTransport
+from tandem.families.adapter import WEIGHTS_FILE
+from tandem.inference.publisher.lora_transport import LoraTransport
+from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.publisher.verify import verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
@@ -38,7 +40,7 @@ class CheckpointLoader:
 
     spool: Spool
     client: VllmClient
-    transport: LoraTransport
+    transport: LoraTransport | MergedTransport
     tolerance: float
     base_model: str | None
     _served: dict[str, ServedCheckpoint] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class CheckpointLoader:
         served = self._served.get(name)
         try:
             manifest = self.spool.checkpoints.manifest(run.name, step)
-            path = self.transport.path(name, manifest)
+            path = self.transport.copies.path(name, manifest)
         except CheckpointDamaged as error:
             if served is not None and self.transport.has(name, served.path):
                 return served  # vLLM serves a verified copy, which the damage on the volume does not change
@@ -88,21 +90,24 @@ class CheckpointLoader:
     def _load_and_verify(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
         started = time.monotonic()
         manifest = self.spool.checkpoints.verify(run.name, manifest.step)
-        self.transport.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
+        self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
+        told: dict[str, float] = {}
         if not self.transport.has(name, path):
-            self.transport.load(name, path)
+            told = self.transport.load(name, path, run.lora)
         loaded = time.monotonic()
-        result = verify(self.client, name, manifest.probe, tolerance=self.tolerance)
+        identity = self.transport.identity_reference(name)
+        result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
         if result.reason:
             wanted = resolve_model(self.spool.root, run.base_model)
             other = f"; the run's base model is {wanted}, vLLM's is {self.base_model}"
             raise InferenceRefused(result.reason + ("" if self.base_model in (None, wanted) else other))
+        self.transport.announce(name, path)
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
-                   "since_checkpoint": time.time() - manifest.created}  # fmt: skip
-        record = Served(step=manifest.step, model=name, checkpoint=manifest.files[WEIGHTS_FILE].sha256,
-                        verified=time.time(), mean_abs_logprob_error=result.error,
-                        tokens_checked=result.tokens)  # fmt: skip
+                   "since_checkpoint": time.time() - manifest.created, **told}  # fmt: skip
+        record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
+                        checkpoint=manifest.files[WEIGHTS_FILE].sha256, verified=time.time(),
+                        mean_abs_logprob_error=result.error, tokens_checked=result.tokens)  # fmt: skip
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
         return ServedCheckpoint(path, record, manifest.job, seconds)
 

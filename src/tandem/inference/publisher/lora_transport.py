@@ -8,30 +8,17 @@ content. By the path a new publisher recognises the checkpoint in vLLM's list, a
 under the same name, and vLLM's prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
-import hashlib
-import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
-from tandem.errors import CheckpointDamaged
-from tandem.spool.fs import sha256_file
-from tandem.spool.schema import Manifest
-from tandem.system.environment import private_directory
+from tandem.inference.publisher.adapter_copies import AdapterCopies
+from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-ADAPTER_FILES = ("adapter_config.json", WEIGHTS_FILE)
+from tandem.vllm_client.names import BASE_MODEL_NAME
 
 FLUSH_SECONDS = 30.0
 """How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
-
-
-def copies_directory(root: Path, url: str) -> Path:
-    """The directory under `TMPDIR` for the copies of one spool and one vLLM server."""
-    key = hashlib.sha256(f"{root.absolute()} {url}".encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"tandem-adapters-{os.getuid()}-{key}"
 
 
 class LoraTransport:
@@ -40,10 +27,11 @@ class LoraTransport:
     `listed`: name -> path of every model that vLLM lists, as of the last `refresh` and of this object's own changes.
     """
 
-    def __init__(self, client: VllmClient, directory: Path) -> None:
-        """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
+    name = "lora"
+
+    def __init__(self, client: VllmClient, copies: AdapterCopies) -> None:
         self._client = client
-        self._directory = private_directory(directory.absolute())
+        self.copies = copies
         self.listed: dict[str, str] = {}
         self._last_path: dict[str, str] = {}  # per name, also of names that were unloaded
         # Whether this object has seen the server start, and so knows every name that the server ever loaded.
@@ -58,44 +46,23 @@ class LoraTransport:
         self._last_path.clear()
         self._saw_start = True
 
-    def path(self, name: str, manifest: Manifest) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not. CheckpointDamaged if the manifest lists no
-        adapter."""
-        for file in ADAPTER_FILES:
-            if file not in manifest.files:
-                raise CheckpointDamaged(f"checkpoint {manifest.run}@{manifest.step}: its manifest lists no {file}")
-        content = hashlib.sha256("".join(manifest.files[file].sha256 for file in ADAPTER_FILES).encode())
-        return self._directory / f"{name}-{content.hexdigest()[:32]}"
-
     def has(self, name: str, path: Path) -> bool:
         """Whether vLLM lists exactly this content under the name."""
         return self.listed.get(name) == str(path)
 
-    def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
-        """Copy the adapter from the directory `checkpoint` to `path`, unless the copy exists.
-
-        CheckpointDamaged if a file is missing or does not have the manifest's hash.
-        """
-        if path.is_dir():
-            os.utime(path)
-            return
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
-        try:
-            for file in ADAPTER_FILES:
-                copy = shutil.copyfile(checkpoint / file, partial / file)
-                if sha256_file(copy) != manifest.files[file].sha256:
-                    raise CheckpointDamaged(f"checkpoint {checkpoint}: {file} is altered (its sha256 differs)")
-            partial.rename(path)
-        except FileNotFoundError as error:
-            raise CheckpointDamaged(f"checkpoint {checkpoint}: {Path(str(error.filename)).name} is missing") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-    def load(self, name: str, path: Path) -> None:
+    def load(self, name: str, path: Path, _lora: LoraShape) -> dict[str, float]:
         """Load a copied adapter under a name that is not listed."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = self._last_path[name] = str(path)
+        return {}
+
+    def announce(self, name: str, path: Path) -> None:
+        """Nothing: who knows the name may use it as soon as vLLM lists it."""
+
+    def identity_reference(self, _name: str) -> str:
+        """The model that the identity adapter must equal."""
+        return BASE_MODEL_NAME
 
     def unload(self, name: str) -> None:
         """Remove the name. Running requests finish with the adapter that they began with."""
@@ -106,13 +73,7 @@ class LoraTransport:
     def remove_unused_copies(self, older_than: float) -> None:
         """Remove copies that vLLM has not listed for `older_than` seconds, except those that running requests use: vLLM
         may read those again."""
-        listed = set(self.listed.values())
-        unused = []
-        for path in self._directory.iterdir():
-            if str(path) in listed:
-                os.utime(path)
-            elif time.time() - path.stat().st_mtime > older_than:
-                unused.append(path)
+        unused = self.copies.unused(self.listed.values(), older_than)
         in_use = tuple(f"{name}-" for name in self._client.adapters_in_use()) if unused else ()
         for path in unused:
             if not path.name.startswith(in_use):

@@ -13,9 +13,13 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import TandemError
+from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_directory
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
-from tandem.inference.publisher.lora_transport import LoraTransport, copies_directory
+from tandem.inference.publisher.lora_transport import LoraTransport
+from tandem.inference.publisher.merged_transport import MergedTransport
+from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.inference.publisher.verify import verify_tolerance
+from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
 from tandem.spool.schema import RunSpec, Served
 from tandem.system import liveness
@@ -33,11 +37,11 @@ class Publisher:
     def __init__(self, settings: Settings, client: VllmClient, *, grace: float = GRACE_SECONDS) -> None:
         """`grace`: see Retention. SpoolUnusable while the volume is not there; InvalidInput for wrong settings."""
         self._spool = Spool(settings.root)
-        self._keep = settings.keep_served
+        self._weights = settings.weights
+        self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._devices = Devices(settings, "inference") if settings.gpu_mode == "shared" else None
         self._client = client
-        directory = copies_directory(settings.root, settings.resolved_inference_url)
-        self._transport = LoraTransport(client, directory)
+        self._transport = _transport(settings, client)
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
         self._retention = Retention(client, grace, max_listed=4 * settings.max_loras)
@@ -80,7 +84,7 @@ class Publisher:
         wanted, existing = set[str](), set[str]()
         runs = self._spool.runs.list()
         for run in runs:
-            if run.weights != "lora":
+            if run.weights != self._weights:
                 continue
             liveness.beat("publisher")
             try:
@@ -158,6 +162,13 @@ class Publisher:
         elif before and not trouble:
             log.info(f"over: {before}")
         self._troubles[topic] = trouble
+
+
+def _transport(settings: Settings, client: VllmClient) -> LoraTransport | MergedTransport:
+    copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
+    if settings.weights == "adapter":
+        return LoraTransport(client, copies)
+    return MergedTransport(client, copies, settings, SpotCheck(settings.model_path(), serving_dtype(settings)))
 
 
 @dataclass

@@ -13,7 +13,6 @@ from tandem.config import Settings
 from tandem.inference.server.command import serving_dtype
 from tandem.spool.schema import Probe
 from tandem.vllm_client.client import VllmClient
-from tandem.vllm_client.names import BASE_MODEL_NAME
 
 IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(range(48, 16, -1)))
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
@@ -59,8 +58,9 @@ def movement(
     return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
 
 
-def verify(client: VllmClient, model: str, probe: Probe | None, *, tolerance: float) -> Verification:
-    """Compare what vLLM serves as `model` with the trainer's `probe`, or with the base model if there is none (step 0).
+def verify(client: VllmClient, model: str, probe: Probe | None, *, tolerance: float, identity: str) -> Verification:
+    """Compare what vLLM serves as `model` with the trainer's `probe`, or with the model
+    `identity` if there is none (step 0).
 
     The mean absolute error must be at most `tolerance` nats. A small step would pass that with the old weights, so the
     served log-probs must also be nearer to the checkpoint's than to those of the checkpoint before it and of the base
@@ -69,7 +69,7 @@ def verify(client: VllmClient, model: str, probe: Probe | None, *, tolerance: fl
     prompts = IDENTITY_PROMPTS if probe is None else probe.tokens
     served = _flat(client.prompt_logprobs(model, tokens) for tokens in prompts)
     if probe is None:
-        expected = _flat(client.prompt_logprobs(BASE_MODEL_NAME, tokens) for tokens in prompts)
+        expected = _flat(client.prompt_logprobs(identity, tokens) for tokens in prompts)
     else:
         expected = _flat(probe.logprobs)
     if len(served) != len(expected) or not served:

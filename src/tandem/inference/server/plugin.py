@@ -1,6 +1,6 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
 
-It works around two faults of vLLM 0.32:
+It installs what merged weights need (`worker/`), and works around two faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory, and the next
   server finds none free. (The orphan can't be found by its environment, because it overwrites that.) Every engine
@@ -9,17 +9,52 @@ It works around two faults of vLLM 0.32:
   CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
 """
 
+import functools
 import multiprocessing
+import os
+from typing import Any
 
 from tandem.system.processes import die_with_parent
+from tandem.vllm_client.names import MERGED_VARIABLE
 
 
 def register() -> None:
-    """Apply both workarounds in vLLM's child processes. The API server needs neither."""
+    """Change vLLM in its engine and worker processes. The API server needs no change."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        die_with_parent(parent.pid)
+    if parent is None:
+        return
+    die_with_parent(parent.pid)
+    if MERGED_VARIABLE in os.environ:
+        _install_merged_weights()
+    else:
         _switch_expert_lora_off_on_the_cpu()
+
+
+@functools.cache
+def _install_merged_weights() -> None:
+    """Workers attach Tandem's merged weights after they load the model. The engine tends to requests after a swap."""
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from tandem.inference.server.worker import cpu_kernels, extension
+
+    if current_platform.is_cpu():
+        cpu_kernels.install()
+    load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
+
+    def load_and_attach(worker: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(worker, *args, **kwargs)
+        extension.attach(worker)
+
+    def call_and_tend(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if method != "tandem_swap":
+            return collective_rpc(core, method, timeout, args, kwargs)
+        version, requests, name = args
+        answers = collective_rpc(core, method, timeout, (version,), kwargs)
+        return [*answers, extension.after_swap(core, requests, name)]
+
+    Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_and_tend
 
 
 def _switch_expert_lora_off_on_the_cpu() -> None:

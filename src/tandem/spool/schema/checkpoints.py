@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from tandem.spool.schema.base import Record, RunName
-from tandem.spool.schema.runs import Origin
+from tandem.spool.schema.runs import Origin, Serving
 
 
 class FileEntry(Record):
@@ -48,6 +48,8 @@ class Served(Record):
 
     step: int
     model: str  # "<run>@<step>"
+    weights: Serving = "adapter"
+    transport: str = "lora"  # how the weights reached vLLM
     checkpoint: str  # SHA-256 of the adapter file
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from tandem.spool.schema.base import Record, RunName
 
+Serving = Literal["adapter", "merged"]
+"""How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into vLLM's own weights."""
+
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -38,7 +41,7 @@ class RunSpec(Record):
     name: RunName
     base_model: str = Field(min_length=1)
     lora: LoraShape = LoraShape()
-    weights: Literal["lora", "merged"] = "lora"
+    weights: Serving = "adapter"
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None

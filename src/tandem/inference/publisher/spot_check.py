@@ -1,0 +1,79 @@
+"""Recomputes merged weights without vLLM's code: one random row of every adapted tensor, bit by bit.
+
+Log-probs prove what the weights compute. These rows prove what they are: each tensor was written, from the base model,
+with this adapter and this scale.
+"""
+
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
+from tandem.families.registry import read_arch
+from tandem.inference.tensor_file import TensorFile
+from tandem.spool.schema import LoraShape
+
+
+class SpotCheck:
+    def __init__(self, base_model: str, dtype: str) -> None:
+        """`base_model`: a directory or the name of a hub repository in the cache; `dtype`: in which vLLM serves."""
+        self._model, self._dtype = base_model, dtype
+
+    @cached_property
+    def _base(self) -> dict[str, TensorFile]:
+        directory = Path(self._model)
+        if not directory.is_dir():
+            from huggingface_hub import snapshot_download
+
+            directory = Path(snapshot_download(self._model, local_files_only=True))
+        return {name: file for file in map(TensorFile, sorted(directory.glob("*.safetensors"))) for name in file}
+
+    def rows(self, lora: LoraShape) -> dict[str, int]:
+        """A random row of each tensor that adapters of this shape touch."""
+        modules = lora_modules(read_arch(self._model), lora)
+        return {f"{module}.weight": random.randrange(rows) for module, (_, rows) in modules.items()}
+
+    def wrong(self, found: list[Mapping[str, Any]], rows: Mapping[str, int], adapter: Path, scale: float) -> str:
+        """Why the rows that vLLM's workers have are not those of the merged weights, or empty.
+
+        `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
+        """
+        weights, seen = TensorFile(adapter / WEIGHTS_FILE), dict.fromkeys(rows, 0)
+        expected = {name: self._row(weights, name, row, scale) for name, row in rows.items()}
+        for part in found:
+            name, begin, end = part["name"], part["begin"], part["end"]
+            if sha256(expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
+                return f"row {rows[name]} of {name} is another one"
+            seen[name] += end - begin
+        short = [name for name, columns in seen.items() if columns < expected[name].size]
+        return f"no worker has all of row {rows[short[0]]} of {short[0]}" if short else ""
+
+    def _row(self, adapter: TensorFile, name: str, row: int, scale: float) -> NDArray[Any]:
+        """base + scale B A of one row, in float64, rounded to float32 and then to the served dtype."""
+        key_a, key_b = peft_keys(name.removesuffix(".weight"))
+        base = _floats(self._base[name][name][row], self._base[name].dtype(name), self._dtype).astype(np.float64)
+        delta = adapter[key_b][row].astype(np.float64) @ adapter[key_a].astype(np.float64)
+        merged = (base + scale * delta).astype(np.float32)
+        return merged if self._dtype == "float32" else _bfloat16(merged)
+
+
+def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
+    """The base weights as vLLM has them, in float32."""
+    floats = (values.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else values.astype(np.float32)
+    return (
+        floats
+        if served == "float32" or dtype == "BF16"
+        else (_bfloat16(floats).astype(np.uint32) << 16).view(np.float32)
+    )
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """To nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

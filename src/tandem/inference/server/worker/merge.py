@@ -1,0 +1,22 @@
+"""`W = base + s B A`, rounded once: computed in float64, so that no order of the sums shows in the result.
+
+float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
+"""
+
+import torch
+
+
+def merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write `base + scale * b @ a` into `out`, which may be a view of vLLM's parameter.
+
+    `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`: float32 [n, rows, rank];
+    `scale`: float64 [1].
+    """
+    if out.is_cuda:
+        from tandem.inference.server.worker.merge_kernel import merge_on_gpu  # the CPU's vLLM comes without Triton
+
+        merge_on_gpu(out, base, a, b, scale)
+        return
+    # Expert by expert, because of the float64 copies.
+    for to, weight, down, up in zip(out, base, a, b, strict=True):
+        to.copy_((weight.double() + scale * (up.double() @ down.double())).float())

@@ -1,0 +1,44 @@
+"""A safetensors file without torch: where each tensor is, and its values by memory map."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+class TensorFile:
+    """name -> array; bfloat16 is uint16. OSError or ValueError for a file that is none."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError(f"{path} is not a safetensors file")
+            self._header = json.loads(file.read(size))
+        self.begin = 8 + size
+        """Where the data begins, in bytes."""
+        self._data = np.memmap(path, np.uint8, "r", offset=self.begin)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._header if name != "__metadata__")
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        begin, end = self.offsets(name)
+        values: NDArray[Any] = self._data[begin:end].view(_DTYPES[self.dtype(name)])
+        return values.reshape(self.shape(name))
+
+    def dtype(self, name: str) -> str:
+        return str(self._header[name]["dtype"])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def offsets(self, name: str) -> tuple[int, int]:
+        """First byte and end, from `begin`."""
+        first, end = self._header[name]["data_offsets"]
+        return first, end

@@ -1,0 +1,232 @@
+"""The real vLLM on the CPU with merged weights: what it serves, what a swap does to requests, and what it refuses."""
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tiny_model
+
+from inference.stage import commit, make_run
+from inference.test_real_vllm import SEQUENCES, Trainer, distance
+from policies import linear_row, make_policy
+from tandem.config import Settings
+from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.spool.schema import LoraShape
+from tandem.vllm_client.client import VllmClient
+from tiny import write_random_model
+from vllm_server import API_KEY, VllmServer
+from waiting import until
+
+pytestmark = pytest.mark.slow
+
+EVERYWHERE = LoraShape(rank=4, alpha=10.0)
+API = {"Authorization": f"Bearer {API_KEY}"}
+names = (f"merged-{i}" for i in itertools.count())
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2"])
+def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A mixture of experts; and biases with tied embeddings."""
+    directory = tmp_path_factory.mktemp("merged")
+    tiny_model.write_tokenizer(directory / "model")
+    sizes: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    if request.param == "qwen3_moe":
+        sizes = {"moe_intermediate_size": 32, "head_dim": 32}
+    write_random_model(directory / "model", family=request.param, vocab_size=320, hidden_size=64,
+                       max_position_embeddings=4096, **sizes)  # fmt: skip
+    with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_EXPERT_LORA="1") as server:
+        yield server
+
+
+@pytest.fixture
+def client(vllm: VllmServer) -> VllmClient:
+    return vllm.client()
+
+
+class MergedTrainer(Trainer):
+    """One run at a time: its adapters touch every linear layer."""
+
+    def __init__(self, vllm: VllmServer, directory: Path, **settings: Any) -> None:
+        super().__init__(vllm, directory)
+        self.client = vllm.client()
+        self.run = make_run(self.spool, next(names), self.model, EVERYWHERE).name
+        path = self.spool.root / "runs" / self.run / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": "merged"}))
+        self.settings = Settings(root=self.spool.root, inference_url=vllm.url, base_model=str(self.model), device="cpu",
+                                 weights="merged", **settings)  # fmt: skip
+        self._publisher = Publisher(self.settings, self.client, grace=0.5)
+        self.adapters = [self.adapter(0, 0.0, EVERYWHERE)]
+
+    def step(self, seed: int, *, probe_of: int | None = None) -> Path:
+        """Commit a checkpoint with a random adapter, and a probe of it or of another one."""
+        adapter = self.adapter(seed, lora=EVERYWHERE)
+        told = adapter if probe_of is None else self.adapter(probe_of, lora=EVERYWHERE)
+        commit(self.spool, self.run, adapter, self.probe(told, lora=EVERYWHERE))
+        self.adapters.append(adapter)
+        return adapter
+
+    def check_bits(self, adapter: Path) -> None:
+        """Rows of every tensor are the float64 merge, rounded once."""
+        check = SpotCheck(str(self.model), "float32")
+        for _ in range(20):
+            rows = check.rows(EVERYWHERE)
+            assert check.wrong(self.client.merged_rows(rows), rows, adapter, 2.5) == ""
+
+
+@pytest.fixture
+def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedTrainer:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return MergedTrainer(vllm, tmp_path)
+
+
+def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
+    body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
+    return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
+
+
+def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedTrainer, client: VllmClient) -> None:
+    if client.merged()["phase"] == "empty":
+        assert complete(vllm, "base").status_code == 503, "nothing was verified yet"
+    first = trainer.publish(trainer.run)
+    assert (first.step, first.weights, first.transport) == (0, "merged", "merge")
+    assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
+    for step in (1, 2):
+        adapter = trainer.step(step)
+        served = trainer.publish(trainer.run)
+        assert (served.step, served.refused_step) == (step, None)
+        assert served.mean_abs_logprob_error < 1e-4
+        trainer.check_bits(adapter)
+        answer = complete(vllm, served.model)
+        assert answer.headers["x-tandem-weights"] == answer.json()["model"] == served.model
+        assert complete(vllm, trainer.run).json()["choices"] == answer.json()["choices"]
+        assert complete(vllm, f"{trainer.run}@{step - 1}").status_code == 404
+        assert complete(vllm, "base").status_code == 404
+    for number in range(100):
+        path, scale = trainer.adapters[number % 3], 2.5
+        client.swap_merged(f"{trainer.run}@{number}", str(path), scale, "keep", 60)
+    trainer.check_bits(path)
+    trainer.spool.checkpoints.rollback(trainer.run, 0)
+    assert trainer.publish(trainer.run).step == 0
+    assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
+
+
+@pytest.mark.parametrize("requests", ["keep", "recompute", "wait"])
+def test_requests_that_run_during_a_swap(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, requests: str
+) -> None:
+    trainer._publisher = Publisher(trainer.settings.model_copy(update={"swap_requests": requests}), client, grace=0.5)
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    adapter = trainer.step(2)
+    prompt = SEQUENCES[1]
+    undisturbed = complete(vllm, trainer.run, prompt, max_tokens=600, return_token_ids=True).json()["choices"][0]
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=600, return_token_ids=True, logprobs=0)
+        streamed = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=600, stream=True)
+        until("both run", lambda: client.merged()["in_flight"] == 2, 30)
+        time.sleep(0.3)
+        served = trainer.publish(trainer.run)
+        assert served.step == 2
+        answer, text = running.result(), streamed.result().text
+    body, tokens = answer.json(), answer.json()["choices"][0]["token_ids"]
+    first, second = f"{trainer.run}@1", f"{trainer.run}@2"
+    if requests == "wait":
+        assert "weight_versions" not in body
+        assert "weight_versions" not in text
+        assert answer.headers["x-tandem-weights"] == first
+        assert tokens == undisturbed["token_ids"]
+        return
+    assert answer.headers["x-tandem-weights"] == f"{first},{second}"
+    [sequence] = body["weight_versions"]
+    assert (sequence["prompt"], sequence["sample"]) == (0, 0)
+    (old, begin), (new, change) = sequence["spans"]
+    assert (old, begin, new) == (first, 0, second)
+    assert 0 < change < 600
+    assert tokens[:change] == undisturbed["token_ids"][:change]
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert [event["weight_versions"][0]["spans"][1][0] for event in events if "weight_versions" in event] == [second]
+    if requests == "recompute":
+        # Every token after the swap has the log-prob of the new weights, as if they had computed all before it.
+        row = linear_row([*prompt, *tokens])
+        expected = make_policy(trainer.model, EVERYWHERE, adapter)(row).logprobs.detach().numpy()[len(prompt) - 1 :]
+        told = np.array(body["choices"][0]["logprobs"]["token_logprobs"])
+        assert np.abs(told - expected)[change + 1 :].max() < 1e-3
+        assert np.abs(told - expected)[:change].mean() > 0.1
+
+
+def test_a_prefix_that_other_weights_computed_is_not_used(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
+    prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
+    for seed in (1, 2):
+        adapter = trainer.step(seed)
+        model = trainer.publish(trainer.run).model
+        for _ in range(2):
+            answer = complete(vllm, model, prompt, max_tokens=1, temperature=1, logprobs=0, return_token_ids=True)
+            choice = answer.json()["choices"][0]
+            row = linear_row([*prompt, choice["token_ids"][0]], trained=[len(prompt)])
+            expected = float(make_policy(trainer.model, EVERYWHERE, adapter)(row).logprobs[0])
+            assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_checkpoint_that_is_refused_leaves_the_one_before(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
+    right = trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2, probe_of=3)
+    served = trainer.publish(trainer.run)
+    assert (served.step, served.refused_step) == (1, 2)
+    assert "differ from the trainer's" in str(served.refused_reason)
+    trainer.check_bits(right)
+    assert complete(vllm, f"{trainer.run}@1").headers["x-tandem-weights"] == f"{trainer.run}@1"
+    assert complete(vllm, f"{trainer.run}@2").status_code == 404
+
+
+def test_new_requests_wait_until_another_publisher_verifies(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
+    """The publisher died between the swap and the announcement."""
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    adapter = trainer.step(2)
+    manifest = trainer.spool.checkpoints.manifest(trainer.run, 2)
+    copies = trainer._publisher._transport.copies
+    path = copies.path(f"{trainer.run}@2", manifest)
+    copies.copy(path, trainer.spool.checkpoints.path(trainer.run, 2), manifest)
+    client.swap_merged(f"{trainer.run}@2", str(path), 2.5, "keep", 60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(complete, vllm, f"{trainer.run}@2")
+        time.sleep(0.5)
+        assert not waiting.done()
+        trainer._publisher = Publisher(trainer.settings, client, grace=0.5)
+        assert trainer.publish(trainer.run).step == 2
+        assert waiting.result().headers["x-tandem-weights"] == f"{trainer.run}@2"
+    trainer.check_bits(adapter)
+
+
+def test_an_adapter_that_cannot_be_read_changes_nothing(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, tmp_path: Path
+) -> None:
+    right = trainer.step(1)
+    trainer.publish(trainer.run)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(Exception, match="can't be read"):
+        client.swap_merged(f"{trainer.run}@2", str(tmp_path), 2.5, "keep", 60)
+    assert client.merged()["phase"] == "served"
+    trainer.check_bits(right)
+    assert complete(vllm, f"{trainer.run}@1").status_code == 200
