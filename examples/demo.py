@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=RL_STEPS)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--weights", choices=["adapter", "merged"], default="adapter", help="how vLLM serves the run")
     parser.add_argument("--controller-port", type=int, default=8080)
     parser.add_argument("--inference-port", type=int, default=8000)
     arguments = parser.parse_args()
@@ -130,6 +131,7 @@ def main() -> None:
         "TANDEM_ENFORCE_EAGER": "1",  # ready sooner, which is what a demo wants
         "TANDEM_GPU_MEMORY_UTILIZATION": "0.3",  # with CUDA, trainer and vLLM may find themselves on one GPU
         "TANDEM_LAUNCH": "fork",
+        "TANDEM_WEIGHTS": arguments.weights,
         "TANDEM_API_KEY": secrets.token_urlsafe(16),
         "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
         "TANDEM_CONTROLLER_PORT": str(arguments.controller_port),

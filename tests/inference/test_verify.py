@@ -30,7 +30,7 @@ def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = B
 
 
 def check(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> Verification:
-    return verify(Scorer(served), "run@1", of_trainer, tolerance=tolerance)
+    return verify(Scorer(served), "run@1", of_trainer, tolerance=tolerance, identity="base")
 
 
 def noise(size: float) -> np.ndarray:

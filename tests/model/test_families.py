@@ -96,7 +96,7 @@ class Recorded(dict[str, Any]):
 def differing(config: dict[str, Any], hf: Any) -> list[str]:
     """Keys of `MEANING` in which Tandem's architecture and the config `hf` differ."""
     values = Recorded(config)
-    arch: Arch = FAMILIES[config["model_type"]].arch(ModelConfig(values))
+    arch: Arch = FAMILIES[config["model_type"]].arch(ModelConfig(values, "config.json"))
     unknown = values.read - MEANING.keys() - REQUIRED.keys() - {"model_type"}
     assert not unknown, f"{unknown} are read without a line in MEANING"
     return [key for key, same in MEANING.items() if not same(arch, hf)]

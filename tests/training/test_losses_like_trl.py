@@ -1,5 +1,6 @@
 """The losses equal TRL's own: `GRPOTrainer._compute_loss`, called on padded completions, in value and gradient."""
 
+import functools
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -7,13 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tandem.spool.schema import RLLoss
 from tandem.training import losses
 
+pytestmark = pytest.mark.slow  # the import of TRL
+
 LONGEST = 9  # tokens of a completion; also Dr. GRPO's constant
 SEQUENCES = 6
+
+
+@functools.cache
+def trainer_class() -> Any:
+    """TRL's. TRL would import vLLM, which what is used here does not need."""
+    import trl.import_utils
+
+    trl.import_utils.is_vllm_available = lambda *_, **__: False
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return GRPOTrainer
 
 
 class Batch:
@@ -48,7 +61,7 @@ class Batch:
         )  # fmt: skip
         this = SimpleNamespace(
             **trainer, args=SimpleNamespace(**args), accelerator=one, model=SimpleNamespace(training=True),
-            _metrics={"train": defaultdict(list)}, get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+            _metrics={"train": defaultdict(list)}, get_off_policy_mask=trainer_class().get_off_policy_mask,
             _get_per_token_logps_and_entropies=lambda *_, **__: (self.lp, self.entropy, None),
         )  # fmt: skip
         ids = torch.zeros(SEQUENCES, LONGEST, dtype=torch.int64)
@@ -57,7 +70,7 @@ class Batch:
             "completion_mask": self.mask.double(), "advantages": self.adv, "old_per_token_logps": self.old,
             "ref_per_token_logps": self.ref, "num_items_in_batch": self.mask.sum(),
         }  # fmt: skip
-        loss = GRPOTrainer._compute_loss(this, None, inputs)
+        loss = trainer_class()._compute_loss(this, None, inputs)
         (gradient,) = torch.autograd.grad(loss, self.lp)
         return loss.item(), gradient[self.mask]
 
