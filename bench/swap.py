@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import secrets
 import signal
 import statistics
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -139,6 +141,12 @@ class Streams(threading.Thread):
         return max(gaps) - statistics.median(before)
 
 
+def generated(settings: Settings) -> float:
+    """Tokens that vLLM has generated, by its own count: the streams' chunks may hold several."""
+    text = httpx.get(f"{settings.resolved_inference_url}/metrics", timeout=60).text
+    return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
+
+
 def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_identity_adapter(directory, arch, lora, base_model=str(model), seed=0)
@@ -204,9 +212,9 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
         many = Streams(settings, name(options.swaps + 1), options.many, options, arch.vocab_size)
         many.start()
         time.sleep(options.warm)
-        first = sum(map(len, list(many.times)))
+        first, begin = generated(settings), time.monotonic()
         time.sleep(options.seconds)
-        tokens = (sum(map(len, list(many.times))) - first) / options.seconds
+        tokens = (generated(settings) - first) / (time.monotonic() - begin)
         many.stop()
         assert not (streams.errors + many.errors), (streams.errors[:3], many.errors[:3])
     result = {"way": way, "ready": ready, "swaps": len(rows), "tokens/s": tokens}
