@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 API_KEY, ADMIN_TOKEN = "key", "token"
+_LORA_INFO = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}} {!r}'
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 
 
@@ -38,6 +39,9 @@ class FakeVllm:
         self.in_use: set[str] = set()
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
+        self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
+        self.list_seconds = 0.0  # that the list of models takes
+        self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.asleep = False
         self.dead = False  # the engine; the server still answers
         self.on_sleep: Callable[[], None] = lambda: None  # called before it sleeps; an exception is answered by 500
@@ -105,6 +109,8 @@ class FakeVllm:
         admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", *SLEEP)
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
+        if self.statuses.get(path):
+            return self.statuses[path].pop(0), {"error": {"message": "not now"}}
         if path in SLEEP:
             return self._sleep(path)
         match path:
@@ -113,6 +119,7 @@ class FakeVllm:
             case "/version":
                 return 200, {"version": self.version}
             case "/v1/models":
+                time.sleep(self.list_seconds)
                 served = {"base": "/model"} | {name: path for name, (path, _) in self.adapters.items()}
                 return 200, {"data": [{"id": name, "root": root} for name, root in served.items()]}
             case "/v1/load_lora_adapter":
@@ -167,5 +174,6 @@ class FakeVllm:
                 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",waiting_lora_adapters=""} 1.5e+09',
                 f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{",".join(sorted(self.in_use))}",'
                 f'waiting_lora_adapters=""}} {now!r}',
+                *(_LORA_INFO.format(name, at) for name, at in self.used.items()),
             ]
         )

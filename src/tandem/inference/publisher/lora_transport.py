@@ -44,13 +44,16 @@ class LoraTransport:
         """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
         self._client = client
         self._directory = private_directory(directory.absolute())
+        self.usage_file = self._directory / "used.json"
         self.listed: dict[str, str] = {}
         self._last_path: dict[str, str] = {}  # per name, also of names that were unloaded
         # Whether this object has seen the server start, and so knows every name that the server ever loaded.
         self._saw_start = False
 
-    def refresh(self) -> None:
-        self.listed = self._client.models()
+    def refresh(self) -> bool:
+        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is another server."""
+        before, self.listed = self.listed, self._client.models()
+        return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
         """Forget the server. The next one has no adapters."""
@@ -82,8 +85,12 @@ class LoraTransport:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                copy = shutil.copyfile(checkpoint / file, partial / file)
-                if sha256_file(copy) != manifest.files[file].sha256:
+                copy, entry = shutil.copyfile(checkpoint / file, partial / file), manifest.files[file]
+                if (size := copy.stat().st_size) < entry.size:
+                    raise CheckpointDamaged(
+                        f"checkpoint {checkpoint}: {file} is truncated ({size} of {entry.size} bytes)"
+                    )
+                if sha256_file(copy) != entry.sha256:
                     raise CheckpointDamaged(f"checkpoint {checkpoint}: {file} is altered (its sha256 differs)")
             partial.rename(path)
         except FileNotFoundError as error:
@@ -111,7 +118,7 @@ class LoraTransport:
         for path in self._directory.iterdir():
             if str(path) in listed:
                 os.utime(path)
-            elif time.time() - path.stat().st_mtime > older_than:
+            elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
                 unused.append(path)
         in_use = tuple(f"{name}-" for name in self._client.adapters_in_use()) if unused else ()
         for path in unused:

@@ -3,10 +3,11 @@
 import os
 import sys
 
-from tandem.config import load_settings
+from tandem.config import Settings, load_settings
 from tandem.errors import InvalidInput, TandemError
 from tandem.inference.server.command import server_command
 from tandem.inference.server.wait_for_gpu import wait_for_gpu
+from tandem.spool import Spool
 from tandem.system.logs import Log, configure
 
 log = Log("inference")
@@ -31,8 +32,22 @@ def main() -> None:
         sys.exit(2 if isinstance(error, InvalidInput) else 1)
     if not settings.secret("admin_token"):
         log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
+    _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
     os.execve(command.argv[0], command.argv, command.env | marker)
+
+
+def _withdraw_records(settings: Settings) -> None:
+    """Remove what says that vLLM serves a step: the vLLM that starts now has none, until the publisher loads them.
+
+    The publisher does this too, but it may have died with the vLLM before. It does it alone where there is no volume.
+    """
+    try:
+        spool = Spool(settings.root)
+        for run in spool.runs.names():
+            spool.served.withdraw(run)
+    except (TandemError, OSError) as error:
+        log.warning("can't remove the records of what the vLLM before served", error=error)
 
 
 if __name__ == "__main__":

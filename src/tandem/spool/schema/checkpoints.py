@@ -44,7 +44,10 @@ class Manifest(Record):
 
 
 class Served(Record):
-    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it."""
+    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it.
+
+    The file is absent while vLLM serves none of the run's steps.
+    """
 
     step: int
     model: str  # "<run>@<step>"
