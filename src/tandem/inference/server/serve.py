@@ -1,5 +1,6 @@
 """`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe."""
 
+import hashlib
 import os
 import sys
 
@@ -8,6 +9,7 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.inference.server.command import server_command
 from tandem.inference.server.wait_for_gpu import wait_for_gpu
 from tandem.spool import Spool
+from tandem.system.environment import scratch_directory
 from tandem.system.logs import Log, configure
 
 log = Log("inference")
@@ -34,7 +36,10 @@ def main() -> None:
         log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
-    os.execve(command.argv[0], command.argv, command.env | marker)
+    # A killed vLLM leaves sockets and files there.
+    key = hashlib.sha256(f"{settings.root.absolute()}:{settings.inference_port}".encode()).hexdigest()[:12]
+    scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
+    os.execve(command.argv[0], command.argv, command.env | marker | scratch)
 
 
 def _withdraw_records(settings: Settings) -> None:

@@ -68,7 +68,7 @@ class _Session:
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
-        self._assignment, connect = meet(self._spool, self._job_id, self._attempt)
+        self._assignment, connect = meet(self._spool, self._job_id, self._attempt, self.heartbeat)
         if self._assignment.done:
             return
         arch = read_arch(self._assignment.model)
@@ -129,14 +129,13 @@ class _Session:
     ) -> None:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         staged = staged_checkpoint(self._work)
-        checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
+        sha256 = checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
         manifest = self._spool.checkpoints.commit(
-            staged, run, base_step + 1, self._job_id,
+            staged, run, base_step + 1, self._job_id, sha256=sha256,
             topology=self._topology.sizes(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
-        sha256, size = manifest.files[WEIGHTS_FILE].sha256, sum(entry.size for entry in manifest.files.values())
-        seconds = time.perf_counter() - start
-        self._event("checkpoint", step=manifest.step, sha256=sha256, bytes=size, seconds=seconds)
+        size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
+        self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:
