@@ -39,6 +39,7 @@ class FakeVllm:
         self.in_use: set[str] = set()
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
+        self.max_model_len = 4096
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
         self.list_seconds = 0.0  # that the list of models takes
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
@@ -121,7 +122,8 @@ class FakeVllm:
             case "/v1/models":
                 time.sleep(self.list_seconds)
                 served = {"base": "/model"} | {name: path for name, (path, _) in self.adapters.items()}
-                return 200, {"data": [{"id": name, "root": root} for name, root in served.items()]}
+                length = {"max_model_len": self.max_model_len}
+                return 200, {"data": [{"id": name, "root": root} | length for name, root in served.items()]}
             case "/v1/load_lora_adapter":
                 name = body["lora_name"]
                 if name in self.adapters:
@@ -158,6 +160,8 @@ class FakeVllm:
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": "the prompt is too long"}}
         moved = 0.0 if body["model"] == "base" or self.ignores_weights else self.adapters[body["model"]][1]
         values = [None if math.isnan(value) else value for value in logprobs(body["prompt"], moved)]
         entries = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], values, strict=True)]

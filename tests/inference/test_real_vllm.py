@@ -108,6 +108,10 @@ def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClien
     assert client.healthy()
     assert client.prefix_cache_keyed_by_path()  # vLLM 0.32
     assert client.models()["base"] == str(vllm.model)
+    longest = client.longest_prompt()
+    assert len(client.prompt_logprobs("base", [1] * longest)) == longest - 1
+    with pytest.raises(InferenceRefused):
+        client.prompt_logprobs("base", [1] * (longest + 1))
     client.load_lora(name, str(identity))
     assert client.models()[name] == str(identity)
     with pytest.raises(InferenceRefused, match="already been loaded"):

@@ -10,7 +10,7 @@ import httpx
 
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
-from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.vllm_client.names import ADMIN_HEADER, BASE_MODEL_NAME
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
@@ -80,6 +80,11 @@ class VllmClient:
         """Each served model, the base model included: name -> the path it was loaded from."""
         cards = _json(self._request("GET", "/v1/models"))["data"]
         return {str(card["id"]): str(card.get("root") or "") for card in cards}
+
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt that leaves room for one sampled token."""
+        cards = _json(self._request("GET", "/v1/models"))["data"]
+        return next(int(card["max_model_len"]) for card in cards if card["id"] == BASE_MODEL_NAME) - 1
 
     def adapters_in_use(self) -> set[str]:
         """Names of the adapters that running or waiting requests use, as of the engine's last step (`/metrics`)."""

@@ -86,16 +86,16 @@ class _Session:
         with self.phases.phase("data"):
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id))
         with batch:
-            sequences = probe.choose(batch)
+            sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
             rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)
             loader = ModelLoader(
                 self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
             )
             self._state.model = loader.load(self._state.model, self.phases)
-            self._train(batch, self._state.model, sequences)
+            self._train(batch, self._state.model, sequences, long)
 
-    def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]]) -> None:
-        """Train and write the checkpoint. `sequences`: the probe's."""
+    def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
+        """Train and write the checkpoint. `sequences`, `long`: the probe's."""
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
@@ -118,9 +118,10 @@ class _Session:
             now = logprobs()
             with policy.adapter_disabled():
                 base = logprobs()
+            of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
             contents = checkpoint.gather(policy, model.optimizer)
             if self._rank == 0:
-                result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base)
+                result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
                 self._write_checkpoint(contents, metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
 
