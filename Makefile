@@ -25,7 +25,7 @@ $(VENV)/.synced: uv.lock pyproject.toml .python-version | $(UV)
 setup: $(VENV)/.synced  ## the locked environment in .venv
 
 demo: setup  ## post-train and serve a tiny model end to end on the CPU (out/demo/)
-	$(RUN) python examples/demo.py --out out/demo
+	$(VENV)/bin/python examples/demo.py --with-parent --out out/demo
 
 lint: setup  ## ruff and mypy --strict
 	$(RUN) ruff check .

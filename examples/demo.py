@@ -23,6 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tandem.errors import Conflict
+from tandem.system.ports import reserve
+from tandem.system.processes import die_with_parent
+
 RUN = "demo"
 RL_STEPS = 15
 console = Console()
@@ -33,9 +37,12 @@ def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[
     """`tandem up` in the background; its own log goes to <root>/up.log. Stops everything on the way out."""
     log = root / "up.log"
     with log.open("wb") as out:
+        parent = os.getpid()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "up"], env=environment, stdout=out, stderr=out, start_new_session=True
-        )
+            [sys.executable, "-m", "tandem", "up"], env=environment, stdout=out, stderr=out, start_new_session=True,
+            # The stack ends with this process, however that ends.
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509
+        )  # fmt: skip
         try:
             yield process
         finally:
@@ -52,17 +59,32 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
-        try:
-            if httpx.get(waiting[0], timeout=5).status_code == 200:
-                waiting.pop(0)
-                continue
-        except httpx.TransportError:
-            pass
+        # Only a stack that runs is asked: whoever else might answer in its place is not it.
+        if process.poll() is None:
+            try:
+                if httpx.get(waiting[0], timeout=5, trust_env=False).status_code == 200:
+                    waiting.pop(0)
+                    continue
+            except httpx.TransportError:
+                pass
         if process.poll() is not None or time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             why = f"ended with {process.poll()}" if process.poll() is not None else f"not ready after {timeout:.0f} s"
             raise SystemExit(f"The stack {why}; waiting for {waiting[0]}. End of {log}:\n{tail}")
         time.sleep(0.5)
+
+
+def free_port(given: int | None, usual: int, option: str) -> int:
+    """The port that `option` gave, or the usual one, or if that is taken another; exits if the given one is taken."""
+    try:
+        with reserve(given or usual) as held:
+            return held.port
+    except Conflict as error:
+        if given:
+            raise SystemExit(f"{option}: {error.message}") from error
+    with reserve() as held:
+        console.print(f"port {usual} is taken, so this demo uses {held.port} in its place ({option} chooses another)")
+        return held.port
 
 
 def show(report: dict[str, Any]) -> None:
@@ -112,9 +134,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--weights", choices=["adapter", "merged"], default="adapter", help="how vLLM serves the run")
-    parser.add_argument("--controller-port", type=int, default=8080)
-    parser.add_argument("--inference-port", type=int, default=8000)
+    parser.add_argument("--controller-port", type=int, help="by default 8080, or a free one if that is taken")
+    parser.add_argument("--inference-port", type=int, help="by default 8000, or a free one if that is taken")
+    parser.add_argument("--with-parent", action="store_true", help="end when the program ends that started this one")
     arguments = parser.parse_args()
+    if arguments.with_parent:
+        die_with_parent(sig=signal.SIGTERM)
+    controller_port = free_port(arguments.controller_port, 8080, "--controller-port")
+    inference_port = free_port(arguments.inference_port, 8000, "--inference-port")
     out: Path = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     root = out / "spool"
@@ -122,8 +149,8 @@ def main() -> None:
     begin = time.monotonic()
 
     tiny_model.write_tiny_qwen3(root / "models" / "tiny")
-    controller = f"http://127.0.0.1:{arguments.controller_port}"
-    inference = f"http://127.0.0.1:{arguments.inference_port}"
+    controller = f"http://127.0.0.1:{controller_port}"
+    inference = f"http://127.0.0.1:{inference_port}"
     environment = os.environ | {
         "TANDEM_ROOT": str(root),
         "TANDEM_BASE_MODEL": "models/tiny",
@@ -134,8 +161,8 @@ def main() -> None:
         "TANDEM_WEIGHTS": arguments.weights,
         "TANDEM_API_KEY": secrets.token_urlsafe(16),
         "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
-        "TANDEM_CONTROLLER_PORT": str(arguments.controller_port),
-        "TANDEM_INFERENCE_PORT": str(arguments.inference_port),
+        "TANDEM_CONTROLLER_PORT": str(controller_port),
+        "TANDEM_INFERENCE_PORT": str(inference_port),
         "TANDEM_MAX_MODEL_LEN": "512",
         "TANDEM_MAX_LORA_RANK": "16",
         "TANDEM_URL": controller,

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 API_KEY, ADMIN_TOKEN = "key", "token"
+_LORA_INFO = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}} {!r}'
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 
 
@@ -38,6 +39,10 @@ class FakeVllm:
         self.in_use: set[str] = set()
         self.calls: list[tuple[str, Any]] = []
         self.ignores_weights = False  # serves every adapter as the base model
+        self.max_model_len = 4096
+        self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
+        self.list_seconds = 0.0  # that the list of models takes
+        self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.asleep = False
         self.dead = False  # the engine; the server still answers
         self.on_sleep: Callable[[], None] = lambda: None  # called before it sleeps; an exception is answered by 500
@@ -105,6 +110,8 @@ class FakeVllm:
         admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", *SLEEP)
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
+        if self.statuses.get(path):
+            return self.statuses[path].pop(0), {"error": {"message": "not now"}}
         if path in SLEEP:
             return self._sleep(path)
         match path:
@@ -113,8 +120,10 @@ class FakeVllm:
             case "/version":
                 return 200, {"version": self.version}
             case "/v1/models":
+                time.sleep(self.list_seconds)
                 served = {"base": "/model"} | {name: path for name, (path, _) in self.adapters.items()}
-                return 200, {"data": [{"id": name, "root": root} for name, root in served.items()]}
+                length = {"max_model_len": self.max_model_len}
+                return 200, {"data": [{"id": name, "root": root} | length for name, root in served.items()]}
             case "/v1/load_lora_adapter":
                 name = body["lora_name"]
                 if name in self.adapters:
@@ -151,6 +160,8 @@ class FakeVllm:
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": "the prompt is too long"}}
         moved = 0.0 if body["model"] == "base" or self.ignores_weights else self.adapters[body["model"]][1]
         values = [None if math.isnan(value) else value for value in logprobs(body["prompt"], moved)]
         entries = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], values, strict=True)]
@@ -167,5 +178,6 @@ class FakeVllm:
                 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",waiting_lora_adapters=""} 1.5e+09',
                 f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{",".join(sorted(self.in_use))}",'
                 f'waiting_lora_adapters=""}} {now!r}',
+                *(_LORA_INFO.format(name, at) for name, at in self.used.items()),
             ]
         )

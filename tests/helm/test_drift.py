@@ -185,6 +185,24 @@ def test_images_and_commands(name, files):
 
 
 @BOTH_DEVICES
+def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
+    """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
+    rendered, services = case(name), compose_file.services(*files)
+    caches = {}
+    for role in ("trainer", "inference"):
+        image = (compose_file.ROOT / "Dockerfile").read_text()
+        assert set(re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)) == {
+            f"/cache/private{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
+        }
+        mounted = {entry.split(":")[1]: entry.split(":")[0] for entry in services[role]["volumes"]}
+        caches[role] = mounted["/cache/private"]
+        assert "emptyDir" in volume(rendered, role, "/cache/private")
+    for name_of, service in services.items():
+        sources = {entry.split(":")[0] for entry in service.get("volumes", [])}
+        assert sources & set(caches.values()) == ({caches[name_of]} if name_of in caches else set())
+
+
+@BOTH_DEVICES
 def test_mounts_memory_users_ports_and_grace_periods(name, files):
     rendered, services = case(name), compose_file.services(*files)
     for role in ROLES:

@@ -5,15 +5,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fake_vllm
+from fake_vllm import FakeVllm
 from inference.stage import Stage, commit, make_run
 from tandem.errors import Unauthorized
-from tandem.vllm_client.client import VllmClient
+from tandem.inference.publisher import checkpoint_loader
+from tandem.vllm_client.client import InferenceRefused, VllmClient
 from waiting import until
 
 
@@ -124,6 +128,107 @@ def test_a_refused_checkpoint_is_tried_again_when_it_changes(stage: Stage) -> No
     assert stage.served() == (1, None)
 
 
+def test_damaged_optimizer_state_does_not_unload_a_served_step(stage: Stage) -> None:
+    def adapter_and_adam(directory: Path) -> None:
+        stage.write_adapter(0.3, directory)
+        (directory / "optimizer").mkdir()
+        (directory / "optimizer/adam.safetensors").write_bytes(b"\0" * 64)
+
+    commit(stage.spool, "run", adapter_and_adam, stage.probe(0.3))
+    stage.publisher().once()
+    assert stage.served() == (1, None)
+    adam = stage.weights(1).with_name("optimizer") / "adam.safetensors"
+    adam.write_bytes(b"\1" + adam.read_bytes()[1:])
+    stage.publisher().once()
+    assert (stage.served(), stage.listed()) == ((1, None), ["run@0", "run@1"])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/load_lora_adapter", "/v1/completions"])
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_passing_fault_of_vllm_is_no_refusal(stage: Stage, path: str, status: int) -> None:
+    publisher = stage.publisher()
+    publisher.once()
+    stage.step(0.3, job="job-1")
+    stage.vllm.statuses[path] = [status]
+    for _ in range(2):
+        with suppress(InferenceRefused):
+            publisher.once()
+        assert stage.record().refused_step is None
+    assert stage.served() == (1, None)
+
+
+def test_a_checkpoint_that_vllm_answers_with_500_is_tried_again_later(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = stage.publisher()
+    publisher.once()
+    stage.step(0.3)
+    stage.vllm.statuses["/v1/load_lora_adapter"] = [500] * checkpoint_loader.TRIES
+    publisher.once()
+    publisher.once()
+    assert stage.served() == (0, 1)
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + checkpoint_loader.TRY_AGAIN_SECONDS + 1)
+    publisher.once()
+    assert stage.served() == (1, None)
+
+
+def test_a_slow_list_of_models_makes_the_publisher_forget_nothing(stage: Stage) -> None:
+    publisher = stage.publisher(client=VllmClient(stage.settings(), timeout=0.5))
+    stage.step(0.3)
+    publisher.once()
+    stage.vllm.list_seconds = 1.0
+    assert not publisher.once()
+    stage.vllm.list_seconds = 0.0
+    stage.vllm.calls.clear()
+    assert publisher.once()
+    assert stage.called("/v1/completions") == 0
+    assert stage.served() == (1, None)
+
+
+def test_no_secret_goes_to_a_proxy_of_the_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = FakeVllm()
+    proxy.start()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy.url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    VllmClient(stage.settings()).models()
+    proxy.stop()
+    assert proxy.calls == []
+
+
+def test_no_record_says_that_a_restarted_vllm_serves_a_step_before_it_does(stage: Stage) -> None:
+    make_run(stage.spool, "zero", stage.model)
+    publisher = stage.publisher()
+    stage.step(0.3)
+    publisher.once()
+    stage.vllm.stop()
+    assert not publisher.once()
+    assert stage.spool.served.get("run") is None
+    stage.vllm.start()
+    publisher.once()
+    assert stage.served() == (1, None)
+
+    # Between two polls of one publisher, and of a publisher that died with vLLM.
+    records: list[object] = []
+
+    class Client(VllmClient):
+        def load_lora(self, name: str, path: str) -> None:
+            if not records:
+                records.extend([stage.spool.served.get("run"), stage.spool.served.get("zero")])
+            super().load_lora(name, path)
+
+    for second in (publisher, stage.publisher()):
+        stage.vllm.adapters.clear()
+        client = Client(stage.settings())
+        second._transport._client = client
+        second.once()
+        assert records == [None, None]
+        records.clear()
+        assert stage.served() == (1, None)
+
+
 def test_after_a_rollback_the_name_serves_the_new_checkpoint(stage: Stage) -> None:
     publisher = stage.publisher()
     stage.step(0.3)
@@ -198,12 +303,51 @@ def test_old_steps_are_unloaded_when_no_request_uses_them(stage: Stage) -> None:
 
 
 def test_old_steps_stay_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
-    for effect in (0.1, 0.2, 0.3, 0.4):
-        stage.step(effect)
+    for step in range(1, 7):
+        stage.step(step / 10)
         stage.publisher(keep_served=1, grace=60.0).once()
-    assert stage.listed() == ["run@1", "run@2", "run@3", "run@4"]
-    stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()  # at most four models, the base model included
-    assert stage.listed() == ["run@2", "run@3", "run@4"]
+    assert stage.listed() == [f"run@{step}" for step in range(1, 7)]
+    stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()  # at most four old steps
+    assert stage.listed() == [f"run@{step}" for step in range(2, 7)]
+
+
+def test_runs_that_nobody_uses_do_not_shorten_the_grace_of_others(stage: Stage) -> None:
+    for number in range(5):
+        make_run(stage.spool, f"idle-{number}", stage.model)
+    for effect in (0.1, 0.2):
+        stage.step(effect)
+        stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()
+    assert {"run@1", "run@2"} < set(stage.listed())
+
+
+def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
+    for name in ("another", "sampled", "zero"):
+        make_run(stage.spool, name, stage.model)
+    stage.step(0.3)
+    publisher = stage.publisher()
+    publisher.once()
+    stage.vllm.used = {"sampled@0": time.time() + 60}
+    stage.publisher().once()  # it notices that, and a third publisher knows it
+    stage.vllm.stop()
+    stage.vllm.used.clear()
+    stage.vllm.start()
+    stage.vllm.calls.clear()
+    stage.publisher().once()
+    assert stage.vllm.loads() == ["sampled@0", "run@1", "run@0", "zero@0", "another@0"]
+
+
+def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stage) -> None:
+    for name in ("another", "zero"):
+        make_run(stage.spool, name, stage.model)
+
+    class Client(VllmClient):
+        def load_lora(self, name: str, path: str) -> None:
+            if name == "zero@0":
+                stage.step(0.3)
+            super().load_lora(name, path)
+
+    stage.publisher(client=Client(stage.settings())).once()
+    assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
 def test_adapters_of_others_are_left_alone(stage: Stage) -> None:
@@ -217,6 +361,7 @@ def test_adapters_of_others_are_left_alone(stage: Stage) -> None:
 def test_one_broken_run_does_not_stop_the_others(stage: Stage) -> None:
     make_run(stage.spool, "another", stage.model)
     shutil.rmtree(stage.spool.checkpoints.path("another", 0))
+    (stage.spool.paths.runs / "empty").mkdir()
     stage.publisher().once()
     assert stage.served() == (0, None)
 

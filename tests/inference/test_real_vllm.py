@@ -108,6 +108,10 @@ def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClien
     assert client.healthy()
     assert client.prefix_cache_keyed_by_path()  # vLLM 0.32
     assert client.models()["base"] == str(vllm.model)
+    longest = client.longest_prompt()
+    assert len(client.prompt_logprobs("base", [1] * longest)) == longest - 1
+    with pytest.raises(InferenceRefused):
+        client.prompt_logprobs("base", [1] * (longest + 1))
     client.load_lora(name, str(identity))
     assert client.models()[name] == str(identity)
     with pytest.raises(InferenceRefused, match="already been loaded"):
@@ -152,7 +156,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
     run = next(names)
     name = f"{run}@1"
     client.load_lora(name, str(identity))
-    retention = Retention(client, grace=0.0, max_listed=99)
+    retention = Retention(client, grace=0.0, most=99)
     with stream(vllm, name) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -165,6 +169,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
         for _ in range(20):
             assert next(lines) is not None
     until("the request ends", lambda: name not in client.adapters_in_use(), 60)
+    assert time.time() - 60 < client.adapters_last_used()[name] <= time.time()
 
 
 def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, identity: Path) -> None:

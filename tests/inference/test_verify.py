@@ -7,22 +7,31 @@ import numpy as np
 import pytest
 
 from tandem.inference.publisher.verify import MARGIN, Verification, movement, verify
-from tandem.spool.schema import Probe
+from tandem.spool.schema import LongProbe, Probe
 
 RNG = np.random.default_rng(0)
 TOKENS = [RNG.integers(0, 200, 65).tolist() for _ in range(4)]
 PREVIOUS = RNG.normal(-3.0, 0.5, (4, 64))
+LONG = RNG.integers(200, 300, 1000).tolist()
 BASE = RNG.normal(-3.0, 0.5, (4, 64))
 
 
 class Scorer:
     """A vLLM with one adapter. It has no base model: verification must not ask for it where there is a probe."""
 
-    def __init__(self, served: np.ndarray) -> None:
+    def __init__(self, served: np.ndarray, long: Sequence[float] = (), longest: int = 4095) -> None:
         self.values = {"run@1": served}
+        self.long, self.longest = long, longest
+
+    def longest_prompt(self) -> int:
+        return self.longest
 
     def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
-        return self.values[model][TOKENS.index(list(tokens))].tolist()
+        assert len(tokens) <= self.longest
+        if list(tokens) == LONG[: len(tokens)]:
+            return list(self.long[: len(tokens) - 1])
+        (row,) = (index for index, known in enumerate(TOKENS) if known[: len(tokens)] == list(tokens))
+        return self.values[model][row, : len(tokens) - 1].tolist()
 
 
 def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = BASE) -> Probe:
@@ -121,3 +130,29 @@ def test_movement_is_the_share_of_the_way() -> None:
         moved = movement(*flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS))
         assert moved == pytest.approx((share, 0.0), abs=1e-9)
     assert movement([1.0], [2.0], [2.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("differs_from", "longest", "refused"),
+    [(1000, 4095, False), (700, 4095, True), (700, 999, True), (700, 600, False), (200, 300, True), (700, 20, False)],
+)
+def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many(
+    differs_from: int, longest: int, refused: bool
+) -> None:
+    positions = [position for end in (250, 500, 750, 1000) for position in range(end - 16, end)]
+    values = RNG.normal(-3.0, 0.5, 999)
+    of_trainer = probe(PREVIOUS).model_copy(
+        update={"long": LongProbe(tokens=LONG, positions=positions, logprobs=[values[p - 1] for p in positions])}
+    )
+    served = values + np.where(np.arange(999) >= differs_from, 1.0, 1e-4)
+    result = verify(Scorer(PREVIOUS, served, longest), "run@1", of_trainer, tolerance=0.02, identity="base")
+    assert ("in a sequence of" in result.reason) is refused
+    if longest > 64:
+        assert result.tokens == 256 + sum(position < longest for position in positions)
+
+
+def test_a_server_with_short_prompts_is_compared_on_the_beginnings() -> None:
+    new = PREVIOUS + noise(0.1)
+    result = verify(Scorer(new, longest=15), "run@1", probe(new), tolerance=0.02, identity="base")
+    assert (result.reason, result.tokens) == ("", 4 * 14)
+    assert "before it" in verify(Scorer(PREVIOUS, longest=15), "run@1", probe(new), tolerance=1.0, identity="base").reason

@@ -78,6 +78,17 @@ def test_rope_multiplies_complex_numbers():
     torch.testing.assert_close(actual, torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-6)
 
 
+def test_a_long_probe_has_the_log_probs_of_some_of_its_tokens(alone, tmp_path):
+    policy = make_policy(write_random_model(tmp_path))
+    tokens = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    long = probe.score_long(policy, tokens, 160, torch.device("cpu"))
+    assert (long.tokens, len(long.positions), long.positions[0], long.positions[-1]) == (tokens, 64, 21, 149)
+    (every,) = probe.logprobs(policy, [tokens], 160, torch.device("cpu"))
+    expected = [every[position - 1] for position in long.positions]
+    torch.testing.assert_close(long.logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert probe.score_long(policy, [], 160, torch.device("cpu")) is None
+
+
 def test_computing_only_the_used_slots_changes_nothing(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path))
     sequences = [[3, 1, 4, 1, 5], [9, 2, 6]]

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from rank import jobs
 from tandem.data.inputs import Group, SFTExample, Trajectory, Turn
 from tandem.errors import CheckpointDamaged, InvalidInput
-from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss
 from tandem.trainer.rank import checkpoint, model_loader, session, worker
@@ -148,17 +147,20 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, checkpoint.OPTIMIZER_FILE])
-def test_a_checkpoint_that_reads_back_otherwise_is_damaged(tmp_path: Path, monkeypatch, name: str) -> None:
-    (tmp_path / "previous").mkdir()
-    (tmp_path / "previous" / CONFIG_FILE).write_text("{}")
-    contents = checkpoint.Contents({"a": torch.ones(3)}, {"b": torch.zeros(2)})
-    checkpoint.write(contents, tmp_path / "previous", tmp_path / "good")
-    assert load_file(tmp_path / "good" / WEIGHTS_FILE)["a"].tolist() == [1, 1, 1]
-    write = Path.write_bytes
+def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_it(
+    spool: Spool, monkeypatch, name: str
+) -> None:
+    write, read = Path.write_bytes, Path.read_bytes
 
     def flip(path: Path, content: bytes) -> int:
         return write(path, flipped(content) if path.match(f"*/{name}") else content)
 
+    def from_page_cache(path: Path) -> bytes:
+        return flipped(read(path)) if path.match(f"*/{name}") else read(path)
+
     monkeypatch.setattr(Path, "write_bytes", flip)
-    with pytest.raises(CheckpointDamaged, match=f"{name} does not read back"):
-        checkpoint.write(contents, tmp_path / "previous", tmp_path / "bad")
+    monkeypatch.setattr(Path, "read_bytes", from_page_cache)  # which still has what was written
+    jobs.claim(spool, jobs.submit_sft(spool))
+    assert worker.main(spool.root, "sft", 1) == 0
+    with pytest.raises(CheckpointDamaged, match=f"{name} is altered"):
+        spool.checkpoints.verify("r", 1)

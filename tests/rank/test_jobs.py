@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from rank import jobs
 from tandem.data.inputs import Group, Trajectory, Turn
+from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.model.policy import Policy, RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss
 from tandem.trainer.rank import checkpoint, model_loader, session
+from tandem.trainer.rank.probe import choose_long
 
 
 def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None:
@@ -241,6 +243,28 @@ def test_the_probe_of_the_base_model_equals_transformers(spool: Spool, model: Pa
         expected = [table[i, token].item() for i, token in enumerate(tokens[1:])]
         np.testing.assert_allclose(previous, expected, atol=1e-4)
         assert not np.allclose(now, previous, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "vocab", "length"), [(160, 512, 160), (127, 512, 0), (160, 2**21, 128), (160, 2**22, 0)]
+)
+def test_the_long_probe_fills_a_row_within_what_vllm_can_score(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, row: int, vocab: int, length: int
+) -> None:
+    monkeypatch.setattr(jobs, "ROW", row)
+    with PackedBatch.open(spool.paths.data_dir(jobs.submit_rl(spool))) as batch:
+        tokens = choose_long(batch, vocab)
+        assert len(tokens) == length
+        assert set(tokens) <= set(np.concatenate([batch.row(0).tokens, batch.row(len(batch) - 1).tokens]).tolist())
+
+
+def test_a_checkpoint_of_long_rows_has_a_long_probe(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ROW", 160)
+    jobs.run_here(spool, jobs.submit_rl(spool))
+    found = spool.checkpoints.manifest("r", 1).probe
+    assert found is not None
+    assert found.long is not None
+    assert (len(found.long.tokens), len(found.long.positions), len(found.long.logprobs)) == (160, 64, 64)
 
 
 def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool: Spool) -> None:

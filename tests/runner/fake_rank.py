@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def main(root: Path, job_id: str, attempt: int) -> int:
         staged.replace(work / f"beat.{rank}")
 
     beat("begin")
+    if "litter" in labels:
+        tempfile.mkdtemp()
     order = labels.get("do")
     if attempt > int(labels.get("until", attempt)) or rank != int(labels.get("rank", rank)):
         order = None

@@ -28,6 +28,15 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
         stack.close()
 
 
+def test_ranks_inherit_no_secret(monkeypatch):
+    for name in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN", "TANDEM_API_KEY_FILE", "TANDEM_ADMIN_TOKEN_FILE"):
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.setenv("TANDEM_ROOT", "kept")
+    environment = rank_environment(Settings())
+    assert "s3cret" not in environment.values()
+    assert environment["TANDEM_ROOT"] == "kept"
+
+
 @pytest.mark.parametrize(
     ("ranks", "given", "expected"),
     [

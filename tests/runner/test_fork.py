@@ -152,3 +152,14 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         assert following.poll() == 0
     finally:
         server.close()
+
+
+def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack):
+    stack.run("unlucky")
+    unlucky = stack.submit("unlucky", do="die", until=2, attempts=3)
+    follower = stack.submit("unlucky")
+    stack.until(lambda: stack.kinds(unlucky).count("requeued") == 2, 60, "two failed attempts")
+    stack.ended("lucky")
+    assert stack.kinds(unlucky).count("claimed") == 2, "it waits 2 s after its second attempt"
+    assert "claimed" not in stack.kinds(follower)
+    assert stack.wait(unlucky)[0] == stack.wait(follower)[0] == "succeeded"

@@ -60,9 +60,11 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     assert stack.marked() == []
     state, job = stack.spool.jobs.get(job_id)
     assert (state, job.attempt, job.stopped, job.last_error.type) == ("queued", 1, 1, "runner_stopped")
+    assert stack.event(job_id, "requeued")["counts"] is False
     stack.start()
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2)
+    assert "attempt 2 (1 of 1 that count)" in stack.job_log(job_id)
 
 
 def test_supervisord_gives_the_runner_enough_time_to_stop():
@@ -99,6 +101,24 @@ def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_
     assert not alive(orphan.pid)
     log = stack.logged()
     assert log.index("ending a process of an earlier runner") < log.index("settled a job of an earlier runner")
+
+
+def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    stack = make("resident")
+    job_id = stack.submit(stack.run(), do="wait", until=4, attempts=9, litter=1)
+    counts = []
+    for attempt in range(1, 5):
+        stack.until_beating(job_id, attempt)
+        counts.append(len([path for path in tmp_path.rglob("*") if stack.spool.root not in (path, *path.parents)]))
+        if attempt % 2:
+            stack.kill()
+            stack.start()
+        else:
+            rank = next(process for process in stack.children() if process.parent != stack.runner.pid)
+            processes.send(rank, signal.SIGKILL)
+    assert stack.wait(job_id)[0] == "succeeded"
+    assert len(set(counts)) == 1
 
 
 def test_a_runner_killed_before_the_launch_leaves_a_job_that_runs_again(stack):

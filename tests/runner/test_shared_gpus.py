@@ -289,3 +289,13 @@ def test_vllm_and_the_runner_start_and_die_at_any_time(stack, publisher):
         assert stack.wait(job_id)[0] == "succeeded"
     stack.until(lambda: stack.healthy() and not stack.asleep(), 30, "vLLM awake")
     awake_and_unheld(stack)
+
+
+def test_sigterm_ends_a_runner_that_waits_for_the_publisher(stack):
+    assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
+    with stack.spool.hold.lock():  # as the publisher holds it while it loads
+        job_id = stack.submit(stack.name)
+        time.sleep(2)
+        assert stack.stop(timeout=10) == 0
+    assert stack.spool.jobs.get(job_id)[0] == "queued"
+    stack.spool.queue.cancel(job_id)

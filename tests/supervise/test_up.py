@@ -53,6 +53,20 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
     assert stack.left() == []
 
 
+@pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
+def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(up, how, says):
+    stack = up(programs=(AB[0] | {"costly": True}, AB[1]), FAKE_B=how, FAKE_RETRIES="4", FAKE_READY="1")
+    stack.until("ready after")
+    stack.until(says)
+    stack.until("b | b runs", count=stack.text().count("b | b runs") + 2)
+    assert stack.text().count(says) == 1
+    assert stack.text().count("a | a runs") == 1
+    os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
+    stack.until("a | a runs", count=2)
+    os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
+    assert stack.wait() in (70, 71), "nothing is left that stays up"
+
+
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_when_supervisord_dies_nothing_is_left(up, sig):
     stack = both_run(up(FAKE_A="child"))

@@ -148,6 +148,9 @@ pod of all can be placed. Without a trainer's pod the choice is inference's, and
 {{- if ne .role "controller" }}
 - name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}
   emptyDir: {medium: Memory, sizeLimit: {{ $role.shmSize }}}
+{{- /* What its programs compile, and load as code: no other pod can write it. */}}
+- name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}
+  emptyDir: {sizeLimit: {{ .root.Values.cache.size }}}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
   {{- include "tandem.secretVolume" (dict "root" .root "admin" (or (eq .role "inference") (and (eq .role "trainer") (eq (include "tandem.shared" .root) "true")))) | nindent 2 }}
@@ -203,6 +206,7 @@ projected:
 - {name: {{ include "tandem.own" (merge (dict "name" "run") .) }}, mountPath: /run/tandem}
 {{- if .shm }}
 - {name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}, mountPath: /dev/shm}
+- {name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}, mountPath: /cache/private}
 {{- end }}
 {{- end -}}
 

@@ -55,7 +55,7 @@ class CreateRun(Record):
 class RunStatus(Record):
     spec: RunSpec
     newest_step: int = Field(description="the newest checkpoint")
-    served: schema.Served | None = Field(description="the verified step that vLLM serves; null before the first")
+    served: schema.Served | None = Field(description="the verified step that vLLM serves; null while vLLM has none")
     pending: list[str] = Field(description="ids of this run's queued and running jobs, oldest first")
 
 

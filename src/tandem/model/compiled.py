@@ -2,7 +2,8 @@
 
 torch itself caches kernels in files, but each process must trace the function to learn which kernels it needs. A
 function compiled ahead of time (`aot_compile`) loads sooner. The files are pickles beside torch's own, in
-TORCHINDUCTOR_CACHE_DIR, and are trusted like those.
+TORCHINDUCTOR_CACHE_DIR, and are trusted like those: whoever can write there runs code in the ranks. In containers the
+directory is on a volume that only the trainer has.
 """
 
 import contextlib

@@ -12,8 +12,8 @@ from tandem.spool.schema.checkpoints import FileEntry
 MANIFEST = "manifest.json"
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
-    """Hashes every file under `directory` and writes `manifest.json` with `files` filled in.
+def write_manifest(directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None) -> Manifest:
+    """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with `files` filled in.
 
     InvalidInput (field: the file) if the directory holds anything but plain files and directories.
     """
@@ -24,7 +24,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
             raise InvalidInput(f"{path} is not a plain file, so it can't be part of a checkpoint", field=name)
         if path.is_file() and name != MANIFEST:
             paths[name] = path
-    hashes = _hashes(paths)
+    known = sha256 or {}
+    hashes = {**known, **_hashes({name: path for name, path in paths.items() if name not in known})}
     files = {name: FileEntry(size=path.stat().st_size, sha256=hashes[name]) for name, path in paths.items()}
     manifest = manifest.model_copy(update={"files": files})
     fs.write_json_atomic(directory / MANIFEST, manifest)

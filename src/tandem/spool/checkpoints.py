@@ -3,6 +3,7 @@
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,12 @@ class Checkpoints:
         verify_files(self.path(run, step), manifest)
         return manifest
 
-    def commit(self, staged_dir: Path, run: str, step: int, job: str, **details: Any) -> Manifest:
-        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename. `details`: the manifest's
-        other fields (`topology`, `versions`, `metrics`, `probe`).
+    def commit(
+        self, staged_dir: Path, run: str, step: int, job: str, sha256: Mapping[str, str] | None = None, **details: Any
+    ) -> Manifest:
+        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename. `sha256`: hashes of files
+        whose writer knows them; the others are read. `details`: the manifest's other fields (`topology`, `versions`,
+        `metrics`, `probe`).
 
         Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
         anything but plain files. If this fails, the staged directory stays where it was.
@@ -82,7 +86,7 @@ class Checkpoints:
             raise Conflict(f"{problem}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
         manifest = Manifest(run=run, step=step, job=job, created=time.time(), files={}, **details)
         with fs.volume_errors(target):
-            manifest = write_manifest(staged_dir, manifest)
+            manifest = write_manifest(staged_dir, manifest, sha256 or {})
             fs.fsync_tree(staged_dir)
             try:
                 fs.rename_dir(staged_dir, target)

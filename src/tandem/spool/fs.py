@@ -51,6 +51,11 @@ def volume_errors(path: Path) -> Iterator[None]:
         raise SpoolUnusable(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}") from error
 
 
+def is_about_volume(error: OSError) -> bool:
+    """Whether the error is about the state of the volume, so that the same call can succeed later."""
+    return error.errno in _REMEDIES
+
+
 def fsync_dir(directory: Path) -> None:
     """Makes the names in `directory` durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -6,7 +6,7 @@ or a new runner's `recover`, completes it.
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,9 +96,10 @@ class Queue:
             fs.remove_tree(data)
             raise
 
-    def claim(self, runner: str) -> Job | None:
+    def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job.
 
+        `waiting`: ids of jobs that are not claimed now. Later jobs of their runs are not claimed either.
         A run's jobs are claimed in the order of their base steps. When this returns, the job is running, with one more
         attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still queued.
         """
@@ -111,7 +112,8 @@ class Queue:
                     self.finish(job, job.result)  # a process died while it cancelled this job
                 elif directory == "queued" and job.spec.run not in busy:
                     first.setdefault(job.spec.run, job)
-            for candidate in sorted(first.values(), key=lambda job: (job.spec.created, job.spec.id)):
+            ready = [job for job in first.values() if job.spec.id not in waiting]
+            for candidate in sorted(ready, key=lambda job: (job.spec.created, job.spec.id)):
                 with self._spool.job_lock(candidate.spec.id):
                     located = self._jobs.locate(candidate.spec.id)
                     # It may have been cancelled since the scan.
@@ -172,7 +174,7 @@ class Queue:
                 events = self._events.read(job_id)
                 if not any(event.type == "requeued" and event.attempt == current.attempt for event in events):
                     reason = error.model_dump(exclude={"log_tail"})
-                    self._events.append(job_id, "requeued", attempt=current.attempt, error=reason)
+                    self._events.append(job_id, "requeued", attempt=current.attempt, error=reason, counts=counts)
                 fs.move_file(running, self._paths.job_file("queued", job_id))
             _remove(self._paths.lease_file(job_id))
             fs.remove_tree(self._paths.all_work_dirs(job_id))

@@ -81,12 +81,16 @@ class ServedRecords:
         return self._runs.directory(run) / "served.json"
 
     def get(self, run: str) -> Served | None:
-        """The run's record, or None before the first publication."""
+        """The run's record; None before the first publication, and after a start of vLLM until the next one."""
         return fs.read_record(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
         """Replaces the record, durably."""
         fs.write_json_atomic(self._path(run), served)
+
+    def withdraw(self, run: str) -> None:
+        """Remove the record, durably: vLLM has none of the run's steps now."""
+        fs.remove_file(self._path(run))
 
     def changed(self, run: str) -> float | None:
         """When the record was last written, Unix seconds by the volume's clock; None without one."""

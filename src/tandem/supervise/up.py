@@ -1,9 +1,19 @@
 """`tandem up`: the programs of one container, or of all three on one machine, under one supervisord in the foreground.
 
 supervisord restarts a program that crashes. It would do so for ever, and it exits with 0 whatever happened to its
-programs, so this process watches over it and reports with its own exit status how the stack ended. However it ends, no
-process that it started is left after at most `programs.stop_seconds()` more. It may be the first process of a
-container, or have an init before it: it adopts and reaps processes that lose their parent.
+programs, so this process watches over it and reports with its own exit status how the stack ended:
+
+     0  stopped by Ctrl-C or SIGTERM
+    70  an essential program could not be started
+    71  an essential program crashed more than MOST_CRASHES times in a row, each within STEADY_SECONDS
+    72  supervisord itself ended
+
+Once the stack has been ready, 70 and 71 are only for a stack without another program that is costly to start again
+(vLLM, the runner with its job) and stays up: one program's trouble must not cost the others their state. Then the
+program is tried again for ever.
+
+However it ends, no process that it started is left after at most `programs.stop_seconds()` more. It may be the first
+process of a container, or have an init before it: it adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -98,6 +108,7 @@ class Stack:
         self._lives = {program.name: _Life() for program in programs}
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
+        self._ready = False  # at least once
         # vLLM's admin routes are never open; the user who started the stack doesn't need to know this token.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
@@ -143,7 +154,7 @@ class Stack:
 
     def _watch(self) -> int:
         begin = time.monotonic()
-        next_probe, ready = begin, False
+        next_probe = begin
         while not self._signals:
             liveness.beat("up")
             self._console.follow()
@@ -154,11 +165,11 @@ class Stack:
             for status in supervisord.statuses(self._settings).values():
                 if code := self._check(self._programs[status.name], status):
                     return code
-            if not ready and time.monotonic() > next_probe:
+            if not self._ready and time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 1
                 with suppress(TandemError, OSError):
-                    ready = not health.problems(self._settings, self._role)
-                if ready:
+                    self._ready = not health.problems(self._settings, self._role)
+                if self._ready:
                     self._say(f"ready after {time.monotonic() - begin:.0f} s; {self._addresses()}")
             time.sleep(0.25)
         return 0
@@ -169,7 +180,7 @@ class Stack:
         if status.state == "FATAL":
             if life.tried is None:
                 self._say_end_of_log(program, "can't be started")
-            if program.essential:
+            if self._ends_stack(program):
                 return EXIT_FATAL
             if life.tried is None or now - life.tried > TRY_AGAIN_SECONDS:
                 life.tried = now
@@ -182,16 +193,24 @@ class Stack:
             life.pid, life.since = status.pid, now
         return 0
 
+    def _ends_stack(self, program: Program) -> bool:
+        """Whether the trouble of a program that does not stay up is the stack's end."""
+        others = [other for other in self._programs.values() if other.costly and other is not program]
+        lives = [self._lives[other.name] for other in others]
+        return program.essential and not (
+            self._ready and any(life.pid and life.crashes <= MOST_CRASHES for life in lives)
+        )
+
     def _count_crash(self, program: Program, life: _Life) -> bool:
-        """Whether an essential program has crashed once too often."""
+        """Whether a program that ends the stack has crashed once too often."""
         life.crashes = 1 if time.monotonic() - life.since > STEADY_SECONDS else life.crashes + 1
-        if program.essential or life.crashes <= MOST_CRASHES:
+        if life.crashes <= MOST_CRASHES + 1:
             how = supervisord.how_it_ended(self._logs, program.name)
             self._say(f"{program.name} (pid {life.pid}) ended: {how}; "
-                      f"crash {life.crashes} of {MOST_CRASHES} at most; it is started again")  # fmt: skip
+                      f"crash {life.crashes} of {MOST_CRASHES} in a row; it is started again")  # fmt: skip
         if life.crashes == MOST_CRASHES + 1:
             self._say_end_of_log(program, "crashes again and again")
-        return program.essential and life.crashes > MOST_CRASHES
+        return life.crashes > MOST_CRASHES and self._ends_stack(program)
 
     def _say_end_of_log(self, program: Program, trouble: str) -> None:
         end = last_lines(supervisord.log_path(self._logs, program.name), lines=30)

@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
@@ -34,6 +36,29 @@ def runtime_dir(root: Path, role: Role) -> Path:
     parent = next((path for path in parents if path.is_dir() and len(str(path)) <= _LONGEST_PARENT), Path("/tmp"))
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return private_directory(parent / f"tandem-{os.getuid()}-{key}")
+
+
+def scratch_directory(name: str) -> Path:
+    """An empty directory under TMPDIR for the temporary files of processes that may be killed.
+
+    `name`: one per user of the directory, who must be alone when it calls this: what is there is removed.
+    """
+    parent = Path(tempfile.gettempdir())
+    # Sockets in it must keep below the 107 bytes of a path.
+    parent = parent if len(str(parent)) <= _LONGEST_PARENT else Path("/tmp")
+    directory = private_directory(parent / f"tandem-{os.getuid()}-{name}")
+    empty_directory(directory)
+    return directory
+
+
+def empty_directory(directory: Path) -> None:
+    """Remove what is in `directory`, as far as that is possible."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def private_directory(directory: Path) -> Path:

@@ -13,15 +13,20 @@ from tandem.errors import TandemError, Unauthorized
 from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
+_ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
 
 
 class InferenceUnavailable(TandemError):
-    """vLLM can't be reached, is starting, or its engine is dead. The same call can succeed later."""
+    """vLLM can't be reached, is starting or busy, or its engine is dead. The same call can succeed later."""
 
     code = "inference_unavailable"
     http_status = 503
     retriable = True
+
+
+class InferenceGone(InferenceUnavailable):
+    """Nobody listens at vLLM's address. The server that listens there next has no adapters."""
 
 
 class InferenceRefused(TandemError):
@@ -31,10 +36,14 @@ class InferenceRefused(TandemError):
     http_status = 502
 
 
+class InferenceFailed(InferenceRefused):
+    """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault of its own."""
+
+
 class VllmClient:
     """One vLLM server. A timeout bounds every call. Only calls without side effects are retried.
 
-    Every method can raise InferenceUnavailable, InferenceRefused and Unauthorized.
+    Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and Unauthorized.
     """
 
     def __init__(self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> None:
@@ -47,7 +56,10 @@ class VllmClient:
             headers[ADMIN_HEADER] = admin_token.strip()
         self.url = settings.resolved_inference_url
         self._work_timeout = work_timeout
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0))
+        # Not through the environment's proxies: they would get the API key and the admin token.
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False
+        )
 
     def healthy(self) -> bool:
         """Whether the server answers and its engine is alive. Raises nothing."""
@@ -69,15 +81,24 @@ class VllmClient:
         cards = _json(self._request("GET", "/v1/models"))["data"]
         return {str(card["id"]): str(card.get("root") or "") for card in cards}
 
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt that leaves room for one sampled token."""
+        cards = _json(self._request("GET", "/v1/models"))["data"]
+        return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
+
     def adapters_in_use(self) -> set[str]:
         """Names of the adapters that running or waiting requests use, as of the engine's last step (`/metrics`)."""
         text = self._request("GET", "/metrics").text
         # vLLM keeps one sample per set of names there ever was. Its value is the Unix time of the last step with it.
-        samples = [(float(match["value"]), match["labels"]) for match in _LORA_INFO.finditer(text)]
-        if not samples or not _requests_in_flight(text):
-            return set()
-        names = re.findall(r'(?:running|waiting)_lora_adapters="([^"]*)"', max(samples)[1])
-        return {name for group in names for name in group.split(",") if name}
+        samples = _adapter_samples(text)
+        return max(samples, key=lambda sample: sample[0])[1] if samples and _requests_in_flight(text) else set()
+
+    def adapters_last_used(self) -> dict[str, float]:
+        """When a request last used each adapter, Unix seconds, since the server started (`/metrics`)."""
+        used: dict[str, float] = {}
+        for at, names in _adapter_samples(self._request("GET", "/metrics").text):
+            used |= {name: max(at, used.get(name, 0.0)) for name in names}
+        return used
 
     def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values.
@@ -184,16 +205,17 @@ class VllmClient:
                 # A call that timed out has used its bound. Only a failed connection is worth another try.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
-                    raise InferenceUnavailable(message) from error
+                    kind = InferenceGone if isinstance(error, httpx.ConnectError) else InferenceUnavailable
+                    raise kind(message) from error
                 time.sleep(0.1 * 2**attempt)
         if response.is_success:
             return response
         message = f"{method} {path} of vLLM at {self.url} answered {response.status_code}: {_error_message(response)}"
         if response.status_code in (401, 403):
             raise Unauthorized(f"{message}. Set TANDEM_ADMIN_TOKEN and TANDEM_API_KEY to the values that vLLM has")
-        if response.status_code in (502, 503, 504) or (response.status_code == 500 and not self.healthy()):
+        if response.status_code in (408, 429, 502, 503, 504) or (response.status_code == 500 and not self.healthy()):
             raise InferenceUnavailable(message)
-        raise InferenceRefused(message)
+        raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
 
 
 def _json(response: httpx.Response) -> Any:
@@ -209,6 +231,15 @@ def _error_message(response: httpx.Response) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return response.text[:500]
+
+
+def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
+    """(Unix seconds, names) of each set of adapters that the engine ever used together."""
+    samples = []
+    for match in _LORA_INFO.finditer(metrics):
+        groups = _ADAPTERS.findall(match["labels"])
+        samples.append((float(match["value"]), {name for group in groups for name in group.split(",") if name}))
+    return samples
 
 
 def _requests_in_flight(metrics: str) -> bool:

@@ -31,6 +31,7 @@ class AdapterCopies:
     def __init__(self, directory: Path) -> None:
         """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
         self._directory = private_directory(directory.absolute())
+        self.usage_file = self._directory / "used.json"
 
     def path(self, name: str, manifest: Manifest) -> Path:
         """The path of this checkpoint's copy, whether it exists or not. CheckpointDamaged if the manifest lists no
@@ -52,8 +53,12 @@ class AdapterCopies:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                copy = shutil.copyfile(checkpoint / file, partial / file)
-                if sha256_file(copy) != manifest.files[file].sha256:
+                copy, entry = shutil.copyfile(checkpoint / file, partial / file), manifest.files[file]
+                if (size := copy.stat().st_size) < entry.size:
+                    raise CheckpointDamaged(
+                        f"checkpoint {checkpoint}: {file} is truncated ({size} of {entry.size} bytes)"
+                    )
+                if sha256_file(copy) != entry.sha256:
                     raise CheckpointDamaged(f"checkpoint {checkpoint}: {file} is altered (its sha256 differs)")
             partial.rename(path)
         except FileNotFoundError as error:
@@ -67,6 +72,6 @@ class AdapterCopies:
         for path in self._directory.iterdir():
             if str(path) in listed:
                 os.utime(path)
-            elif time.time() - path.stat().st_mtime > older_than:
+            elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
                 unused.append(path)
         return unused

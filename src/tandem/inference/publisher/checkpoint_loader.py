@@ -1,5 +1,6 @@
 """Loads a checkpoint into vLLM, verifies it there, and remembers the outcome."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,17 @@ from tandem.inference.publisher.verify import verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.system.logs import Log
-from tandem.vllm_client.client import InferenceRefused, VllmClient
+from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmClient
 
 log = Log("publisher")
 
 FileStats = tuple[tuple[str, int, int, int], ...]
+
+TRIES = 3
+"""How often vLLM may answer 500 before the checkpoint counts as refused."""
+TRY_AGAIN_SECONDS = 30.0
+"""When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles each time."""
+LONGEST_PAUSE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,17 @@ class CheckpointRefused(Exception):
 
 
 @dataclass
+class Refusal:
+    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, by the monotonic
+    clock."""
+
+    stats: FileStats
+    reason: str
+    pause: float = math.inf
+    again: float = math.inf
+
+
+@dataclass
 class CheckpointLoader:
     """`tolerance`: nats; `base_model`: the one that vLLM serves, to explain a refusal."""
 
@@ -44,7 +62,9 @@ class CheckpointLoader:
     tolerance: float
     base_model: str | None
     _served: dict[str, ServedCheckpoint] = field(default_factory=dict)
-    _refused: dict[str, tuple[FileStats, str]] = field(default_factory=dict)
+    _refused: dict[str, Refusal] = field(default_factory=dict)
+    loads: int = 0
+    """Checkpoints that this object tried to load and verify."""
 
     def server_lost(self) -> None:
         """Forget everything, refusals included: they may have been the server's fault."""
@@ -52,10 +72,16 @@ class CheckpointLoader:
         self._refused.clear()
         self.transport.server_lost()
 
+    def verified(self, name: str) -> float | None:
+        """When this object verified what vLLM serves as `name`, Unix seconds; None if it did not."""
+        served = self._served.get(name)
+        return served.record.verified if served else None
+
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
 
-        A refused checkpoint is tried again when its files change or the server is lost.
+        A refused checkpoint is tried again when its files change or the server is lost, and after a pause if vLLM
+        answered 500.
         """
         served = self._served.get(name)
         try:
@@ -72,13 +98,14 @@ class CheckpointLoader:
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
             self.unload(name)
         stats = self._file_stats(run.name, step)
-        refused_stats, reason = self._refused.get(name, ((), ""))
-        if reason and refused_stats == stats:
-            raise CheckpointRefused(reason)
+        refusal = self._refused.get(name)
+        if refusal is not None and refusal.stats == stats and time.monotonic() < refusal.again:
+            raise CheckpointRefused(refusal.reason)
+        self.loads += 1
         try:
-            served = self._load_and_verify(run, manifest, name, path)
+            served = self._try_to_serve(run, manifest, name, path)
         except (CheckpointDamaged, InferenceRefused) as error:
-            raise self._refuse(name, stats, str(error)) from error
+            raise self._refuse(name, stats, str(error), passing=isinstance(error, InferenceFailed)) from error
         self._served[name] = served
         self._refused.pop(name, None)
         return served
@@ -87,9 +114,20 @@ class CheckpointLoader:
         self.transport.unload(name)
         self._served.pop(name, None)
 
+    def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
+        """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the checkpoint."""
+        for attempt in range(1, TRIES):
+            try:
+                return self._load_and_verify(run, manifest, name, path)
+            except InferenceFailed as error:
+                log.warning("vLLM answered 500; trying again", model=name, error=error)
+                time.sleep(0.1 * 2**attempt)
+                self.transport.refresh()  # it may have loaded the adapter all the same
+        return self._load_and_verify(run, manifest, name, path)
+
     def _load_and_verify(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
         started = time.monotonic()
-        manifest = self.spool.checkpoints.verify(run.name, manifest.step)
+        # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
         self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
         told: dict[str, float] = {}
@@ -111,13 +149,20 @@ class CheckpointLoader:
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
         return ServedCheckpoint(path, record, manifest.job, seconds)
 
-    def _refuse(self, name: str, stats: FileStats, reason: str) -> CheckpointRefused:
-        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files."""
+    def _refuse(self, name: str, stats: FileStats, reason: str, *, passing: bool = False) -> CheckpointRefused:
+        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files. `passing`: the cause may go
+        away without a change of the files."""
         if name in self.transport.listed:
             self.unload(name)
-        if self._refused.get(name) != (stats, reason):
+        before = self._refused.get(name)
+        if before is None or (before.stats, before.reason) != (stats, reason):
             log.warning(f"{name} is refused: {reason}")
-        self._refused[name] = (stats, reason)
+        refusal = Refusal(stats, reason)
+        if passing:
+            repeated = before is not None and before.stats == stats and before.pause < math.inf
+            refusal.pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and repeated else TRY_AGAIN_SECONDS
+            refusal.again = time.monotonic() + refusal.pause
+        self._refused[name] = refusal
         return CheckpointRefused(reason)
 
     def _file_stats(self, run: str, step: int) -> FileStats:

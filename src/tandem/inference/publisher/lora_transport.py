@@ -37,8 +37,10 @@ class LoraTransport:
         # Whether this object has seen the server start, and so knows every name that the server ever loaded.
         self._saw_start = False
 
-    def refresh(self) -> None:
-        self.listed = self._client.models()
+    def refresh(self) -> bool:
+        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is another server."""
+        before, self.listed = self.listed, self._client.models()
+        return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
         """Forget the server. The next one has no adapters."""

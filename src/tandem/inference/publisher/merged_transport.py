@@ -24,9 +24,11 @@ class MergedTransport:
         self._client, self.copies, self._settings, self._check = client, copies, settings, check
         self.listed: dict[str, str] = {}
 
-    def refresh(self) -> None:
-        state = self._client.merged()
+    def refresh(self) -> bool:
+        """Ask vLLM whose weights it has. Returns whether those are gone that it had: then it is another server."""
+        before, state = self.listed, self._client.merged()
         self.listed = {} if state["path"] == BASE_MODEL_NAME else {state["name"]: state["path"]}
+        return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
         self.listed = {}

@@ -1,5 +1,8 @@
 """Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old ones unloaded.
 
+Runs that were trained or sampled last come first: after a restart a run that is in use does not wait for those that
+nobody uses.
+
 The publisher compares the spool with vLLM's list of models and does what is missing. Its memory only saves work, so it
 and vLLM may die and start again at any time.
 """
@@ -18,6 +21,7 @@ from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, Check
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.inference.publisher.usage import Usage
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
@@ -25,7 +29,7 @@ from tandem.spool.schema import RunSpec, Served
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.client import InferenceGone, InferenceUnavailable, VllmClient
 from tandem.vllm_client.wake import ensure_awake
 
 log = Log("publisher")
@@ -44,7 +48,11 @@ class Publisher:
         self._transport = _transport(settings, client)
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
-        self._retention = Retention(client, grace, max_listed=4 * settings.max_loras)
+        self._usage = Usage(client, self._transport.copies.usage_file)
+        self._retention = Retention(client, grace, most=4 * settings.max_loras)
+        self._specs: dict[str, RunSpec] = {}
+        self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
+        self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
         self._told_jobs: set[str] = set()
         self._troubles: dict[str, str] = {}
 
@@ -58,8 +66,12 @@ class Publisher:
                 self._publish_runs()
         except InferenceUnavailable as error:
             self._log_change("vllm", f"waiting for vLLM: {error}")
-            self._loader.server_lost()
+            if isinstance(error, InferenceGone) and not self._gone:
+                self._loader.server_lost()
+                self._gone = self._withdraw_records()
+                self._records_checked = False
             return False
+        self._gone = False
         self._log_change("vllm", "")
         return True
 
@@ -80,27 +92,67 @@ class Publisher:
                 yield ensure_awake(self._spool, self._client, self._devices) or ""
 
     def _publish_runs(self) -> None:
-        self._transport.refresh()
-        wanted, existing = set[str](), set[str]()
-        runs = self._spool.runs.list()
-        for run in runs:
-            if run.weights != self._weights:
-                continue
-            liveness.beat("publisher")
-            try:
-                existing |= {f"{run.name}@{step}" for step in self._spool.checkpoints.steps(run.name)}
-                wanted |= self._publish_run(run)
-                self._log_change(run.name, "")
-            except InferenceUnavailable:
-                raise
-            except (TandemError, ValidationError, OSError) as error:
-                # The other runs go on, and what this run has loaded stays.
-                wanted |= {name for name in self._transport.listed if name.startswith(f"{run.name}@")}
-                self._log_change(run.name, f"run {run.name} can't be published: {error}")
-        names = {run.name for run in runs}
-        for name in self._retention.expired(self._transport.listed, runs=names, wanted=wanted, existing=existing):
-            self._loader.unload(name)
+        if self._transport.refresh() or not self._records_checked:
+            self._records_checked = self._withdraw_records()
+        wanted: dict[str, set[str]] = {}  # by run: the names that must stay loaded
+        published: dict[str, float] = {}  # run -> when its checkpoints last changed, before it was published
+        while changed := {run: at for run, at in self._changes().items() if published.get(run) != at}:
+            loads = self._loader.loads
+            for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
+                liveness.beat("publisher")
+                published[run] = changed[run]
+                wanted[run] = self._try_to_publish(run)
+                if self._loader.loads > loads:
+                    break  # that took a while: a run may have a new checkpoint, which then comes first
+        self._usage.update(set(wanted), self._loader.verified)
+        self._unload_old(wanted)
         self._transport.remove_unused_copies(older_than=10 * self._retention.grace)
+
+    def _changes(self) -> dict[str, float]:
+        """When the checkpoints of each run that can be served last changed, Unix seconds."""
+        changes: dict[str, float] = {}
+        known, self._specs = self._specs, {}
+        for run in self._spool.runs.names():
+            try:
+                self._specs[run] = known.get(run) or self._spool.runs.get(run)
+                if self._specs[run].weights == self._weights:
+                    changes[run] = self._spool.checkpoints.changed(run)
+            except (TandemError, ValidationError, OSError) as error:
+                self._log_change(run, f"run {run} can't be published: {error}")
+        return changes
+
+    def _try_to_publish(self, run: str) -> set[str]:
+        """`_publish_run`; after an error what the run has loaded stays, and the other runs go on."""
+        try:
+            wanted = self._publish_run(self._specs[run])
+        except InferenceUnavailable:
+            raise
+        except (TandemError, ValidationError, OSError) as error:
+            self._log_change(run, f"run {run} can't be published: {error}")
+            return {name for name in self._transport.listed if _run_of(name) == run}
+        self._log_change(run, "")
+        return wanted
+
+    def _unload_old(self, wanted: Mapping[str, set[str]]) -> None:
+        names = {name for of_run in wanted.values() for name in of_run}
+        existing = {f"{run}@{step}" for run in self._specs for step in self._spool.checkpoints.steps(run)}
+        for name in self._retention.expired(self._transport.listed, runs=wanted, wanted=names, existing=existing):
+            self._loader.unload(name)
+
+    def _withdraw_records(self) -> bool:
+        """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False if that failed."""
+        try:
+            self._spool.check()
+            for run in self._spool.runs.names():
+                record = self._get_record(run)
+                if record is not None and record.model not in self._transport.listed:
+                    log.warning("vLLM does not have the step any more that it served", model=record.model)
+                    self._spool.served.withdraw(run)
+        except (TandemError, OSError) as error:
+            self._log_change("records", f"can't remove the records of what vLLM served: {error}")
+            return False
+        self._log_change("records", "")
+        return True
 
     def _publish_run(self, run: RunSpec) -> set[str]:
         """Have the newest `keep_served` good steps of a run served. Returns their names, which must stay loaded."""
@@ -178,12 +230,13 @@ class Retention:
     After an unload, running requests finish with the adapter that they began with, and new ones get a 404.
 
     So an older step goes once no request has used it for `grace` seconds in a row: a conversation between two turns has
-    no request. Beyond `max_listed` models the grace is ignored. A step that a rollback discarded goes at once.
+    no request. Beyond `most` older steps the grace is ignored. (The newest steps don't count, so that runs that nobody
+    uses don't push out what others sample.) A step that a rollback discarded goes at once.
     """
 
     client: VllmClient
     grace: float
-    max_listed: int
+    most: int
     _idle_since: dict[str, float] = field(default_factory=dict)
 
     def expired(
@@ -205,7 +258,7 @@ class Retention:
             if name in in_use:
                 self._idle_since.pop(name, None)
             idle = now - self._idle_since.setdefault(name, now)
-            crowded = len(listed) - len(expired) > self.max_listed
+            crowded = len(candidates) - len(expired) > self.most
             if name in existing and (name in in_use or (idle < self.grace and not crowded)):
                 continue
             expired.append(name)

@@ -13,6 +13,18 @@ class FileEntry(Record):
     sha256: str  # lower-case hex
 
 
+class LongProbe(Record):
+    """The trainer's log-probs of a few tokens of one long sequence, in nats at temperature 1.
+
+    `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint; `positions` ascends.
+    What differs between trainer and vLLM only after many tokens (a sliding window, a scaled RoPE) shows here.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    logprobs: list[float]
+
+
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs with them.
 
@@ -25,6 +37,7 @@ class Probe(Record):
     logprobs: list[list[float]]
     previous: list[list[float]]
     base: list[list[float]]
+    long: LongProbe | None = None  # None where the job's rows are no longer than the other sequences
 
 
 class Manifest(Record):
@@ -44,7 +57,10 @@ class Manifest(Record):
 
 
 class Served(Record):
-    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it."""
+    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it.
+
+    The file is absent while vLLM serves none of the run's steps.
+    """
 
     step: int
     model: str  # "<run>@<step>"

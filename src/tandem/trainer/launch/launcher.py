@@ -1,18 +1,24 @@
 """The runner's side of starting ranks, in the way that TANDEM_LAUNCH names."""
 
+import getpass
+import hashlib
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import tandem
 from tandem.config import Settings
-from tandem.system.environment import omp_waiting
+from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.fork import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
 log = Log("runner")
+
+SECRETS = {f"TANDEM_{name}{suffix}" for name in ("API_KEY", "ADMIN_TOKEN") for suffix in ("", "_FILE")}
+"""Variables that ranks don't inherit: a rank talks to nobody who asks for a key."""
 
 Handle = Torchrun | ForkServer
 """The processes of one attempt."""
@@ -27,6 +33,9 @@ class Launcher:
         runner finds processes that outlived this one."""
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings) | dict([marker])
+        # A killed process leaves its temporary files, and a rank is often killed.
+        self._scratch = scratch_directory(f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}")
+        self._environment["TMPDIR"] = str(self._scratch)
         self._standby: ForkServer | ResidentRanks | None = None
         self._code_version: set[tuple[Path, int, int]] = set()
 
@@ -49,6 +58,8 @@ class Launcher:
 
     def launch(self, job: str, attempt: int, work: Path) -> Handle:
         """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
+        if not self.holds_devices:
+            empty_directory(self._scratch)  # of the attempt before
         root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
         launch = Launch(root, job, attempt, ranks, work, self._entry)
         self.prepare()
@@ -83,14 +94,24 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
+        # torch's own default, which is below TMPDIR; ranks have a TMPDIR that does not last.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"),
     }
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
-    environment = defaults | os.environ | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        return str(os.getuid())
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:

@@ -68,8 +68,7 @@ class ResidentRanks(Torchrun):
 
     def __init__(self, count: int, entry: str, environment: dict[str, str]) -> None:
         # Local, because the volume's file system may not support sockets; short, because a socket's path is limited.
-        parent = tempfile.gettempdir()
-        self._directory = Path(tempfile.mkdtemp(prefix="tandem-ranks-", dir=parent if len(parent) < 70 else "/tmp"))
+        self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))

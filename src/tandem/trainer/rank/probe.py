@@ -1,5 +1,7 @@
 """The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM serves."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch.nn.functional import pad
@@ -7,10 +9,13 @@ from torch.nn.functional import pad
 from tandem.data.packed_format import PackedBatch
 from tandem.model.device import memory
 from tandem.model.policy import Policy, RowTensors
+from tandem.spool.schema import LongProbe
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
 CONTEXT = 24  # tokens before the first trained one, in a sequence that is longer than MAX_TOKENS
+LONG_TOKENS = 8192
+LONG_LOGITS = 2**28  # vLLM makes logits of a whole prompt to score it: 1 GiB in fp32
 SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient matmuls
 
 
@@ -34,6 +39,35 @@ def choose(batch: PackedBatch) -> list[list[int]]:
             if len(chosen) == MAX_SEQUENCES:
                 return [list(tokens) for tokens in chosen]
     return [list(tokens) for tokens in chosen]
+
+
+def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
+    """One sequence as long as a row, of at most LONG_TOKENS tokens and LONG_LOGITS logits: the rows' tokens one after
+    another, repeated if the job has too few. Empty if it would hardly be longer than the other sequences."""
+    length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
+    if length < 2 * MAX_TOKENS:
+        return []
+    tokens: list[int] = []
+    for index in range(len(batch)):
+        row = batch.row(index)
+        tokens += row.tokens[: row.num_tokens].tolist()
+        if len(tokens) >= length:
+            break
+    return [int(token) for token in np.resize(tokens, length)]
+
+
+@torch.no_grad()
+def score_long(policy: Policy, tokens: list[int], row_length: int, device: torch.device) -> LongProbe | None:
+    """The log-probs of 16 tokens before each quarter of `tokens`, so that a server that takes shorter prompts can be
+    compared too. None without tokens."""
+    if not tokens:
+        return None
+    quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
+    positions = [position for end in quarters for position in range(end - 16, end)]
+    targets = torch.tensor(positions, device=device)
+    row = replace(row_tensors([tokens], row_length, device), item_source=targets - 1, item_target=targets)
+    values = policy(row, temperature=1.0).logprobs.float().cpu().tolist()
+    return LongProbe(tokens=tokens, positions=positions, logprobs=values)
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """How the ranks of an attempt meet and get their job."""
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 from pydantic import TypeAdapter
@@ -15,8 +17,10 @@ from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
 
-# How long ranks wait for one another before they know the job's own limit.
+# How long ranks wait for one another at the start, when each has imported what it needs.
 RENDEZVOUS_SECONDS = 300.0
+Beat = Callable[[str], None]
+"""Writes a rank's heartbeat, in the phase that it is given."""
 
 
 class Assignment(Record):
@@ -37,25 +41,31 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 """What rank 0 sends: the assignment, or why it could not read it."""
 
 
-def meet(spool: Spool, job_id: str, attempt: int) -> tuple[Assignment, Callable[[], None]]:
+def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignment, Callable[[], None]]:
     """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment this process is alone.
+
+    Rank 0 downloads the base model if the hub has it. That may take longer than any limit on a wait, so all ranks send
+    heartbeats meanwhile; the job's `deadline_seconds` bounds it. If rank 0 ends, its parent ends the others.
 
     Returns the assignment, and a function that joins torch's default process group with the job's own limit on every
     wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its message on the others.
     """
     if "RANK" not in os.environ:
-        return _read(spool, job_id, attempt), lambda: None
+        return _read(spool, job_id, attempt, beat), lambda: None
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS)))
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
     key = f"tandem/{job_id}/{attempt}"
     if rank == 0:
         try:
-            assignment = _read(spool, job_id, attempt)
+            assignment = _read(spool, job_id, attempt, beat)
         except BaseException as error:
             store.set(key, _MESSAGE.dump_json(str(error)))
             raise
         store.set(key, _MESSAGE.dump_json(assignment))
     else:
+        while not store.check([key]):
+            beat("rendezvous")
+            time.sleep(0.01)
         message = _MESSAGE.validate_json(store.get(key))
         if isinstance(message, str):
             raise RuntimeError(f"rank 0 could not read the job: {message}")
@@ -68,7 +78,7 @@ def meet(spool: Spool, job_id: str, attempt: int) -> tuple[Assignment, Callable[
     return assignment, connect
 
 
-def _read(spool: Spool, job_id: str, attempt: int) -> Assignment:
+def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
     """Raises Conflict if the job is not running this attempt, or another job made its checkpoint."""
     state, job = spool.jobs.get(job_id)
     if state != "running" or job.attempt != attempt:
@@ -83,7 +93,16 @@ def _read(spool: Spool, job_id: str, attempt: int) -> Assignment:
                 f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
             )
         return Assignment(run=run, job=spec, done=True)
-    directory = model_directory(resolve_model(spool.root, run.base_model))
+    directory = _with_beats(lambda: model_directory(resolve_model(spool.root, run.base_model)), "download", beat)
     stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return Assignment(run=run, job=spec, done=False, model=str(directory), model_files=files)
+
+
+def _with_beats[T](action: Callable[[], T], phase: str, beat: Beat) -> T:
+    """The result of `action`, which runs in a thread; heartbeats of `phase` while it lasts longer than a second."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(action)
+        while not wait([future], timeout=1.0).done:
+            beat(phase)
+    return future.result()

@@ -68,7 +68,7 @@ class _Session:
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
-        self._assignment, connect = meet(self._spool, self._job_id, self._attempt)
+        self._assignment, connect = meet(self._spool, self._job_id, self._attempt, self.heartbeat)
         if self._assignment.done:
             return
         arch = read_arch(self._assignment.model)
@@ -86,16 +86,16 @@ class _Session:
         with self.phases.phase("data"):
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id))
         with batch:
-            sequences = probe.choose(batch)
+            sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
             rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)
             loader = ModelLoader(
                 self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
             )
             self._state.model = loader.load(self._state.model, self.phases)
-            self._train(batch, self._state.model, sequences)
+            self._train(batch, self._state.model, sequences, long)
 
-    def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]]) -> None:
-        """Train and write the checkpoint. `sequences`: the probe's."""
+    def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
+        """Train and write the checkpoint. `sequences`, `long`: the probe's."""
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
@@ -118,9 +118,10 @@ class _Session:
             now = logprobs()
             with policy.adapter_disabled():
                 base = logprobs()
+            of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
             contents = checkpoint.gather(policy, model.optimizer)
             if self._rank == 0:
-                result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base)
+                result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
                 self._write_checkpoint(contents, metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
 
@@ -129,14 +130,13 @@ class _Session:
     ) -> None:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         staged = staged_checkpoint(self._work)
-        checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
+        sha256 = checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
         manifest = self._spool.checkpoints.commit(
-            staged, run, base_step + 1, self._job_id,
+            staged, run, base_step + 1, self._job_id, sha256=sha256,
             topology=self._topology.sizes(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
-        sha256, size = manifest.files[WEIGHTS_FILE].sha256, sum(entry.size for entry in manifest.files.values())
-        seconds = time.perf_counter() - start
-        self._event("checkpoint", step=manifest.step, sha256=sha256, bytes=size, seconds=seconds)
+        size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
+        self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:

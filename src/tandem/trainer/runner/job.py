@@ -48,22 +48,29 @@ class JobRun:
         self._log = JobLog(self.spool, self.job, self.settings.trainer_ranks)
         self._next_beat = 0.0
 
-    def run(self) -> None:
-        """Run the job until its end is recorded, or until the runner is asked to stop."""
+    def run(self) -> float:
+        """Run the job until its end is recorded, or until the runner is asked to stop.
+
+        Returns how many seconds the job should wait before its next attempt. Other jobs need not wait.
+        """
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
         log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
-                 attempt=f"{job.attempt}/{spec.max_attempts}")  # fmt: skip
+                 attempt=job.attempt, counted=f"{self._counted}/{spec.max_attempts}")  # fmt: skip
         result = self._result()
         state = self.stop.retry("record the job's end", lambda: self._record(result))
         if state is None:
             log.warning("stopped before the job's end could be written; the next runner settles it", job=spec.id)
-            return
+            return 0.0
         error = result.error if isinstance(result, JobResult) else result
         fields = {} if error is None else {"type": error.type, "error": error.message}
         log.info(f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields)
-        if state == "queued" and not self.stop.requested:
-            self.stop.pause(min(2.0 ** (job.attempt - 1), LONGEST_PAUSE_SECONDS))
+        return min(2.0 ** (self._counted - 1), LONGEST_PAUSE_SECONDS) if state == "queued" else 0.0
+
+    @property
+    def _counted(self) -> int:
+        """This attempt's number among those that count against `max_attempts`."""
+        return self.job.attempt - self.job.stopped
 
     def _result(self) -> JobResult | JobError:
         """The job's end, or the error of this attempt."""
@@ -116,7 +123,8 @@ class JobRun:
     def _attempt(self) -> JobError:
         """Returns why the attempt failed, if it made no checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._log.say(f"attempt {self.job.attempt} of {self.job.spec.max_attempts}, {now}")
+        counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
+        self._log.say(f"attempt {self.job.attempt} ({counted}), {now}")
         error = self._acquire_gpus()
         if error is None:
             error, survivors = self._run_ranks()

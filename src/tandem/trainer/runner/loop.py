@@ -36,6 +36,7 @@ class Runner:
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
         self._status = 0
+        self._waiting: dict[str, float] = {}  # failed job -> when it may be claimed again, by the monotonic clock
         self.stop = Stop()
 
     def run(self) -> int:
@@ -60,19 +61,23 @@ class Runner:
                      ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
             for state, settled in recover(self._spool, self._name):
                 log.info("settled a job of an earlier runner", job=settled.spec.id, run=settled.spec.run, state=state)
-            job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
+            self._job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
             try:
                 launcher.prepare()
                 while not self.stop.requested:
                     liveness.beat("runner")
                     if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                        job_run(claimed).run()
+                        self._run_job(claimed)
                     elif not self.stop.requested:
                         time.sleep(0.2)
             finally:
                 launcher.close()
             log.info("runner is down")
         return self._status
+
+    def _run_job(self, claimed: Job) -> None:
+        if pause := self._job_run(claimed).run():
+            self._waiting[claimed.spec.id] = time.monotonic() + pause
 
     def _mounted_volume(self) -> str:
         with fs.volume_errors(self._spool.root):
@@ -91,10 +96,11 @@ class Runner:
             return None
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
-        if not self._spool.jobs.list(states=["queued"]):
+        self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()}
+        if all(queued.spec.id in self._waiting for _, queued in self._spool.jobs.list(states=["queued"])):
             return None
         self._gpus.wait_until_free()
-        return None if self.stop.requested else self._spool.queue.claim(self._name)
+        return None if self.stop.requested else self._spool.queue.claim(self._name, waiting=self._waiting)
 
 
 def _end_orphans(marker: tuple[str, str]) -> list[Process]:

@@ -8,8 +8,8 @@ take the memory is either noticed here or waits there.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,7 +74,10 @@ class SharedGpus:
         """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
         wake = partial(self._request, WAKE_SECONDS, self._vllm.wake_up, lambda: self._stop.requested)
         try:
-            reason = ensure_awake(self._spool, self._vllm, self._devices, wake)
+            with self._lock(lambda: self._stop.requested) as locked:
+                if not locked:
+                    return f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s"
+                reason = ensure_awake(self._spool, self._vllm, self._devices, wake)
             return reason or (None if self._vllm.healthy() else "vLLM is not ready: its engine is dead")
         except InferenceUnavailable as error:
             return f"vLLM is not ready: {error}"
@@ -121,14 +124,29 @@ class SharedGpus:
             runner=self._runner, job=job.spec.id, attempt=job.attempt, phase="sleeping", since=now, beat=now,
             lease=self._lease, deadline=now + job.spec.deadline_seconds + SLEEP_SECONDS + WAKE_SECONDS,
         )  # fmt: skip
-        end = time.monotonic() + SLEEP_SECONDS
-        while time.monotonic() < end and not interrupted():
-            with suppress(LockHeldError), self._spool.hold.lock(blocking=False):
+        with self._lock(interrupted) as locked:
+            if locked:
                 self._spool.hold.put(hold)
                 self._hold = hold
-                return True
-            time.sleep(0.02)
-        return False
+        return locked
+
+    @contextmanager
+    def _lock(self, interrupted: Callable[[], object]) -> Iterator[bool]:
+        """Hold the lock of the GPUs. The value is False if the publisher has it for SLEEP_SECONDS, or if interrupted.
+
+        Never waits in the lock itself, because SIGTERM would not end that, and no heartbeat would be written.
+        """
+        end = time.monotonic() + SLEEP_SECONDS
+        with ExitStack() as stack:
+            locked = False
+            while not locked and time.monotonic() < end and not interrupted():
+                with suppress(LockHeldError):
+                    stack.enter_context(self._spool.hold.lock(blocking=False))
+                    locked = True
+                if not locked:
+                    time.sleep(0.02)
+                    self.beat()
+            yield locked
 
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 
 from tandem.errors import TandemError
+from tandem.spool import fs
 from tandem.system import liveness
 from tandem.system.logs import Log
 
 log = Log("runner")
 
 LONGEST_PAUSE_SECONDS = 30.0
+OTHER_ERROR_SECONDS = 60.0
+"""How long an OSError is tried again that is not one of the volume's. A new runner then has to settle the job."""
 
 
 class Stop:
@@ -30,16 +33,20 @@ class Stop:
     def retry[T](self, what: str, action: Callable[[], T]) -> T | None:
         """The result of `action`, which is tried again while the volume is unusable (full, gone, read-only).
 
-        Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable. `what` names the
-        action in the log, which gets one line when it first fails and one when it works again.
+        Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable, and an OSError
+        that says nothing about the volume after OTHER_ERROR_SECONDS of tries. `what` names the action in the log, which
+        gets one line when it first fails and one when it works again.
         """
         pause = 0.5
         failed = False
+        give_up = time.monotonic() + OTHER_ERROR_SECONDS
         while True:
             try:
                 result = action()
             except (TandemError, OSError) as error:
                 if isinstance(error, TandemError) and not error.retriable:
+                    raise
+                if isinstance(error, OSError) and not fs.is_about_volume(error) and time.monotonic() > give_up:
                     raise
                 if not failed:
                     log.error(f"can't {what}; trying again until the volume is back", error=error)

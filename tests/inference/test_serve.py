@@ -1,0 +1,52 @@
+"""What happens right before the program becomes vLLM."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference.stage import Stage
+from tandem.inference.server import serve
+
+
+@pytest.fixture
+def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Those of the vLLMs that start."""
+    given: list[dict[str, str]] = []
+
+    def become_vllm(_program: str, _argv: list[str], environment: dict[str, str]) -> None:
+        given.append(environment)
+        sys.exit("became vLLM")
+
+    settings = {"ROOT": stage.spool.root, "BASE_MODEL": stage.model, "DEVICE": "cpu", "INFERENCE_PORT": 1}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"TANDEM_{name}", str(value))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "execve", become_vllm)
+    return given
+
+
+def start() -> None:
+    with pytest.raises(SystemExit, match="became vLLM"):
+        serve.main()
+
+
+def test_a_vllm_that_starts_withdraws_what_the_one_before_served(
+    stage: Stage, environments: list[dict[str, str]]
+) -> None:
+    stage.publisher().once()
+    assert stage.served() == (0, None)
+    start()
+    assert stage.spool.served.get("run") is None
+
+
+def test_what_a_killed_vllm_left_in_its_tmpdir_is_removed(environments: list[dict[str, str]]) -> None:
+    start()
+    directory = Path(environments[0]["TMPDIR"])
+    (directory / "socket").touch()
+    (directory / "more").mkdir()
+    (directory / "more/file").touch()
+    start()
+    assert environments[1]["TMPDIR"] == str(directory)
+    assert list(directory.iterdir()) == []

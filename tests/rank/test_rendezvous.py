@@ -1,0 +1,45 @@
+"""Ranks wait for rank 0, which may have to download the base model first, and send heartbeats meanwhile."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from rank import jobs
+from tandem.spool import Spool
+from tandem.trainer.rank import rendezvous
+from tandem.trainer.rank.rendezvous import meet
+
+
+def test_a_download_may_outlast_the_wait_for_peers_and_all_ranks_beat(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = jobs.claim(spool, jobs.submit_sft(spool)).spec.id
+    store, here = HashStore(), threading.local()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, here.rank, 2)]))
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 0.5)
+    find = rendezvous.model_directory
+
+    def download(model: str) -> object:
+        time.sleep(3)
+        return find(model)
+
+    monkeypatch.setattr(rendezvous, "model_directory", download)
+    beats: dict[int, list[str]] = {0: [], 1: []}
+    assignments = {}
+
+    def run(rank: int) -> None:
+        here.rank = rank
+        assignments[rank] = meet(spool, job_id, 1, beats[rank].append)[0]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert assignments[0] == assignments[1]
+    assert set(beats[0]) == {"download"}
+    assert len(beats[0]) >= 2
+    assert set(beats[1]) == {"rendezvous"}
