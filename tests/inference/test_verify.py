@@ -39,7 +39,7 @@ def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = B
 
 
 def check(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> Verification:
-    return verify(Scorer(served), "run@1", of_trainer, tolerance=tolerance, identity="base")
+    return verify(Scorer(served), "run@1", of_trainer, tolerance=tolerance)
 
 
 def noise(size: float) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many
         update={"long": LongProbe(tokens=LONG, positions=positions, logprobs=[values[p - 1] for p in positions])}
     )
     served = values + np.where(np.arange(999) >= differs_from, 1.0, 1e-4)
-    result = verify(Scorer(PREVIOUS, served, longest), "run@1", of_trainer, tolerance=0.02, identity="base")
+    result = verify(Scorer(PREVIOUS, served, longest), "run@1", of_trainer, tolerance=0.02)
     assert ("in a sequence of" in result.reason) is refused
     if longest > 64:
         assert result.tokens == 256 + sum(position < longest for position in positions)
@@ -153,6 +153,6 @@ def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many
 
 def test_a_server_with_short_prompts_is_compared_on_the_beginnings() -> None:
     new = PREVIOUS + noise(0.1)
-    result = verify(Scorer(new, longest=15), "run@1", probe(new), tolerance=0.02, identity="base")
+    result = verify(Scorer(new, longest=15), "run@1", probe(new), tolerance=0.02)
     assert (result.reason, result.tokens) == ("", 4 * 14)
-    assert "before it" in verify(Scorer(PREVIOUS, longest=15), "run@1", probe(new), tolerance=1.0, identity="base").reason
+    assert "before it" in verify(Scorer(PREVIOUS, longest=15), "run@1", probe(new), tolerance=1.0).reason

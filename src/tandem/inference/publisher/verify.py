@@ -13,6 +13,7 @@ from tandem.config import Settings
 from tandem.inference.server.command import serving_dtype
 from tandem.spool.schema import LongProbe, Probe
 from tandem.vllm_client.client import VllmClient
+from tandem.vllm_client.names import BASE_MODEL_NAME
 
 IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(range(48, 16, -1)))
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
@@ -60,7 +61,9 @@ def movement(
     return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
 
 
-def verify(client: VllmClient, model: str, probe: Probe | None, *, tolerance: float, identity: str) -> Verification:
+def verify(
+    client: VllmClient, model: str, probe: Probe | None, *, tolerance: float, identity: str = BASE_MODEL_NAME
+) -> Verification:
     """Compare what vLLM serves as `model` with the trainer's `probe`, or with the model
     `identity` if there is none (step 0).
 
