@@ -67,6 +67,12 @@ class CheckpointDamaged(TandemError):
     code = "checkpoint_damaged"
 
 
+class RunDamaged(CheckpointDamaged):
+    """A run's own files are missing or damaged. The run is left out of lists; the other runs go on."""
+
+    code = "run_damaged"
+
+
 class SpoolUnusable(TandemError):
     """The volume can't be used: read-only, full, not a directory, or held by another runner."""
 

@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import LOG_OFFSET_HEADER, JobStatus
 from tandem.spool import Spool
-from tandem.spool.schema import TERMINAL, Event, JobId, JobState, RunName
+from tandem.spool.schema import TERMINAL, Event, Job, JobId, JobState, RunName
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
@@ -33,10 +33,9 @@ _LOG = {
 }
 
 
-def job_status(deployment: Deployment, job_id: str) -> JobStatus:
-    """The job as it is on the spool now; raises NotFound."""
-    spool = deployment.spool
-    state, job = spool.jobs.get(job_id)
+def job_status(deployment: Deployment, state: JobState, job: Job) -> JobStatus:
+    """What clients see of a job in this state."""
+    spool, job_id = deployment.spool, job.spec.id
     lease = spool.leases.get(job_id) if state == "running" else None
     return JobStatus(
         id=job.spec.id,
@@ -59,19 +58,20 @@ def list_jobs(
     deployment: CurrentDeployment,
     run: Annotated[RunName | None, Query(description="only jobs of this run")] = None,
     state: Annotated[list[JobState] | None, Query(description="only jobs in this state; repeatable")] = None,
-    limit: Annotated[int, Query(ge=1, le=10000, description="only this many, the newest")] = 200,
+    limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
+    before: Annotated[JobId | None, Query(description="only jobs older than this one: the page before it")] = None,
 ) -> list[JobStatus]:
     """Jobs, oldest first."""
     if run is not None:
         deployment.spool.runs.get(run)
-    jobs = deployment.spool.jobs.list(run=run, states=tuple(state) if state else None)
-    return [job_status(deployment, job.spec.id) for _, job in jobs[-limit:]]
+    jobs = deployment.spool.jobs.list(run, state or None, limit=limit, before=before)
+    return [job_status(deployment, *found) for found in jobs]
 
 
 @router.get("/{job}")
 def get_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     """One job."""
-    return job_status(deployment, job)
+    return job_status(deployment, *deployment.spool.jobs.get(job))
 
 
 @router.get("/{job}/events", response_class=StreamingResponse, responses={200: _EVENTS})
@@ -120,7 +120,7 @@ def get_log(
 def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     """Stop a job: a queued one at once, a running one soon; a job that has ended stays as it is."""
     deployment.spool.queue.cancel(job)
-    return job_status(deployment, job)
+    return job_status(deployment, *deployment.spool.jobs.get(job))
 
 
 async def _follow(

@@ -41,7 +41,7 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     """The collectors of these sides."""
-    open_spool = partial(Spool, settings.root, writable=False)  # a full or read-only volume can still be read
+    open_spool = partial(Spool, settings.root)  # a full or read-only volume can still be read
     devices = {"trainer": settings.trainer_devices, "inference": settings.inference_devices}
     # The container of one side may see the other side's devices too.
     selected: Sequence[str] = devices[sides[0]] if len(sides) == 1 else ()

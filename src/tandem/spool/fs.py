@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -121,10 +121,39 @@ def staging(parent: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
+    """The result of `action`, which puts a file into `directory`. Makes the directory, also if another process removes
+    it at the same moment because it is empty."""
+    for _ in range(20):
+        try:
+            _make_dir(directory)
+            return action()
+        except FileNotFoundError:
+            if directory.is_dir():
+                break
+    return action()
+
+
+def _make_dir(directory: Path) -> None:
+    if not directory.is_dir():
+        _make_dir(directory.parent)
+        with volume_errors(directory):
+            with suppress(FileExistsError):
+                directory.mkdir()
+            fsync_dir(directory.parent)
+
+
+def remove_empty(*directories: Path) -> None:
+    """Removes the directories in turn, up to the first that is not empty."""
+    with suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
+
+
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, durably, replacing `target`."""
+    """Moves a file within the volume, durably, replacing `target`. Makes the target's directory."""
     with volume_errors(target):
-        source.replace(target)
+        in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
         fsync_dir(source.parent)
 
@@ -179,11 +208,28 @@ def names(directory: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists, by listing its directory: NFS clients remember absent names, but not in listings."""
-    try:
-        return path.name in os.listdir(path.parent)  # noqa: PTH208
-    except (FileNotFoundError, NotADirectoryError):
+    """Whether the name exists. Opens its directory first: an NFS client, which remembers absent names, then asks the
+    server whether the directory has changed."""
+    fd = open_dir(path.parent)
+    if fd is None and path.parent != path and exists(path.parent):
+        fd = open_dir(path.parent)
+    if fd is None:
         return False
+    try:
+        os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def open_dir(directory: Path) -> int | None:
+    """A descriptor of the directory, or None if it does not exist."""
+    try:
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:

@@ -69,7 +69,7 @@ def _wait_for_trainer(settings: Settings) -> None:
     """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
     waiting = False
     try:
-        while hold := Spool(settings.root, writable=False).hold.live():
+        while hold := Spool(settings.root).hold.live():
             if not waiting:
                 log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
             waiting = True

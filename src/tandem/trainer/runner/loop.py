@@ -91,7 +91,7 @@ class Runner:
             return None
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
-        if not self._spool.jobs.list(states=["queued"]):
+        if not self._spool.jobs.index.heads():
             return None
         self._gpus.wait_until_free()
         return None if self.stop.requested else self._spool.queue.claim(self._name)
