@@ -81,6 +81,10 @@ class SpoolUnusable(TandemError):
     retriable = True
 
 
+class VolumeFull(SpoolUnusable):
+    """The volume has no space left. Programs that need some to start wait for it."""
+
+
 class JobFailed(TandemError):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import httpx
 import pytest
@@ -171,3 +172,18 @@ def test_a_full_volume(http, idle_run, monkeypatch):
         assert http.get("/readyz").status_code == 503
         assert http.get("/healthz").status_code == 200
     assert http.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EMFILE, 503), (errno.ENFILE, 503), (errno.EIO, 503)])
+def test_what_passes_by_itself_is_503_with_retry_after(http, monkeypatch, number, status, run):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "a file")
+
+    for path in (f"/v1/runs/{run}", "/v1/jobs", "/v1/jobs/some"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", fail)
+            patch.setattr(os, "open", fail)
+            patch.setattr(Path, "stat", fail)
+            answer = http.get(path)
+        assert (answer.status_code, answer.headers.get("retry-after")) == (status, "2"), answer.text
+        assert answer.json()["error"]["type"] == "spool_unusable"

@@ -86,7 +86,7 @@ class Spool:
         try:
             fs.write_atomic(path, b"\0" * 4096)
         except SpoolUnusable as error:
-            raise SpoolUnusable(str(error).replace(str(path), str(self.root))) from error
+            raise type(error)(str(error).replace(str(path), str(self.root))) from error
         finally:
             with suppress(OSError):
                 path.unlink()

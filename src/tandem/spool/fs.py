@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tandem.errors import SpoolUnusable
+from tandem.errors import SpoolUnusable, VolumeFull
 
 TEMPORARY = ".tmp-"
 
@@ -29,6 +29,8 @@ _REMEDIES = {
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "point TANDEM_ROOT at a directory"),
     errno.ENOLCK: ("the volume has no file locks", "mount it with working locks (NFSv4, not 'nolock')"),
     errno.EIO: ("the volume reports an input/output error", "check the disk or the network file system"),
+    errno.EMFILE: ("this process has too many files open", "try again later, or raise its limit (ulimit -n)"),
+    errno.ENFILE: ("this machine has too many files open", "try again later, or raise its limit (fs.file-max)"),
     errno.ESTALE: ("the network file system's handle is stale", "mount the volume again"),
 }
 
@@ -45,10 +47,18 @@ def volume_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _REMEDIES:
+        if (unusable := volume_error(error, path)) is None:
             raise
-        problem, remedy = _REMEDIES[error.errno]
-        raise SpoolUnusable(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}") from error
+        raise unusable from error
+
+
+def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
+    """The SpoolUnusable that an OSError about the state of the volume means, or None for another OSError."""
+    if error.errno not in _REMEDIES:
+        return None
+    problem, remedy = _REMEDIES[error.errno]
+    kind = VolumeFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpoolUnusable
+    return kind(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}")
 
 
 def fsync_dir(directory: Path) -> None:
