@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -11,8 +11,9 @@ from anyio import to_thread
 from fastapi import APIRouter, Query, Request, Response
 from starlette.exceptions import HTTPException
 
-from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, Deployment
 from tandem.controller.job_submission import submit_job
+from tandem.controller.request_body import received
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
@@ -140,14 +141,16 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
     """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
-    body = await request.body()
+    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
 
-    def submit() -> tuple[JobStatus, bool]:
-        job, new = submit_job(deployment, run, body)
-        return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
+        def submit() -> tuple[JobStatus, bool]:
+            job, new = submit_job(deployment, run, body.read())
+            return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
 
-    # In a thread, because parsing and packing a large batch would block all other requests.
-    status, new = await to_thread.run_sync(submit, limiter=deployment.packing_threads)
+        if body.size > LARGE_BODY_BYTES:
+            await turn.enter_async_context(deployment.large_bodies)
+        # In a thread, because parsing and packing a large batch would block all other requests.
+        status, new = await to_thread.run_sync(submit, limiter=deployment.packing_threads)
     if new:
         deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
     else:

@@ -147,7 +147,7 @@ class JobsCollector(Collector):
 
     def _read_events(self, spool: Spool, job_id: str, job: _FollowedJob) -> bool:
         """Reads the job's new events; True when it has ended."""
-        events, job.offset = spool.events.since(job_id, job.offset)
+        events, job.offset, _ = spool.events.since(job_id, job.offset)
         for event in events:
             self._set_gauges(event)
             if self._caught_up:
