@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def test_chats_are_tokenised_without_torch(process, client):
     assert "libtorch" not in maps
     assert "vllm" not in maps
     client.cancel(job.id)
+
+
+def test_the_first_chats_may_come_at_once(tmp_path):
+    """transformers' lazy imports can't stand two threads, and the first requests of a controller are what imports."""
+    root = make_root(tmp_path / "spool")
+    with Process(root) as process, Tandem(process.url, KEY) as client, ThreadPoolExecutor(8) as threads:
+        for number in range(8):
+            client.create_run(f"r{number}", lora={"rank": 2})
+
+        def send(number: int) -> str:
+            return client.train_sft(f"r{number}", CHAT, packing={"sequence_length": 64}).state
+
+        assert list(threads.map(send, range(8))) == ["queued"] * 8
 
 
 def test_every_line_of_a_json_log_is_an_object(process):
