@@ -72,7 +72,8 @@ class Settings(BaseSettings):
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """CUDA indices or UUIDs for vLLM, comma separated; empty: as the container was given."""
-    max_model_len: int | None = Field(default=None, ge=16)
+    max_model_len: int | None = Field(default=None, ge=66)
+    """Longest prompt plus completion. The publisher verifies each step with prompts of up to 64 tokens."""
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     expert_lora: bool = False

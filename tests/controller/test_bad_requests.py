@@ -40,6 +40,13 @@ BAD_VALUES = {
     "no reward": ("groups", [{"trajectories": [{"turns": [turn([1], [2])]}]}], "groups.0.trajectories.0.reward"),
     "token outside the vocabulary": (f"{T}.turns.0.token_ids", [20, 320]),
     "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
+    "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
+    "advantage that vanishes in float32": (f"{T}.advantage", 1e-50),
+    "weight that vanishes": (
+        "examples",
+        [{"token_ids": [1, 2], "trainable": [False, True], "weight": 1e-50}],
+        "examples.0.weight",
+    ),
     "unknown key": (f"{T}.rewards", 1.0),
     "unknown policy": ("loss.policy", "reinforce"),
     "negative reference step": ("loss.kl_reference", -1, "loss"),
