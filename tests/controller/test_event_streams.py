@@ -215,7 +215,7 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
         assert len(set(blocks)) == 1
         assert all(jobs == [job] for jobs in looks)
         for reader in readers:
-            await reader.aclose()
+            await reader.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
         count = len(looks)
         await asyncio.sleep(0.5)

@@ -1,6 +1,7 @@
 """`python -m tandem.controller`: the HTTP API under uvicorn."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,8 @@ def main() -> int:
         return 2
     if as_json():
         configure()
+    # Each event stream is an open file; many systems allow a process 1024 unless it asks for more.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     config = uvicorn.Config(
         app,
         host=settings.controller_host,

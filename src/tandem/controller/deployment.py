@@ -15,8 +15,9 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait.
-PACKING_THREADS = 2
+# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait. Small ones
+# wait for the volume most of the time, and little memory is enough for them.
+PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 # A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
 LARGE_BODY_BYTES = 32 * 2**20
 
@@ -32,6 +33,7 @@ class Deployment:
         self.base_model: str = settings.base_model
         self.spool = Spool.create(settings.root)
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
+        self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)

@@ -10,6 +10,7 @@ from asyncio import Task, create_task, sleep, timeout
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 from anyio import to_thread
@@ -35,6 +36,15 @@ class _File:
     state_read: float = field(default_factory=time.monotonic)
     readers: int = 0
     news: Signal = field(default_factory=Signal)  # set, and replaced, when something of the above has changed
+
+
+class _Part(NamedTuple):
+    """What a reader holds while its client takes it: bytes, because events would take many times their size."""
+
+    block: bytes
+    offset: int  # of the next part
+    size: int  # of the file, as far as it was read
+    last: bool  # the terminal event is in it
 
 
 class EventStreams:
@@ -63,17 +73,21 @@ class EventStreams:
         with self._followed(job) as file:
             while not stopping.is_set():
                 ended = file.ended  # read before the events: a job that has ended by now has written all of them
-                events, offset, size = await to_thread.run_sync(
-                    self._spool.events.since, job, offset, PART_BYTES, limiter=self._threads
-                )
-                if block := b"".join(_formatted(event) for event in events if event.seq > after):
-                    yield block
-                if any(event.type in TERMINAL for event in events):
+                part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
+                if part.last:
                     wait = False  # what comes after the terminal event is sent if it is there
-                if not events:
+                at_end, offset = part.offset == offset, part.offset
+                if part.block:
+                    yield part.block
+                if at_end:
                     if ended or not wait:
                         return
-                    await self._news(file, size, stopping)
+                    await self._news(file, part.size, stopping)
+
+    def _read(self, job: str, offset: int, after: int) -> "_Part":
+        events, end, size = self._spool.events.since(job, offset, PART_BYTES)
+        block = b"".join(_formatted(event) for event in events if event.seq > after)
+        return _Part(block, end, size, any(event.type in TERMINAL for event in events))
 
     @contextmanager
     def _followed(self, job: str) -> Iterator[_File]:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, Deployment
 from tandem.controller.job_submission import submit_job
-from tandem.controller.request_body import received
+from tandem.controller.request_body import MEMORY_BYTES, received
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
@@ -150,7 +150,9 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
         if body.size > LARGE_BODY_BYTES:
             await turn.enter_async_context(deployment.large_bodies)
         # In a thread, because parsing and packing a large batch would block all other requests.
-        status, new = await to_thread.run_sync(submit, limiter=deployment.packing_threads)
+        small = body.size <= MEMORY_BYTES
+        threads = deployment.small_packing_threads if small else deployment.packing_threads
+        status, new = await to_thread.run_sync(submit, limiter=threads)
     if new:
         deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
     else:

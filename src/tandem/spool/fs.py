@@ -95,28 +95,31 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
 
-    Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then.
+    Not `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only,
+    no permission, …), and leaves no temporary file then.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{new_ulid()}")
     with volume_errors(path):
         try:
             with temporary.open("xb") as file:
                 write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        fsync_dir(path.parent)
+        if durable:
+            fsync_dir(path.parent)
 
 
-def write_json_atomic(path: Path, model: BaseModel) -> None:
+def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
     """`write_atomic` of a record as indented JSON."""
-    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode())
+    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode(), durable=durable)
 
 
 @contextmanager
@@ -188,14 +191,15 @@ def rename_dir(source: Path, target: Path) -> None:
             fsync_dir(source.parent)
 
 
-def remove_file(path: Path) -> None:
-    """Removes a file, durably, if it exists."""
+def remove_file(path: Path, *, durable: bool = True) -> None:
+    """Removes a file if it exists. Not `durable`: after a loss of power it may be back."""
     with volume_errors(path):
         try:
             path.unlink()
         except FileNotFoundError:
             return
-        fsync_dir(path.parent)
+        if durable:
+            fsync_dir(path.parent)
 
 
 def remove_tree(directory: Path) -> None:

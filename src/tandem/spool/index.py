@@ -16,9 +16,18 @@ from tandem.spool.schema import TERMINAL, JobState
 
 class _Parsed(NamedTuple):
     names: tuple[str, ...]  # as `listing` gave them
+    by_name: dict[str, JobKey | None]
     keys: tuple[JobKey, ...]
+    first: JobKey | None  # with the lowest base step
     base_steps: frozenset[int]
     junk: tuple[str, ...]  # names that are no job's
+
+
+_NOTHING = _Parsed((), {}, (), None, frozenset(), ())
+
+
+def _key(name: str) -> JobKey | None:
+    return JobKey.parse(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 class Index:
@@ -75,8 +84,12 @@ class Index:
 
     def heads(self) -> list[JobKey]:
         """The queued job with the lowest base step of each run."""
-        heads = (next(self.queued(run), None) for run in self.queued_runs())
-        return [head for head in heads if head is not None]
+        return [head for run in self.queued_runs() if (head := self._head(run)) is not None]
+
+    def _head(self, run: str) -> JobKey | None:
+        top = self._paths.queue_dir(run)
+        firsts = (self._parse(top / bucket).first for bucket in listing(top))
+        return next((key for key in firsts if key is not None), None)
 
     def running(self, run: str | None = None) -> list[JobKey]:
         """The running jobs, by submission."""
@@ -114,12 +127,15 @@ class Index:
         if known is None or known.names is not names:
             if not names:
                 self._parsed.pop(directory, None)
-                return _Parsed((), (), frozenset(), ())
-            found = {name: JobKey.parse(name.removesuffix(".json")) for name in names if name.endswith(".json")}
-            keys = tuple(sorted(key for key in found.values() if key is not None))
-            junk = tuple(name for name in names if found.get(name) is None)
+                return _NOTHING
+            before = {} if known is None else known.by_name
+            by_name = {name: before[name] if name in before else _key(name) for name in names}
+            # Names sort as their keys do.
+            keys = tuple(key for key in by_name.values() if key is not None)
             if known is not None and known.keys == keys:
                 keys = known.keys
-            known = _Parsed(names, keys, frozenset(key.base_step for key in keys), junk)
+            junk = tuple(name for name, key in by_name.items() if key is None)
+            first = min(keys, key=lambda key: (key.base_step, key), default=None)
+            known = _Parsed(names, by_name, keys, first, frozenset(key.base_step for key in keys), junk)
             self._parsed[directory] = known
         return known

@@ -80,7 +80,8 @@ class Leases:
             job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
             phase=phase, beat=time.time(), ranks=[*ranks],
         )  # fmt: skip
-        fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease)
+        # A loss of power ends the runner too, and a lease without a runner says nothing.
+        fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
         return lease
 
 

@@ -12,7 +12,7 @@ from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
 _JOB_DIRECTORIES = (*PENDING, *TERMINAL, "ids", "leases", "cancel", "data", "work", "events", "logs", "locks")
 _KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
-BUCKET = 1000
+BUCKET = 250
 """Base steps per directory of queued jobs: the most names that a claim lists."""
 
 

@@ -54,7 +54,8 @@ class Queue:
         if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
         new_id = fs.new_ulid() if job_id is None else job_id
-        expected = self._check_base(run, base_step)
+        # A refusal comes before the work; which step it really is, is known once the data is there.
+        expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         data = self._paths.data_dir(new_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
             try:
@@ -169,7 +170,7 @@ class Queue:
 
     def _remove_queued(self, key: JobKey) -> None:
         with suppress(SpoolUnusable):  # a file in another directory is stronger than one that stays here
-            fs.remove_file(self._paths.job_file("queued", key))
+            fs.remove_file(self._paths.job_file("queued", key), durable=False)
         self._remove_empty(key)
 
     def cancel(self, job_id: str) -> JobState:
@@ -254,7 +255,7 @@ def _remove(*paths: Path) -> None:
     """Removes files that have no meaning any more, unless the volume refuses."""
     for path in paths:
         with suppress(SpoolUnusable):
-            fs.remove_file(path)
+            fs.remove_file(path, durable=False)
 
 
 def _check_attempt(job: Job, current: Job) -> None:
