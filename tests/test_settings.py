@@ -82,6 +82,13 @@ def test_secrets_come_from_files_and_stay_out_of_repr(monkeypatch, tmp_path):
     assert "s3cret" not in repr(settings)
 
 
+def test_a_vllm_that_could_verify_no_step_is_refused():
+    """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that fills its length."""
+    with pytest.raises(ValidationError, match="66"):
+        Settings(max_model_len=65)
+    assert Settings(max_model_len=66).max_model_len == 66
+
+
 def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")

@@ -62,7 +62,7 @@ SPECIAL: dict[str, Schema] = {
     "trainer.settings.exitAfterJob": optional({"type": "boolean"}),
     "trainer.settings.heartbeatSeconds": optional(_POSITIVE),
     "trainer.settings.leaseSeconds": optional(_POSITIVE),
-    "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 16}),
+    "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 66}),
     "inference.settings.maxLoras": optional(COUNT),
     "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),
     "inference.settings.enforceEager": optional({"type": "boolean"}),

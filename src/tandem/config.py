@@ -83,7 +83,8 @@ class Settings(BaseSettings):
     computed again. wait: they end first."""
     swap_seconds: float = Field(default=120.0, gt=0)
     """merged: how long one swap may take, in seconds, the wait for running requests included."""
-    max_model_len: int | None = Field(default=None, ge=16)
+    max_model_len: int | None = Field(default=None, ge=66)
+    """Longest prompt plus completion. The publisher verifies each step with prompts of up to 64 tokens."""
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     expert_lora: bool = False

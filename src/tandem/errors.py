@@ -67,12 +67,22 @@ class CheckpointDamaged(TandemError):
     code = "checkpoint_damaged"
 
 
+class RunDamaged(CheckpointDamaged):
+    """A run's own files are missing or damaged. The run is left out of lists; the other runs go on."""
+
+    code = "run_damaged"
+
+
 class SpoolUnusable(TandemError):
     """The volume can't be used: read-only, full, not a directory, or held by another runner."""
 
     code = "spool_unusable"
     http_status = 503
     retriable = True
+
+
+class VolumeFull(SpoolUnusable):
+    """The volume has no space left. Programs that need some to start wait for it."""
 
 
 class JobFailed(TandemError):

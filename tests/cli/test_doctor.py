@@ -11,6 +11,7 @@ import tiny_model
 
 from api_server import tree
 from tandem.cli import checks_machine
+from tandem.spool import Spool
 
 
 @pytest.fixture
@@ -137,3 +138,15 @@ def test_what_is_refused_with_its_name(preflight, variables, name, found):
     status, failed = preflight(**variables)
     assert status == 1
     assert found in failed[name]
+
+
+def test_what_is_damaged_is_named(doctor, monkeypatch, tmp_path):
+    monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
+    spool = Spool.create(tmp_path / "spool")
+    assert doctor()[1]["spool"]["found"] == "nothing is damaged"
+    (spool.root / "runs/empty").mkdir()
+    (spool.paths.state_dir("queued") / "junk").touch()
+    checks = doctor()[1]
+    assert checks["damaged run"]["status"] == "warn"
+    assert "runs/empty" in checks["damaged run"]["found"]
+    assert checks["damaged name"]["found"] == str(spool.root / "jobs/queued/junk")

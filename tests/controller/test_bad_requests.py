@@ -1,7 +1,9 @@
 """Bad input is refused with the right status and the field's name, and leaves nothing on the spool."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,13 @@ BAD_VALUES = {
     "no variance": (f"{T}.reward", 1.0, None),
     "token outside the vocabulary": (f"{T}.turns.0.token_ids", [20, 320]),
     "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
+    "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
+    "advantage that vanishes in float32": (f"{T}.advantage", 1e-50),
+    "weight that vanishes": (
+        "examples",
+        [{"token_ids": [1, 2], "trainable": [False, True], "weight": 1e-50}],
+        "examples.0.weight",
+    ),
     "unknown policy": ("loss.policy", "reinforce"),
     "negative reference step": ("loss.kl_reference", -1, "loss"),
     "reference step yet to come": ("loss.kl_reference", 1),
@@ -148,3 +157,18 @@ def test_a_full_volume(http, idle_run, monkeypatch):
         assert http.get("/readyz").status_code == 503
         assert http.get("/healthz").status_code == 200
     assert http.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EMFILE, 503), (errno.ENFILE, 503), (errno.EIO, 503)])
+def test_what_passes_by_itself_is_503_with_retry_after(http, monkeypatch, number, status, run):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "a file")
+
+    for path in (f"/v1/runs/{run}", "/v1/jobs", "/v1/jobs/some"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", fail)
+            patch.setattr(os, "open", fail)
+            patch.setattr(Path, "stat", fail)
+            answer = http.get(path)
+        assert (answer.status_code, answer.headers.get("retry-after")) == (status, "2"), answer.text
+        assert answer.json()["error"]["type"] == "spool_unusable"

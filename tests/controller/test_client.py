@@ -40,7 +40,15 @@ def test_address_and_key_come_from_the_environment(monkeypatch, tmp_path):
 
 
 def test_sampling_options_request_token_ids_and_logprobs():
-    assert sampling_options(top_k=5) == {"logprobs": True, "extra_body": {"return_token_ids": True, "top_k": 5}}
+    assert sampling_options(seed=5) == {"logprobs": True, "extra_body": {"return_token_ids": True, "seed": 5}}
+    assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
+
+
+@pytest.mark.parametrize("changed", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
+def test_sampling_options_refuse_what_the_trainer_cannot_follow(changed):
+    with pytest.raises(InvalidInput) as refused:
+        sampling_options(**changed)
+    assert refused.value.field == next(iter(changed))
 
 
 def test_errors_have_the_class_that_the_controller_raised():

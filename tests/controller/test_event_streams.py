@@ -5,12 +5,14 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import anyio
 import httpx
 import pytest
 
 from api_server import KEY, claim, rl_request, run_one, succeed, work
 from tandem.client import AsyncTandem, Tandem
-from tandem.controller import routes_jobs
+from tandem.controller import event_streams, routes_jobs
+from tandem.controller.event_streams import PART_BYTES, EventStreams
 from tandem.errors import NotFound, Unreachable
 
 
@@ -96,16 +98,16 @@ def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, 
 
 def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, monkeypatch):
     ended = threading.Event()
-    follow = routes_jobs._follow
+    follow = EventStreams.follow
 
-    async def noted(*arguments):
+    async def noted(*arguments, **more):
         try:
-            async for event in follow(*arguments):
+            async for event in follow(*arguments, **more):
                 yield event
         finally:
             ended.set()
 
-    monkeypatch.setattr(routes_jobs, "_follow", noted)
+    monkeypatch.setattr(EventStreams, "follow", noted)
     job = client.train(run, rl_request())
     with server.http() as http, http.stream("GET", f"/v1/jobs/{job.id}/events") as response:
         parts = response.iter_text()  # kept, because httpx closes the connection with its iterator
@@ -116,7 +118,7 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
     """The job's state counts where its writer was killed before it wrote the event."""
-    monkeypatch.setattr(routes_jobs, "STATE_SECONDS", 0.2)
+    monkeypatch.setattr(event_streams, "STATE_SECONDS", 0.2)
     job = client.train(run, rl_request())
     client.cancel(job.id)
     server.spool.paths.events_file(job.id).unlink()
@@ -152,3 +154,64 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
             list(lost.events("job"))
         with pytest.raises(Unreachable):
             lost.get_run("run")
+
+
+def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(client, server, run, monkeypatch):
+    job = client.train(run, rl_request()).id
+    for number in range(300):
+        server.spool.events.append(job, "step", metrics={"text": "x" * 1000}, step=number)
+    server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)  # longer than a part
+    read = []
+    since = type(server.spool.events).since
+
+    def noted(*arguments):
+        events, offset, end = since(*arguments)
+        read.append(end - arguments[2])
+        return events, offset, end
+
+    monkeypatch.setattr(type(server.spool.events), "since", noted)
+
+    async def scene() -> int:
+        streams = EventStreams(server.spool)
+        blocks = streams.follow(job, -1, wait=False, stopping=anyio.Event())
+        received = b""
+        for taken in range(10):
+            received += await anext(blocks)
+            await asyncio.sleep(0.01)
+            assert len(read) == taken
+        async for block in blocks:
+            received += block
+        return received.count(b"event: step")
+
+    assert asyncio.run(scene()) == 301
+    assert sorted(read)[-2] <= PART_BYTES
+    assert max(read) <= 4 * PART_BYTES
+
+
+def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, monkeypatch):
+    job = client.train(run, rl_request()).id
+    looks, reads = [], []
+    look, since = EventStreams._look, type(server.spool.events).since
+    monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(arguments[1]) or look(*arguments))
+    monkeypatch.setattr(type(server.spool.events), "since", lambda *arguments: reads.append(1) or since(*arguments))
+
+    async def scene() -> None:
+        streams, stopping = EventStreams(server.spool), anyio.Event()
+        readers = [streams.follow(job, -1, wait=True, stopping=stopping) for _ in range(50)]
+        for reader in readers:
+            assert await anext(reader) == b"retry: 1000\n\n"
+        waiting = [asyncio.create_task(anext(reader)) for reader in readers]
+        await asyncio.sleep(1)
+        assert len(reads) == 50  # without news nobody reads
+        await asyncio.to_thread(server.spool.events.append, job, "step", step=1)
+        blocks = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert len(set(blocks)) == 1
+        assert all(jobs == [job] for jobs in looks)
+        for reader in readers:
+            await reader.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.5)
+        count = len(looks)
+        await asyncio.sleep(0.5)
+        assert len(looks) == count  # nobody follows any more
+
+    asyncio.run(scene())

@@ -1,16 +1,22 @@
 """The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad moments."""
 
 import json
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
 from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
+from spool.volume_tools import mounted
 from tandem.client import Tandem
+from tandem.controller import sweeper
 from tandem.spool import Spool
 from waiting import until
 
@@ -50,6 +56,19 @@ def test_chats_are_tokenised_without_torch(process, client):
     client.cancel(job.id)
 
 
+def test_the_first_chats_may_come_at_once(tmp_path):
+    """transformers' lazy imports can't stand two threads, and the first requests of a controller are what imports."""
+    root = make_root(tmp_path / "spool")
+    with Process(root) as process, Tandem(process.url, KEY) as client, ThreadPoolExecutor(8) as threads:
+        for number in range(8):
+            client.create_run(f"r{number}", lora={"rank": 2})
+
+        def send(number: int) -> str:
+            return client.train_sft(f"r{number}", CHAT, packing={"sequence_length": 64}).state
+
+        assert list(threads.map(send, range(8))) == ["queued"] * 8
+
+
 def test_every_line_of_a_json_log_is_an_object(process):
     httpx.get(f"{process.url}/healthz", trust_env=False)
     output = until("the request is logged", lambda: "GET /healthz" in (text := process.output()) and text)
@@ -86,3 +105,42 @@ def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, 
     thread.join(timeout=60)
     assert seen == list(range(7))
     assert client.wait_job(job.id).state == "succeeded"
+
+
+def test_a_controller_starts_on_a_full_volume_and_says_so(tmp_path):
+    volume = tmp_path / "volume"
+    with mounted(volume, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        make_root(volume)
+        filler = volume / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(b"\0" * 4096):
+                pass
+        process = Process(volume)
+        try:
+            url = f"{process.url}/readyz"
+
+            def answer() -> httpx.Response | None:
+                with suppress(httpx.TransportError):
+                    return httpx.get(url, trust_env=False)
+                return None
+
+            full = until("it answers", answer, 60)
+            assert (full.status_code, "full" in full.text, full.headers["retry-after"]) == (503, True, "2")
+            filler.unlink()
+            process.wait_ready()
+        finally:
+            process.__exit__()
+
+
+def test_stale_litter_is_removed_while_the_controller_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.1)
+    spool = Spool.create(tmp_path)
+    old, young = tmp_path / "jobs/data/.tmp-old", tmp_path / "jobs/.tmp-young"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (time.time() - 4000,) * 2)
+    thread = sweeper.Sweeper(spool)
+    thread.start()
+    until("the stale one is gone", lambda: not old.exists())
+    thread.stop()
+    assert young.exists()

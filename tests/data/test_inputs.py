@@ -76,7 +76,7 @@ def changed(path: str, value: object, of: dict[str, Any]) -> Any:
         ("choices.0.token_ids", [1, 2, 3], "choices.0.logprobs", "2 log-probs for 3 sampled tokens"),
         ("choices.0.logprobs", None, "choices.0.logprobs", "logprobs=True"),
         ("choices.0.logprobs.content", None, "choices.0.logprobs", "logprobs=True"),
-        ("choices.0.logprobs.content.1.logprob", -9999.0, "choices.0.logprobs", "placeholder"),
+        ("choices.0.logprobs.content.1.logprob", -9999.0, "choices.0.logprobs", "did not compute"),
     ],
 )
 def test_incomplete_answers_are_refused(path: str, value: object, field: str, message: str) -> None:
@@ -171,7 +171,8 @@ ANSWER = {"role": "assistant", "content": "!"}
         ({"token_ids": [1, 2], "trainable": [0, 1]}, "trainable.0", "valid boolean"),
         ({"token_ids": [1], "trainable": [False]}, "token_ids", "at least 2"),
         ({"token_ids": [1, -2], "trainable": [False, True]}, "token_ids", "id -2 at index 1"),
-        ({"messages": [ASK, ANSWER], "weight": 0.0}, "weight", "greater than 0"),
+        ({"messages": [ASK, ANSWER], "weight": 0.0}, "weight", "greater than or equal"),
+        ({"messages": [ASK, ANSWER], "weight": 1e-50}, "weight", "greater than or equal"),
         ({"messages": [ASK, ANSWER], "weight": math.nan}, "weight", "finite"),
     ],
 )

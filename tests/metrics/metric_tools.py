@@ -72,4 +72,4 @@ class Exported:
 
 
 def opener(spool: Spool) -> Callable[[], Spool]:
-    return lambda: Spool(spool.root, writable=False)
+    return lambda: Spool(spool.root)

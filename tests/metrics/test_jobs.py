@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from metrics.metric_tools import Exported, Scraped, opener
-from spool.spool_tools import commit, failed, submit, succeeded
+from spool.spool_tools import commit, failed, job_path, submit, succeeded
 from tandem.metrics import collector, ranks
+from tandem.metrics.controller import QueueCollector
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import beat_file
-from tandem.spool.schema import TERMINAL, Beat, Job, JobError
+from tandem.spool.schema import Beat, Job, JobError
 
 GPU = "GPU-5d8f"
 RANK_0 = {"uuid": GPU, "rank": "0"}
@@ -241,31 +242,30 @@ def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkey
     assert seen.get("tandem_train_tokens_total") == 640
 
 
-def test_a_damaged_job_is_a_failure_and_the_others_are_counted(volume: Spool) -> None:
+def test_damaged_jobs_are_left_out_and_the_others_are_counted(volume: Spool) -> None:
     exported = exported_jobs(volume)
+    submit(volume, "j1")
+    submit(volume, "j2")
+    volume.queue.claim("runner")
     exported.collect()
-    broken = volume.paths.state_dir("queued") / "a-broken.json"
-    broken.write_text("{")
-    assert not exported.works("jobs")
-    broken.unlink()
-    submit(volume, "j1")
-    volume.queue.cancel("j1")
-    broken.write_text("{")
+    (volume.paths.state_dir("queued") / "a-broken.json").write_text("{")
+    volume.queue.cancel("j2")
+    job_path(volume, "cancelled", "j2").write_text("{")
+    volume.queue.finish(volume.jobs.get("j1")[1], failed())
     seen = exported.collect()
-    assert seen.get("tandem_collector_success", collector="jobs") == 0
-    assert seen.get("tandem_jobs_finished_total", outcome="cancelled") == 1
+    assert seen.get("tandem_collector_success", collector="jobs") == 1
+    assert seen.get("tandem_jobs_finished_total", outcome="failed") == 1
+    queue = Exported(QueueCollector(opener(volume))).collect()
+    assert {key: queue.get("tandem_spool_damaged", kind=key) for key in ("job", "name", "run")} == {
+        "job": 1, "name": 1, "run": 0,
+    }  # fmt: skip
 
 
-def test_finished_jobs_are_not_listed_again(volume: Spool, monkeypatch) -> None:
-    submit(volume, "j1")
+def test_queued_and_finished_jobs_are_not_read_again(volume: Spool, monkeypatch) -> None:
+    for job_id in ("j1", "j2"):
+        submit(volume, job_id)
     volume.queue.finish(volume.queue.claim("runner"), failed())
     exported = Exported(JobsCollector(opener(volume)))
     exported.collect()
-    ids = Jobs.ids
-
-    def pending_ids(self: Jobs, state: Any) -> list[str]:
-        assert state not in TERMINAL
-        return ids(self, state)
-
-    monkeypatch.setattr(Jobs, "ids", pending_ids)
+    monkeypatch.setattr(Jobs, "locate", None)
     assert exported.works("jobs")

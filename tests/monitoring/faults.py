@@ -205,6 +205,8 @@ fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 
       *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)))  # fmt: skip
 fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
       setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip
+fault("a job's file is damaged", idle, {24: NONE, 26: {"TandemSpoolDamaged"}},
+      setting("controller", "tandem_spool_damaged", since(20, 1), kind="job"))  # fmt: skip
 
 fault("a checkpoint is refused", training, {20: NONE, 22: {"TandemPublishRefused"}},
       setting("inference", "tandem_policy_refused", since(21, 1), run="math"))  # fmt: skip

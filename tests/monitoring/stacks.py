@@ -26,6 +26,8 @@ def idle(*, gpus: bool = True) -> Stack:
     put(stack, "controller", "process_start_time_seconds", 5)
     for state in ("queued", "running"):
         put(stack, "controller", "tandem_jobs", 0, state=state)
+    for kind in ("job", "name", "run"):
+        put(stack, "controller", "tandem_spool_damaged", 0, kind=kind)
     _requests(stack, ok=per_minute(1), errors=0)
     for target, programs in (("trainer", ("runner", "exporter")), ("inference", ("vllm", "publisher", "exporter"))):
         for program in programs:

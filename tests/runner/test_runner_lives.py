@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
 from runner.runner_stack import Stack
+from spool.volume_tools import mounted
 from tandem.supervise.programs import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
@@ -184,3 +186,24 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
     assert stack.kinds(job_id) == ["claimed", "released", "failed"]
     stack.until_logged("could record the job's end again", 40)
     assert stack.wait(stack.submit("refused"))[0] == "succeeded"
+
+
+def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
+    root = tmp_path / "volume"
+    with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        stack = Stack(root, "fork")
+        stack.log = tmp_path / "runner.log"
+        job_id = stack.submit(stack.run())
+        stack.spool.queue.claim("dead")
+        filler = root / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(b"\0" * 4096):
+                pass
+        try:
+            stack.start()
+            stack.until_logged("trying again until the volume is back")
+            assert stack.runner.poll() is None
+            filler.unlink()
+            assert stack.wait(job_id)[0] == "succeeded"
+        finally:
+            stack.close()

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.errors import TandemError
 from tandem.spool import Spool
-from tandem.spool.schema import Job, JobError, JobResult, JobSpec, PackedData, RLJob, RunSpec
+from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec
 
 LOST = JobError(type="runner_lost", message="gone", retriable=True)
 
@@ -75,6 +75,11 @@ def stage(spool: Spool, job: Job, content: bytes = b"trained") -> Path:
 
 def commit(spool: Spool, job: Job, content: bytes = b"trained") -> None:
     spool.checkpoints.commit(stage(spool, job, content), job.spec.run, job.spec.base_step + 1, job.spec.id)
+
+
+def job_path(spool: Spool, state: JobState, job_id: str) -> Path:
+    """The job's file in one state, whether it is there or not."""
+    return spool.paths.job_file(state, spool.jobs.find(job_id))
 
 
 def succeeded(job: Job) -> JobResult:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, failed, run_spec, spool_with_run, submit, succeeded, train_one
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    job_path,
+    run_spec,
+    spool_with_run,
+    submit,
+    succeeded,
+    train_one,
+)
 from spool.volume_tools import DiedError, dying_at
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
@@ -119,7 +130,7 @@ def recover_then_claim(spool: Spool) -> None:
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
     # Removes the difference between the two, for the comparison with the undisturbed claim.
-    path = spool.root / "jobs/running/j.json"
+    path = job_path(spool, "running", "j")
     path.write_text(claimed.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
 
 

@@ -88,15 +88,26 @@ def test_several_processes_and_threads_append_while_others_read(spool):
 
 
 def test_since_goes_on_where_it_was_and_waits_for_the_rest_of_a_line(spool):
-    assert spool.events.since("j", 0) == ([], 0)
+    assert spool.events.since("j", 0) == ([], 0, 0)
     written = [spool.events.append("j", "step", number=number) for number in range(3)]
     path = spool.paths.events_file("j")
     offset = path.stat().st_size
-    assert spool.events.since("j", 0) == (written, offset)
-    assert spool.events.since("j", offset) == ([], offset)
+    assert spool.events.since("j", 0) == (written, offset, offset)
+    assert spool.events.since("j", offset) == ([], offset, offset)
     more = spool.events.append("j", "step", number=3)
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    assert spool.events.since("j", offset) == ([], offset)
+    assert spool.events.since("j", offset) == ([], offset, len(whole) - 5)
     path.write_bytes(whole)
-    assert spool.events.since("j", offset) == ([more], len(whole))
+    assert spool.events.since("j", offset) == ([more], len(whole), len(whole))
+
+
+def test_since_reads_in_parts_and_a_long_line_whole(spool):
+    written = [spool.events.append("j", "step", number=number) for number in range(3)]
+    long = spool.events.append("j", "step", text="x" * 1000)
+    events, offset = [], 0
+    for _ in range(10):
+        found, offset, _ = spool.events.since("j", offset, 150)
+        assert len(found) <= 1
+        events += found
+    assert events == [*written, long]

@@ -11,6 +11,7 @@ from spool.spool_tools import commit, spool_with_run, start, submit
 from spool.volume_tools import full_disk, in_child, tree
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
+from tandem.spool.listing import listing
 from tandem.spool.locks import LockHeldError, file_lock
 
 
@@ -114,12 +115,25 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
         pass
 
 
-def test_absence_is_judged_by_listing_the_directory(tmp_path, monkeypatch):
-    """An NFS client may remember that a name was absent; a listing is asked again."""
+def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monkeypatch):
+    """An NFS client remembers that a name was absent until it opens the directory, and then asks the server."""
     (tmp_path / "file").write_text("x")
-    monkeypatch.setattr(Path, "exists", lambda self, **_: False)
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert fs.exists(tmp_path / "file")
+    opened = set()
+    real_open, real_stat = os.open, os.stat
+
+    def noted(path, *arguments, **more):
+        opened.add(str(path))
+        return real_open(path, *arguments, **more)
+
+    def forgetful_stat(path, *arguments, dir_fd=None, **more):
+        if dir_fd is None or str(tmp_path) not in opened:
+            raise FileNotFoundError(2, "stale", str(path))
+        return real_stat(path, *arguments, dir_fd=dir_fd, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", noted)
+        patch.setattr(os, "stat", forgetful_stat)
+        assert fs.exists(tmp_path / "file")
     assert not fs.exists(tmp_path / "none")
     assert not fs.exists(tmp_path / "none/file")
     spool = spool_with_run(tmp_path / "spool")
@@ -127,7 +141,7 @@ def test_absence_is_judged_by_listing_the_directory(tmp_path, monkeypatch):
     real, forgotten = Path.read_bytes, []
 
     def forgetful(self):
-        if self.name == "j.json" and self not in forgotten and "queued" in self.parts:
+        if self.name.endswith(",j.json") and self not in forgotten and "queued" in self.parts:
             forgotten.append(self)
             raise FileNotFoundError(2, "stale", str(self))
         return real(self)
@@ -135,3 +149,28 @@ def test_absence_is_judged_by_listing_the_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", forgetful)
     assert spool.jobs.get("j")[0] == "queued"
     assert forgotten
+
+
+def test_a_listing_is_remembered_only_once_its_directory_has_settled(tmp_path, monkeypatch):
+    """Two changes within one tick of the file system's clock leave one mtime."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    (tmp_path / "a").touch()
+    assert listing(tmp_path) == ("a",)
+    at = tmp_path.stat().st_mtime_ns
+
+    def add(name):
+        (tmp_path / name).touch()
+        os.utime(tmp_path, ns=(at, at))
+
+    add("b")
+    assert listing(tmp_path) == ("a", "b")
+    now += 3
+    settled = listing(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", None)
+        assert listing(tmp_path) is settled
+    (tmp_path / "c").touch()
+    (tmp_path / ".tmp-d").touch()
+    assert listing(tmp_path) == ("a", "b", "c")
+    assert listing(tmp_path / "none") == listing(tmp_path / "a") == ()

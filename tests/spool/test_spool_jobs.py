@@ -3,13 +3,28 @@
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, failed, maker, refused, stage, start, submit, succeeded, train_one
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    job_path,
+    maker,
+    refused,
+    stage,
+    start,
+    submit,
+    succeeded,
+    train_one,
+)
 from spool.volume_tools import temporary_names, tree
-from tandem.errors import Conflict, NotFound, SpoolUnusable
-from tandem.spool import Spool
+from tandem.errors import Conflict, NotFound
+from tandem.spool import Spool, index, paths
+from tandem.spool.jobs import key_of
 from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RankProcess
 
@@ -19,9 +34,13 @@ def types(spool: Spool, job_id: str) -> list[str]:
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """The directories under jobs/ that have something of the job."""
-    paths = spool.root.glob("jobs/*/*")
-    return sorted(path.parent.name for path in paths if path.name.split(".json")[0].removesuffix(".log") == job_id)
+    """The directories under jobs/ that have something of the job, but for ids/, which always has."""
+    found = set()
+    for path in (spool.root / "jobs").rglob("*"):
+        if path.name.split(",")[-1].split(".json")[0].removesuffix(".log") == job_id:
+            found.add(path.relative_to(spool.root / "jobs").parts[0])
+    assert "ids" in found
+    return sorted(found - {"ids"})
 
 
 def test_the_whole_way(spool):
@@ -214,20 +233,26 @@ def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
 
 def test_the_strongest_directory_counts(spool):
     submit(spool, "j")
-    jobs = spool.root / "jobs"
-    queued = (jobs / "queued/j.json").read_bytes()
+    queued = job_path(spool, "queued", "j")
+    running = job_path(spool, "running", "j")
+    content = queued.read_bytes()
     job = spool.queue.claim("me")
-    (jobs / "queued/j.json").write_bytes(queued)
+
+    def put_back(file, content):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+    put_back(queued, content)
     assert spool.jobs.get("j") == ("running", job)
     assert [(state, found.attempt) for state, found in spool.jobs.list()] == [("running", 1)]
     assert spool.jobs.list(states=["queued"]) == []
     assert spool.queue.claim("me") is None
     assert spool.queue.cancel("j") == "running"
-    running = (jobs / "running/j.json").read_bytes()
+    contents = {queued: content, running: running.read_bytes()}
     spool.queue.finish(job, failed())
-    assert not (jobs / "queued/j.json").exists()
-    for state, content in (("queued", queued), ("running", running)):
-        (jobs / state / "j.json").write_bytes(content)
+    assert not queued.exists()
+    for file, content in contents.items():
+        put_back(file, content)
     assert spool.jobs.get("j")[0] == "failed"
     assert spool.queue.claim("me") is None
     recover(spool, "me")
@@ -284,21 +309,144 @@ def test_sweep_of_old_remains_only(spool):
     assert temporary_names(spool.root) == []
 
 
-def test_a_damaged_job_file_is_named(spool):
-    submit(spool, "j")
-    (spool.root / "jobs/queued/j.json").write_text("{")
-    for call in (lambda: spool.jobs.get("j"), spool.jobs.list, lambda: spool.queue.claim("me")):
-        with pytest.raises(SpoolUnusable, match=r"queued/j\.json is damaged"):
-            call()
-
-
 def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool):
     job = submit(spool, "j")
     result = JobResult(state="cancelled", finished=time.time())
-    path = spool.root / "jobs/queued/j.json"
-    path.write_text(job.model_copy(update={"result": result}).model_dump_json())
+    job_path(spool, "running", "j").write_text(job.model_copy(update={"result": result}).model_dump_json())
     assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
     assert spool.queue.next_base("r") == 0
     assert spool.queue.claim("me") is None
     assert types(spool, "j") == ["cancelled"]
     assert places(spool, "j") == ["cancelled", "events"]
+
+
+def test_paging_through_the_jobs_of_all_states(spool):
+    add_run(spool, "q")
+    now = time.time()
+    for i in range(12):
+        submit(spool, f"j{i:02d}", run="rq"[i % 2], created=now - 7200 * (12 - i))
+    for result in (failed(), failed()):
+        spool.queue.finish(spool.queue.claim("me"), result)
+    spool.queue.claim("me")
+
+    def ids(**more):
+        return [job.spec.id for _, job in spool.jobs.list(**more)]
+
+    everything = [f"j{i:02d}" for i in range(12)]
+    assert ids() == everything
+    assert ids(limit=5) == everything[-5:]
+    assert ids(limit=5, before="j07") == everything[2:7]
+    assert ids(limit=5, before="j02") == everything[:2]
+    assert ids(run="q", limit=2, before="j05") == ["j01", "j03"]
+    assert ids(states=["failed"]) == ["j00", "j01"]
+    assert ids(states=["failed"], limit=1, before="j01") == ["j00"]
+    with refused(NotFound, "before"):
+        ids(before="nope")
+
+
+def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
+    """What they list and read is the same with 10 and with 2,500 jobs queued and as many ended."""
+    add_run(spool, "q")
+
+    def cost() -> tuple[int, int]:
+        listed, read = [], []
+        with monkeypatch.context() as patch:
+            real_listdir, real_read = os.listdir, Path.read_bytes
+            patch.setattr(os, "listdir", lambda path: listed.extend(names := real_listdir(path)) or names)
+            patch.setattr(Path, "read_bytes", lambda path: read.append(path) or real_read(path))
+            submit(spool, f"more-{time.time()}", run="q")
+            job = spool.queue.claim("me")
+            spool.leases.renew(job.spec.id, "me", "training")
+            spool.queue.requeue(job, LOST, counts=False)
+        return len(listed), len(read)
+
+    submit(spool, "first")
+    cost()
+    few = cost()
+    original, ended = job_path(spool, "queued", "first"), submit(spool, "ended", run="q")
+    for step in range(1, 2500):
+        for state, job, run in (("queued", spool.jobs.get("first")[1], "r"), ("failed", ended, "q")):
+            job_id = f"{state}-{step}"
+            spec = job.spec.model_copy(update={"id": job_id, "base_step": step, "run": run})
+            key = key_of(copied := job.model_copy(update={"spec": spec}))
+            spool.paths.id_file(job_id).write_text(key.name)
+            file = spool.paths.job_file(state, key)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(copied.model_dump_json())
+    assert original.exists()
+    assert spool.queue.next_base("r") == 2500
+    many = cost()
+    assert many[1] <= few[1] + 2
+    assert many[0] <= few[0] + 1010  # the run's first directory of queued jobs
+
+
+def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
+    monkeypatch.setattr(paths, "BUCKET", 3)
+    monkeypatch.setattr(index, "BUCKET", 3)
+    jobs = [submit(spool) for _ in range(10)]
+    assert [job.spec.base_step for job in jobs] == list(range(10))
+    assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(10))
+    spool.queue.cancel(jobs[4].spec.id)
+    assert submit(spool).spec.base_step == 4
+    assert submit(spool).spec.base_step == 10
+    for step in range(4):
+        job = spool.queue.claim("me")
+        assert job.spec.base_step == step
+        commit(spool, job)
+        spool.queue.finish(job, succeeded(job))
+    assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == ["00001", "00002", "00003"]
+
+
+def test_a_damaged_queued_job_is_set_aside_and_the_rest_goes_on(spool):
+    add_run(spool, "q")
+    submit(spool, "j")
+    submit(spool, "k", run="q")
+    (file := job_path(spool, "queued", "j")).write_text("{")
+    assert spool.queue.claim("me").spec.id == "k"
+    assert not file.exists()
+    assert [path.read_text() for path in spool.paths.damaged.iterdir()] == ["{"]
+    assert types(spool, "j") == ["failed"]  # who waits for the job is told
+    assert spool.events.read("j")[0].data["error"]["type"] == "job_damaged"
+    with refused(NotFound, "id", match="damaged"):
+        spool.jobs.get("j")
+    assert [job.spec.id for _, job in spool.jobs.list()] == ["k"]
+    assert submit(spool, "j").spec.base_step == 0  # it can be submitted again
+    assert any("queued," in problem for problem in spool.damage()["job"])
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]"])
+def test_a_damaged_ended_job_disturbs_no_list(spool, content):
+    job = start(spool, "j")
+    spool.queue.finish(job, failed())
+    other = start(spool, "other")
+    spool.queue.finish(other, failed())
+    job_path(spool, "failed", "j").write_bytes(content)
+    assert [job.spec.id for _, job in spool.jobs.list()] == ["other"]
+    assert types(spool, "j") == ["claimed", "failed"]
+    assert len(spool.damage()["job"]) == 1
+
+
+def test_a_job_file_that_belongs_to_another_job_is_damaged(spool):
+    first, _ = submit(spool, "j"), submit(spool, "k")
+    job_path(spool, "queued", "k").write_text(first.model_dump_json())
+    assert [job.spec.id for _, job in spool.jobs.list()] == ["j"]
+
+
+def test_junk_among_the_jobs_is_ignored_and_named(spool):
+    submit(spool, "j")
+    bucket = job_path(spool, "queued", "j").parent
+    junk = [spool.root / "jobs/queued/junk.json", bucket / "a.json", bucket / "b", spool.root / "jobs/running/x.json",
+            spool.root / "jobs/failed/y"]  # fmt: skip
+    for path in junk:
+        path.write_text("junk")
+    (spool.root / "jobs/queued/no-run").mkdir()
+    assert submit(spool, "k").spec.base_step == 1
+    assert [job.spec.id for _, job in spool.jobs.list()] == ["j", "k"]
+    assert sorted(spool.damage()["name"]) == sorted(str(path) for path in junk)
+    assert spool.queue.claim("me").spec.id == "j"
+
+
+def test_a_lost_or_damaged_id_is_found_by_the_names(spool):
+    submit(spool, "j")
+    spool.paths.id_file("j").write_text("?")
+    assert spool.jobs.get("j")[0] == "queued"

@@ -119,7 +119,7 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
         choice = random.Random(os.getpid())
         while not stop.exists():
             job_id = choice.choice(ids)
-            submitted = (spool.root / f"jobs/queued/{job_id}.json").exists()
+            submitted = spool.jobs.find(job_id) is not None and spool.jobs.locate(job_id) is not None
             try:
                 if choice.random() < 0.15:
                     spool.queue.cancel(job_id)

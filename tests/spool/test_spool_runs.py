@@ -1,10 +1,24 @@
 """Runs and checkpoints."""
 
+import os
+import shutil
+
 import pytest
 
-from spool.spool_tools import commit, refused, run_spec, stage, start, submit, succeeded, train_one, write_adapter
+from spool.spool_tools import (
+    add_run,
+    commit,
+    refused,
+    run_spec,
+    stage,
+    start,
+    submit,
+    succeeded,
+    train_one,
+    write_adapter,
+)
 from spool.volume_tools import full_disk, temporary_names, tree
-from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, SpoolUnusable
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged, SpoolUnusable
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe
@@ -205,3 +219,32 @@ def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
         spool.checkpoints.fork("r", 0, run_spec("n"))
     assert [spec.name for spec in spool.runs.list()] == ["r"]
     assert temporary_names(spool.root) == []
+
+
+def test_a_damaged_run_is_left_out_and_named(spool):
+    add_run(spool, "good")
+    for name, damage in (("empty", None), ("torn", "{"), ("other", run_spec("good").model_dump_json())):
+        (directory := spool.root / "runs" / name).mkdir()
+        if damage is not None:
+            (directory / "run.json").write_text(damage)
+        with refused(RunDamaged, "run", match=r"run\.json"):
+            spool.runs.get(name)
+    (spool.root / "runs/A file").write_text("junk")
+    add_run(spool, "bare")
+    shutil.rmtree(spool.root / "runs/bare/checkpoints/00000000")
+    assert [spec.name for spec in spool.runs.list()] == spool.runs.names() == ["bare", "good", "r"]
+    assert sorted(spool.runs.damaged()) == ["A file", "bare", "empty", "other", "torn"]
+    (spool.root / "runs/r/served.json").write_text("{")
+    assert spool.served.get("r") is None  # the publisher writes it anew
+
+
+def test_rollback_of_many_steps_syncs_once(spool, monkeypatch):
+    checkpoints = spool.root / "runs/r/checkpoints"
+    for step in range(1, 301):
+        shutil.copytree(checkpoints / "00000000", checkpoints / f"{step:08d}")
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or real(fd))
+    assert spool.checkpoints.rollback("r", 100) == list(range(300, 100, -1))
+    assert len(synced) == 2
+    assert spool.checkpoints.steps("r") == list(range(101))

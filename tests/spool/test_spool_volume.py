@@ -56,7 +56,6 @@ def two_jobs(root: Path) -> Spool:
 
 # Everything that writes, with `first` running and `other` queued. On a full volume those in LATER may do a part.
 OPERATIONS: dict[str, Callable[[Spool], object]] = {
-    "open": lambda spool: Spool(spool.root),
     "create": lambda spool: Spool.create(spool.root / "below"),
     "create run": lambda spool: add_run(spool, "new"),
     "submit": lambda spool: submit(spool, "one-more"),
@@ -122,6 +121,7 @@ def test_read_only_is_refused(tmp_path):
     spool.queue.claim("runner")
     before = tree(root)
     with read_only(root):
+        assert Spool(root).jobs.get("first")[0] == "running"  # what only reads goes on
         for name, operate in OPERATIONS.items():
             with pytest.raises((SpoolUnusable, OSError), match=r"(?i)read-only") as caught:
                 operate(spool)
@@ -139,7 +139,8 @@ def test_a_really_full_volume(tmp_path):
             while file.write(b"\0" * 4096):
                 pass
         before = tree(root)
-        for name in ("open", "create", "submit", "create run", "claim", "finish", "fork"):
+        assert Spool.create(root).jobs.get("other")[0] == "queued"  # programs start while it is full, and wait
+        for name in ("create", "submit", "create run", "claim", "finish", "fork"):
             with pytest.raises(SpoolUnusable, match=r"(?s)full.*free space"):
                 OPERATIONS[name](spool)
         assert tree(root) == before

@@ -58,6 +58,8 @@ def gauges(world: World, exporter: Exporter) -> Samples:
         samples.set("tandem_jobs", world.queued, state="queued")
         samples.set("tandem_jobs", float(world.job is not None), state="running")
         samples.set("tandem_runs", 1)
+        for kind in ("job", "name", "run"):
+            samples.set("tandem_spool_damaged", 0, kind=kind)
         return samples
     _set_device(samples, world, exporter)
     step = world.newest if exporter == "trainer" else world.served

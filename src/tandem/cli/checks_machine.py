@@ -126,6 +126,25 @@ def spool_checks(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "spool", f"{Spool.create(settings.root).root} exists")
 
 
+def damage_checks(settings: Settings) -> Iterator[Check]:
+    """What is damaged on the volume and left out: jobs, names among their files, runs."""
+    if not (settings.root / "spool.json").exists():
+        return
+    remedies = {
+        "job": "the file was set aside; submit the job again, then remove the file",
+        "name": "it belongs to no job: remove it",
+        "run": "restore the run's directory from a copy, or remove it",
+    }
+    damage = Spool(settings.root).damage()
+    for kind, found in damage.items():
+        for problem in found[:10]:
+            yield Check("warn", f"damaged {kind}", problem, remedies[kind])
+        if len(found) > 10:
+            yield Check("warn", f"damaged {kind}", f"and {len(found) - 10} more")
+    if not any(damage.values()):
+        yield Check("ok", "spool", "nothing is damaged")
+
+
 def device_checks(settings: Settings) -> Iterator[Check]:
     """Whether this machine has the device that the settings want."""
     gpus = _gpus()

@@ -42,13 +42,14 @@ def list_jobs(
         list[str] | None, typer.Option(help=f"Only in this state ({', '.join(STATES)}); repeatable.")
     ] = None,
     limit: Annotated[int, typer.Option(help="At most this many, the newest.")] = 50,
+    before: Annotated[str | None, typer.Option(help="Only jobs older than this one: the page before it.")] = None,
     json: Json = False,
 ) -> None:
     """List jobs, oldest first."""
     for given in state or []:
         if given not in STATES:
             raise InvalidInput(f"{given!r} is not a state; states are {', '.join(STATES)}", field="--state")
-    show(connect().list_jobs(run, [cast(JobState, s) for s in state or []], limit), json, _jobs_table)
+    show(connect().list_jobs(run, [cast(JobState, s) for s in state or []], limit, before), json, _jobs_table)
 
 
 @app.command("show")

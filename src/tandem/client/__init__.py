@@ -18,6 +18,7 @@ from tandem.client.memory import AttemptMemory
 from tandem.client.types import LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.inputs import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
+from tandem.errors import InvalidInput
 from tandem.spool.schema import (
     Event,
     JobError,
@@ -39,10 +40,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Options of vLLM that change the distribution, and the values with which they don't.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "min_tokens": (0,),
+}  # fmt: skip
+
+
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
     """Arguments with which a chat completion of the openai package returns what training needs.
 
-    These are the token ids of the prompt and of the answer, and the answer's log-probs. `extra_body` is passed on
-    (`top_k`, ...).
+    These are the token ids of the prompt and of the answer, and the answer's log-probs. `extra_body` is passed on.
+    Raises InvalidInput for what changes the distribution that is sampled from, since the trainer computes the model's
+    own (`top_k`, `top_p`, `min_p`, penalties, ...): the log-probs of the two would never agree.
     """
+    for name, neutral in _NEUTRAL.items():
+        if extra_body.get(name) not in (None, *neutral):
+            problem = f"{name}={extra_body[name]} samples from another distribution than the trainer computes"
+            raise InvalidInput(f"{problem}; leave it out", field=name)
     return {"logprobs": True, "extra_body": {"return_token_ids": True, **extra_body}}

@@ -27,6 +27,7 @@ SERVED_SECONDS = 600.0
 _PACKING_SECONDS = 900.0
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
+_PAGE = 500
 
 
 class Api:
@@ -60,8 +61,13 @@ class Api:
         return await self._call(RunStatus, "GET", "runs", run)
 
     async def list_runs(self) -> list[RunStatus]:
-        """All runs."""
-        return await self._call(list[RunStatus], "GET", "runs")
+        """All runs, by name."""
+        runs: list[RunStatus] = []
+        while page := await self._call(
+            list[RunStatus], "GET", "runs", params={"limit": _PAGE} | ({"after": runs[-1].spec.name} if runs else {})
+        ):
+            runs += page
+        return runs
 
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
         """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
@@ -80,7 +86,8 @@ class Api:
         while True:
             status = await self.get_run(run)
             served = status.served
-            if served is not None and served.step >= step:
+            # After a rollback the record names a discarded step until the publisher has followed.
+            if served is not None and served.step >= step and status.served_in_chain:
                 return served
             if served is not None and served.refused_step == step:
                 raise NotServed(f"the publisher refused {run}@{step}: {served.refused_reason}")
@@ -142,10 +149,16 @@ class Api:
         return await self._call(JobStatus, "GET", "jobs", job)
 
     async def list_jobs(
-        self, run: str | None = None, states: Sequence[JobState] = (), limit: int = 200
+        self,
+        run: str | None = None,
+        states: Sequence[JobState] = (),
+        limit: int = 200,
+        before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, oldest first; only of `run` and only in `states` where these are given."""
-        params = {"state": list(states), "limit": limit} | ({} if run is None else {"run": run})
+        """The newest `limit` jobs, at most 1000, oldest first; only of this run, in these states and older than the job
+        `before` where these are given."""
+        given = {"run": run, "before": before}
+        params = {"state": list(states), "limit": limit} | {key: value for key, value in given.items() if value}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
     async def cancel(self, job: str) -> JobStatus:
@@ -196,7 +209,14 @@ class Api:
 
     async def checkpoints(self, run: str) -> list[CheckpointInfo]:
         """The run's checkpoints, oldest first."""
-        return await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints")
+        found: list[CheckpointInfo] = []
+        while not found or found[0].step > 0:
+            params = {"limit": _PAGE} | ({"before": found[0].step} if found else {})
+            page = await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints", params=params)
+            if not page:
+                break
+            found = page + found
+        return found
 
     async def checkpoint(self, run: str, step: int) -> Manifest:
         """A checkpoint's manifest."""

@@ -38,11 +38,11 @@ def stream_error(response: httpx.Response) -> TandemError | httpx.TransportError
 
 
 def _subclasses(kind: type[TandemError]) -> dict[str, type[TandemError]]:
-    """`kind` and all classes below it, by their `code`."""
-    classes = {kind.code: kind}
+    """`kind` and all classes below it, by their `code`; of several with one code the highest."""
+    classes: dict[str, type[TandemError]] = {}
     for subclass in kind.__subclasses__():
         classes |= _subclasses(subclass)
-    return classes
+    return classes | {kind.code: kind}
 
 
 def raise_if_failed(job: JobStatus) -> None:

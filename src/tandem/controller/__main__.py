@@ -1,20 +1,25 @@
 """`python -m tandem.controller`: the HTTP API under uvicorn."""
 
 import os
+import resource
 import signal
 import sys
+import time
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
-from tandem.config import load_settings
+from tandem.config import Settings, load_settings
 from tandem.controller.access import check_bind
 from tandem.controller.app import create_app
-from tandem.errors import TandemError
+from tandem.errors import TandemError, VolumeFull
 from tandem.system.logs import as_json, configure
 
 # Seconds for requests under way when the process is stopped; the spool loses nothing either way.
 GRACE_SECONDS = 10
+# Between two attempts to make a spool on a full volume.
+FULL_SECONDS = 1.0
 
 
 def main() -> int:
@@ -28,12 +33,14 @@ def main() -> int:
     try:
         settings = load_settings()
         check_bind(settings)
-        app = create_app(settings)
+        app = _create_app(settings)
     except (TandemError, OSError) as error:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
     if as_json():
         configure()
+    # Each event stream is an open file; many systems allow a process 1024 unless it asks for more.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     config = uvicorn.Config(
         app,
         host=settings.controller_host,
@@ -47,6 +54,19 @@ def main() -> int:
     server = uvicorn.Server(config)
     server.run()
     return 0 if server.started else 3
+
+
+def _create_app(settings: Settings) -> FastAPI:
+    """`create_app`, as soon as a volume without a spool has space for one."""
+    said = False
+    while True:
+        try:
+            return create_app(settings)
+        except VolumeFull as error:
+            if not said:
+                print(f"tandem controller: waiting: {error}", file=sys.stderr)
+            said = True
+            time.sleep(FULL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import anyio
 from fastapi import Depends, Request
 
 from tandem.config import Settings, resolve_model
+from tandem.controller.event_streams import EventStreams
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
@@ -14,10 +15,11 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait.
-PACKING_THREADS = 2
-# Reading new events takes milliseconds; with threads of its own it does not wait for heavy requests.
-EVENT_THREADS = 8
+# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait. Small ones
+# wait for the volume most of the time, and little memory is enough for them.
+PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
+# A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
+LARGE_BODY_BYTES = 32 * 2**20
 
 
 class Deployment:
@@ -31,7 +33,9 @@ class Deployment:
         self.base_model: str = settings.base_model
         self.spool = Spool.create(settings.root)
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
-        self.event_threads = anyio.CapacityLimiter(EVENT_THREADS)
+        self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
+        self.large_bodies = anyio.CapacityLimiter(1)
+        self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)
 
     @property

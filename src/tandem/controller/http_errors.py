@@ -15,14 +15,20 @@ from starlette.exceptions import HTTPException
 from tandem.controller.schemas import ErrorBody
 from tandem.data.inputs import invalid_input
 from tandem.errors import InvalidInput, TandemError, Unauthorized
+from tandem.spool.fs import volume_error
+
+# A client that follows it asks again when files may be closed or space may be free.
+RETRY_SECONDS = 2
 
 log = logging.getLogger("tandem.controller")
 
 
 def response_of(error: TandemError) -> JSONResponse:
     """The response for an error."""
-    challenge = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-    return _response(error.http_status, challenge, type=error.code, message=error.message, field=error.field)
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+    if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    return _response(error.http_status, headers, type=error.code, message=error.message, field=error.field)
 
 
 def refuse(error: TandemError) -> JSONResponse:
@@ -64,6 +70,13 @@ def install_handlers(app: FastAPI) -> None:
         if error.http_status >= 500:
             log.error("%s: %s", error.code, error)
         return response_of(error)
+
+    @app.exception_handler(OSError)
+    async def _volume_error(request: Request, error: OSError) -> JSONResponse:
+        unusable = volume_error(error, error.filename or "the volume")
+        if unusable is None:
+            raise error
+        return await _tandem_error(request, unusable)
 
     @app.exception_handler(RequestValidationError)
     async def _wrong_request(_: Request, error: RequestValidationError) -> JSONResponse:

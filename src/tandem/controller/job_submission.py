@@ -72,9 +72,5 @@ def _pack(
     if isinstance(request, SFTRequest):
         packed = prepare_sft(request.examples, tokenizer_path=deployment.model_path, **arguments)
         return SFTJob.model_validate(spec | {"data": packed})
-    reference = request.loss.kl_reference
-    if isinstance(reference, int) and reference > base_step:
-        problem = f"step {reference} will not exist when this job starts from step {base_step}"
-        raise InvalidInput(problem, field="loss.kl_reference")
     packed = prepare_rl(request.groups, advantage=request.advantage, **arguments)
     return RLJob.model_validate(spec | {"data": packed})

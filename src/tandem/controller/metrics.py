@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
+from tandem.controller.sweeper import Sweeper
 from tandem.metrics.collector import CollectorThread, Page
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
@@ -24,11 +25,12 @@ OTHER = "other"
 
 @asynccontextmanager
 async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
-    """The application's lifespan: collectors run as long as it does."""
-    for thread in app.state.collector_threads:
+    """The application's lifespan: collectors and the sweeper run as long as it does."""
+    threads = (*app.state.collector_threads, Sweeper(app.state.deployment.spool))
+    for thread in threads:
         thread.start()
     yield
-    for thread in app.state.collector_threads:
+    for thread in threads:
         thread.stop()
 
 

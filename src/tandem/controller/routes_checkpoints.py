@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 
@@ -26,10 +26,16 @@ _TAR = {
 
 
 @router.get("")
-def list_checkpoints(run: RunName, deployment: CurrentDeployment) -> list[CheckpointInfo]:
+def list_checkpoints(
+    run: RunName,
+    deployment: CurrentDeployment,
+    limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
+    before: Annotated[int | None, Query(ge=0, description="only lower steps: the page before it")] = None,
+) -> list[CheckpointInfo]:
     """The run's checkpoints, oldest first."""
     deployment.spool.runs.get(run)
-    return [_info(deployment, run, step) for step in deployment.spool.checkpoints.steps(run)]
+    steps = [step for step in deployment.spool.checkpoints.steps(run) if before is None or step < before]
+    return [_info(deployment, run, step) for step in steps[-limit:]]
 
 
 @router.get("/{step}")

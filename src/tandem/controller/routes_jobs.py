@@ -1,26 +1,19 @@
 """HTTP routes of jobs: list, state, events as Server-Sent Events, log, cancel."""
 
-import time
-from collections.abc import AsyncIterator
 from typing import Annotated
 
 import anyio
-from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import LOG_OFFSET_HEADER, JobStatus
-from tandem.spool import Spool
-from tandem.spool.schema import TERMINAL, Event, JobId, JobState, RunName
+from tandem.spool.schema import Job, JobId, JobState, RunName
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 LOG_PART_BYTES = 2**20
-POLL_SECONDS = 0.2
 KEEP_ALIVE_SECONDS = 10.0
-# How often the state of a job without new events is read.
-STATE_SECONDS = 2.0
 # Time for a stream to end by itself when the process stops; it needs one poll.
 STOP_SECONDS = 5.0
 _EVENTS = {
@@ -33,10 +26,9 @@ _LOG = {
 }
 
 
-def job_status(deployment: Deployment, job_id: str) -> JobStatus:
-    """The job as it is on the spool now; raises NotFound."""
-    spool = deployment.spool
-    state, job = spool.jobs.get(job_id)
+def job_status(deployment: Deployment, state: JobState, job: Job) -> JobStatus:
+    """What clients see of a job in this state."""
+    spool, job_id = deployment.spool, job.spec.id
     lease = spool.leases.get(job_id) if state == "running" else None
     return JobStatus(
         id=job.spec.id,
@@ -59,19 +51,20 @@ def list_jobs(
     deployment: CurrentDeployment,
     run: Annotated[RunName | None, Query(description="only jobs of this run")] = None,
     state: Annotated[list[JobState] | None, Query(description="only jobs in this state; repeatable")] = None,
-    limit: Annotated[int, Query(ge=1, le=10000, description="only this many, the newest")] = 200,
+    limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
+    before: Annotated[JobId | None, Query(description="only jobs older than this one: the page before it")] = None,
 ) -> list[JobStatus]:
     """Jobs, oldest first."""
     if run is not None:
         deployment.spool.runs.get(run)
-    jobs = deployment.spool.jobs.list(run=run, states=tuple(state) if state else None)
-    return [job_status(deployment, job.spec.id) for _, job in jobs[-limit:]]
+    jobs = deployment.spool.jobs.list(run, state or None, limit=limit, before=before)
+    return [job_status(deployment, *found) for found in jobs]
 
 
 @router.get("/{job}")
 def get_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     """One job."""
-    return job_status(deployment, job)
+    return job_status(deployment, *deployment.spool.jobs.get(job))
 
 
 @router.get("/{job}/events", response_class=StreamingResponse, responses={200: _EVENTS})
@@ -83,10 +76,11 @@ async def follow_events(
     last_event_id: Annotated[int | None, Header(ge=-1, description="as `after`; reconnecting clients send it")] = None,
 ) -> Response:
     """Follow a job to its terminal event (succeeded, failed, cancelled); `served` may come later."""
-    await to_thread.run_sync(deployment.spool.jobs.get, job, limiter=deployment.event_threads)
+    await deployment.event_streams.check(job)
     stopping = anyio.Event()
+    after = after if last_event_id is None else last_event_id
     return EventSourceResponse(
-        _follow(deployment, job, after if last_event_id is None else last_event_id, wait, stopping),
+        deployment.event_streams.follow(job, after, wait=wait, stopping=stopping),
         sep="\n",
         ping=KEEP_ALIVE_SECONDS,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
@@ -120,37 +114,4 @@ def get_log(
 def cancel_job(job: JobId, deployment: CurrentDeployment) -> JobStatus:
     """Stop a job: a queued one at once, a running one soon; a job that has ended stays as it is."""
     deployment.spool.queue.cancel(job)
-    return job_status(deployment, job)
-
-
-async def _follow(
-    deployment: Deployment, job: str, after: int, wait: bool, stopping: anyio.Event
-) -> AsyncIterator[ServerSentEvent]:
-    """The job's events after seq `after`, until its terminal event; without `wait`, those written so far.
-
-    The stream also ends when the controller stops, or when the job ended without a terminal event because its writer
-    died: clients then reconnect, or read the job. An event's `id` is its seq, which clients send as Last-Event-ID.
-    """
-    yield ServerSentEvent(retry=1000, sep="\n")
-    offset, state_read = 0, time.monotonic()
-    while not stopping.is_set():
-        read_state = time.monotonic() - state_read >= STATE_SECONDS
-        if read_state:
-            state_read = time.monotonic()
-        events, offset, ended = await to_thread.run_sync(
-            _new_events, deployment.spool, job, offset, read_state, limiter=deployment.event_threads
-        )
-        for event in events:
-            if event.seq > after:
-                yield ServerSentEvent(event.model_dump_json(), id=str(event.seq), event=event.type, sep="\n")
-        if ended or not wait:
-            return
-        await anyio.sleep(POLL_SECONDS)
-
-
-def _new_events(spool: Spool, job: str, offset: int, read_state: bool) -> tuple[list[Event], int, bool]:
-    """The events from byte `offset` on, the next offset, and whether the job has ended."""
-    # Read before the events: a job that has ended by now has written all of them.
-    ended = read_state and spool.jobs.get(job)[0] in TERMINAL
-    events, offset = spool.events.since(job, offset)
-    return events, offset, ended or any(event.type in TERMINAL for event in events)
+    return job_status(deployment, *deployment.spool.jobs.get(job))

@@ -2,17 +2,21 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from itertools import islice
+from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.exceptions import HTTPException
 
-from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, Deployment
 from tandem.controller.job_submission import submit_job
+from tandem.controller.request_body import MEMORY_BYTES, received
 from tandem.controller.routes_jobs import job_status
-from tandem.controller.schemas import CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
-from tandem.errors import Conflict, InvalidInput
+from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
@@ -24,9 +28,16 @@ _TRAIN_SCHEMA = {"application/json": {"schema": {"$ref": "#/components/schemas/T
 def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
     """The run as it is on the spool now."""
     spool, run = deployment.spool, spec.name
-    pending = [job.spec.id for _, job in spool.jobs.pending(run)]
+    index, served = spool.jobs.index, spool.served.get(run)
+    running = index.running(run)
+    pending = [key.id for key in (*running, *islice(index.queued(run), LISTED_PENDING))]
     return RunStatus(
-        spec=spec, newest_step=spool.checkpoints.newest(run), served=spool.served.get(run), pending=pending
+        spec=spec,
+        newest_step=spool.checkpoints.newest(run),
+        served=served,
+        served_in_chain=served is not None and spool.checkpoints.has(run, served.step, served.checkpoint),
+        pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
+        num_pending=len(running) + index.count("queued", run),
     )
 
 
@@ -106,9 +117,18 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
 
 
 @router.get("")
-def list_runs(deployment: CurrentDeployment) -> list[RunStatus]:
-    """All runs."""
-    return [run_status(deployment, spec) for spec in deployment.spool.runs.list()]
+def list_runs(
+    deployment: CurrentDeployment,
+    after: Annotated[RunName | None, Query(description="only runs whose names come after this one")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
+) -> list[RunStatus]:
+    """Runs, by name. A damaged run is left out; `tandem doctor` names it."""
+    specs = [spec for spec in deployment.spool.runs.list() if after is None or spec.name > after]
+    listed = []
+    for spec in specs[:limit]:
+        with suppress(NotFound, CheckpointDamaged):  # it was removed meanwhile, or has no checkpoint
+            listed.append(run_status(deployment, spec))
+    return listed
 
 
 @router.get("/{run}")
@@ -127,14 +147,18 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
     """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
-    body = await request.body()
+    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
 
-    def submit() -> tuple[JobStatus, bool]:
-        job, new = submit_job(deployment, run, body)
-        return job_status(deployment, job.spec.id), new
+        def submit() -> tuple[JobStatus, bool]:
+            job, new = submit_job(deployment, run, body.read())
+            return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
 
-    # In a thread, because parsing and packing a large batch would block all other requests.
-    status, new = await to_thread.run_sync(submit, limiter=deployment.packing_threads)
+        if body.size > LARGE_BODY_BYTES:
+            await turn.enter_async_context(deployment.large_bodies)
+        # In a thread, because parsing and packing a large batch would block all other requests.
+        small = body.size <= MEMORY_BYTES
+        threads = deployment.small_packing_threads if small else deployment.packing_threads
+        status, new = await to_thread.run_sync(submit, limiter=threads)
     if new:
         deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
     else:

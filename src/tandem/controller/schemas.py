@@ -8,6 +8,7 @@ from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExa
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
+LISTED_PENDING = 100
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
 
@@ -56,7 +57,13 @@ class RunStatus(Record):
     spec: RunSpec
     newest_step: int = Field(description="the newest checkpoint")
     served: schema.Served | None = Field(description="the verified step that vLLM serves; null while vLLM has none")
-    pending: list[str] = Field(description="ids of this run's queued and running jobs, oldest first")
+    served_in_chain: bool = Field(
+        description="whether `served` is one of the run's checkpoints; false after a rollback until vLLM serves another"
+    )
+    pending: list[str] = Field(
+        description=f"ids of this run's running and queued jobs, by base step; only the first {LISTED_PENDING}"
+    )
+    num_pending: int = Field(description="how many jobs are running or queued")
 
 
 class Fork(Record):

@@ -9,21 +9,25 @@ A message is trained up to and including its end-of-turn token. White space afte
 sampling stops before it.
 """
 
+import threading
 from typing import Any
 
 from tandem.data.inputs import Message
 from tandem.errors import InvalidInput
 
+_loading = threading.Lock()
 _INSTEAD = "give token_ids and trainable instead of messages"
 
 
 def load_tokenizer(path: str) -> Any:
     """transformers' tokenizer of a directory or hub name; needs no torch. Raises InvalidInput (field: base_model)."""
-    # Imported here, because it takes seconds and RL doesn't need it.
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(path)
+        # transformers imports its parts as they are first used, which fails in two threads at once.
+        with _loading:
+            # Imported here, because it takes seconds and RL doesn't need it.
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise InvalidInput(f"can't load a tokenizer from {path}: {exc}", field="base_model") from exc
 

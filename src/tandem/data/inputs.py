@@ -16,8 +16,11 @@ from tandem.errors import InvalidInput
 
 # vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token above 0.
 LOGPROB_SLACK = 1e-4
-# vLLM's OpenAI server writes this if it has no log-prob for the sampled token; a ratio against it overflows.
-MISSING_LOGPROB = -9999.0
+# No sampler draws a token of probability e^-100, and the ratio to it would be clamped: nothing would be learned. vLLM's
+# OpenAI server writes -9999 if it has no log-prob for the sampled token.
+LOWEST_LOGPROB = -100.0
+# A smaller weight vanishes in float32, or beside Adam's eps.
+LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 
 
@@ -56,9 +59,9 @@ class Turn(Input):
             raise ValueError(f"{len(logprobs)} log-probs for {expected} sampled tokens; there must be one for each")
         if (highest := max(logprobs, default=0.0)) > LOGPROB_SLACK:
             raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0; give log-probs in nats")
-        if (lowest := min(logprobs, default=0.0)) <= MISSING_LOGPROB:
-            place = f"{lowest} at index {logprobs.index(lowest)}"
-            raise ValueError(f"{place} is vLLM's placeholder for a log-prob it did not compute")
+        if (lowest := min(logprobs, default=0.0)) < LOWEST_LOGPROB:
+            problem = f"{lowest} at index {logprobs.index(lowest)} is below {LOWEST_LOGPROB:g}, so it was not sampled"
+            raise ValueError(f"{problem}; vLLM writes -9999 for a log-prob that it did not compute")
         return logprobs
 
 
@@ -127,7 +130,7 @@ class SFTExample(Input):
     messages: list[Message] | None = Field(default=None, min_length=1)
     token_ids: TokenIds | None = Field(default=None, min_length=2)
     trainable: list[Annotated[bool, Field(strict=True)]] | None = None
-    weight: StrictFloat = Field(default=1.0, gt=0)
+    weight: StrictFloat = Field(default=1.0, ge=LOWEST_WEIGHT)
 
     @field_validator("messages")
     @classmethod

@@ -5,6 +5,7 @@ from functools import partial
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import JOB_KINDS, OPEN, Metric
 from tandem.metrics.samples import Samples
+from tandem.spool.schema import PENDING
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "other")
 
@@ -27,6 +28,9 @@ class QueueCollector(Collector):
         _of_controller("tandem_jobs", "Jobs that are not done.", "jobs/queued, jobs/running", perishable=True,
                        labels={"state": ("queued", "running")}),
         _of_controller("tandem_runs", "Runs on the volume.", "runs/", perishable=True),
+        _of_controller("tandem_spool_damaged", "What is damaged and left out: files of jobs that were set aside, names "
+                       "among the jobs' files that are no job's, runs. `tandem doctor` names each.", "jobs/, runs/",
+                       perishable=True, labels={"kind": ("job", "name", "run")}),
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool) -> None:
@@ -35,7 +39,8 @@ class QueueCollector(Collector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
-        queued, running = set(spool.jobs.ids("queued")), set(spool.jobs.ids("running"))
-        gauges.set("tandem_jobs", len(queued - running), state="queued")
-        gauges.set("tandem_jobs", len(running), state="running")
+        for state in PENDING:
+            gauges.set("tandem_jobs", spool.jobs.index.count(state), state=state)
+        for kind, found in spool.damage().items():
+            gauges.set("tandem_spool_damaged", len(found), kind=kind)
         gauges.set("tandem_runs", len(spool.runs.names()))

@@ -40,7 +40,7 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     """The collectors of these sides."""
-    open_spool = partial(Spool, settings.root, writable=False)  # a full or read-only volume can still be read
+    open_spool = partial(Spool, settings.root)  # a full or read-only volume can still be read
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [

@@ -1,24 +1,27 @@
 """Jobs, from their events, each of which is counted once. Counters begin when the exporter starts.
 
-The cost does not grow with the number of finished jobs: only pending jobs are read, and a directory of finished jobs is
-listed only after it has changed.
+The cost does not grow with the number of queued or finished jobs: only jobs that have begun are read, and a directory
+of finished jobs is listed only after it has changed.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from tandem.errors import NotFound
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
-from tandem.spool.schema import PENDING, TERMINAL, Event, JobState
+from tandem.spool.paths import JobKey
+from tandem.spool.schema import TERMINAL, Event
 from tandem.system.gpus import beyond
 
 ERRORS = (
     "oom", "rank_crashed", "rank_hung", "rank_error", "launch_failed", "no_checkpoint", "deadline", "non_finite",
     "runner_lost", "runner_stopped", "invalid_input", "conflict", "checkpoint_damaged", "base_missing",
-    "spool_unusable", "inference_unavailable", "gpus_not_freed", "other",
+    "spool_unusable", "inference_unavailable", "gpus_not_freed", "job_damaged", "other",
 )  # fmt: skip
 """Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
@@ -99,7 +102,7 @@ class JobsCollector(Collector):
         self._open_spool = open_spool
         self._followed: dict[str, _FollowedJob] = {}
         self._ended: set[str] = set()  # ids of jobs that ended before this process began, or were read to their end
-        self._listed: dict[JobState, int] = {}  # mtimes (ns) of the finished jobs' directories when last listed
+        self._listed: dict[Path, tuple[JobKey, ...]] = {}  # directories of finished jobs, as they were last listed
         self._caught_up = False  # events from before this process set gauges, but are not counted
         self._last: dict[str, float] = {}  # gauges without labels
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
@@ -119,27 +122,32 @@ class JobsCollector(Collector):
                 gauges.set(name, value, uuid=uuid)
 
     def _new_jobs(self, spool: Spool) -> list[str]:
-        """Ids of jobs not seen before: pending ones, and those that began and ended between two collections."""
-        # Pending jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
-        job_ids = {job_id for state in PENDING for job_id in spool.jobs.ids(state)}
-        for state in TERMINAL:
-            changed = spool.paths.state_dir(state).stat().st_mtime_ns
-            if self._listed.get(state) != changed:
-                finished = set(spool.jobs.ids(state))
-                self._listed[state] = changed
-                if self._caught_up:
-                    job_ids |= finished
-                else:
-                    self._ended |= finished
+        """Ids of jobs not seen before: running ones, and those that ended since the last collection."""
+        index = spool.jobs.index
+        # Running jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
+        job_ids = {key.id for key in index.running()}
+        for directory in (directory for state in TERMINAL for directory in index.directories(state)):
+            finished = index.keys(directory)
+            if self._listed.get(directory) is finished:
+                continue
+            self._listed[directory] = finished
+            ids = {key.id for key in finished}
+            if self._caught_up:
+                job_ids |= ids
+            else:
+                self._ended |= ids
         return sorted(job_ids - self._ended - self._followed.keys())
 
     def _follow(self, spool: Spool, job_id: str) -> None:
-        _, job = spool.jobs.get(job_id)
+        try:
+            _, job = spool.jobs.get(job_id)
+        except NotFound:  # its file was damaged and is set aside
+            return
         self._followed[job_id] = _FollowedJob(job.spec.kind, job.spec.created)
 
     def _read_events(self, spool: Spool, job_id: str, job: _FollowedJob) -> bool:
         """Reads the job's new events; True when it has ended."""
-        events, job.offset = spool.events.since(job_id, job.offset)
+        events, job.offset, _ = spool.events.since(job_id, job.offset)
         for event in events:
             self._set_gauges(event)
             if self._caught_up:

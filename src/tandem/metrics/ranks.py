@@ -124,7 +124,7 @@ class RanksCollector(Collector):
 
     def _current_attempt(self, spool: Spool) -> _Attempt | None:
         """The running attempt. A spool has one runner, which runs one job at a time."""
-        for job_id in spool.jobs.ids("running"):
+        for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
             if lease is None:
                 continue

@@ -9,6 +9,7 @@ from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
+from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
 from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.paths import Paths
@@ -20,8 +21,8 @@ from tandem.spool.schema import SCHEMA_VERSION
 class Spool:
     """A spool, for many processes at once."""
 
-    def __init__(self, root: Path | str, *, writable: bool = True) -> None:
-        """Opens an existing spool. SpoolUnusable if it can't be read or, with `writable`, is read-only or full."""
+    def __init__(self, root: Path | str) -> None:
+        """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be read."""
         self.root = Path(root).absolute()
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
@@ -33,8 +34,6 @@ class Spool:
         self.hold = HoldRecord(self.paths)
         self.queue = Queue(self)
         self.check()
-        if writable:
-            self.check_writable()
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
@@ -87,10 +86,18 @@ class Spool:
         try:
             fs.write_atomic(path, b"\0" * 4096)
         except SpoolUnusable as error:
-            raise SpoolUnusable(str(error).replace(str(path), str(self.root))) from error
+            raise type(error)(str(error).replace(str(path), str(self.root))) from error
         finally:
             with suppress(OSError):
                 path.unlink()
+
+    def damage(self) -> dict[str, list[str]]:
+        """What is damaged and left out, by kind: `job` (files that were set aside), `name` (names among the jobs' files
+        that are no job's), `run`. Each entry names a path."""
+        jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
+        names = [str(path) for path in self.jobs.index.junk()]
+        runs = [f"{self.paths.runs / name}: {problem}" for name, problem in self.runs.damaged().items()]
+        return {"job": jobs, "name": names, "run": runs}
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
         """Serialises changes of a job and its events. Take it after `runs.lock`, never before."""

@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
 from tandem.spool.checkpoint_files import MANIFEST, verify_files, write_manifest
 from tandem.spool.jobs import Jobs
+from tandem.spool.listing import listing
 from tandem.spool.paths import step_name
 from tandem.spool.runs import Runs
 from tandem.spool.schema import Manifest, Origin, RunSpec
+
+_is_step = re.compile(r"[0-9]{8}").fullmatch
 
 
 class Checkpoints:
@@ -28,7 +32,7 @@ class Checkpoints:
 
     def steps(self, run: str) -> list[int]:
         """The run's steps, ascending; NotFound (field `run`) without the run."""
-        return [int(name) for name in fs.names(self._dir(run)) if re.fullmatch(r"[0-9]{8}", name)]
+        return [int(name) for name in listing(self._dir(run)) if _is_step(name)]
 
     def changed(self, run: str) -> float:
         """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without the run."""
@@ -36,10 +40,10 @@ class Checkpoints:
 
     def newest(self, run: str) -> int:
         """The newest step; CheckpointDamaged if the run has none."""
-        steps = self.steps(run)
-        if not steps:
+        newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
+        if newest is None:
             raise CheckpointDamaged(f"run {run!r} has no checkpoint, not even step 0: restore its directory")
-        return steps[-1]
+        return int(newest)
 
     def path(self, run: str, step: int) -> Path:
         """The checkpoint's directory; NotFound (field `step`) if there is none."""
@@ -62,6 +66,14 @@ class Checkpoints:
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(f"{path} is altered: it names run {manifest.run!r} and step {manifest.step}")
         return manifest
+
+    def has(self, run: str, step: int, sha256: str) -> bool:
+        """Whether a file of the run's present checkpoint `step` has this SHA-256, by its manifest."""
+        try:
+            manifest = self.manifest(run, step)
+        except (NotFound, CheckpointDamaged):
+            return False
+        return any(entry.sha256 == sha256 for entry in manifest.files.values())
 
     def verify(self, run: str, step: int) -> Manifest:
         """The manifest, after comparing every file with it. CheckpointDamaged names each damaged file."""
@@ -102,13 +114,21 @@ class Checkpoints:
         """
         with self._runs.lock(run):
             self.path(run, step)
-            if pending := self._jobs.pending(run):
-                jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending[:5])
+            index = self._jobs.index
+            if pending := [*index.running(run), *islice(index.queued(run), 5)]:
+                jobs = ", ".join(f"{key.id} ({self._jobs.get(key.id)[0]})" for key in pending[:5])
                 raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="step")
             later = [other for other in reversed(self.steps(run)) if other > step]
-            discarded = self._dir(run).parent / "discarded"
-            for other in later:
-                fs.rename_dir(self._dir(run) / step_name(other), discarded / f"{step_name(other)}-{fs.new_ulid()}")
+            checkpoints = self._dir(run)
+            discarded = checkpoints.parent / "discarded"
+            with fs.volume_errors(discarded):
+                try:
+                    for other in later:  # the volume keeps the order of renames, so one sync for all is enough
+                        name = step_name(other)
+                        (checkpoints / name).rename(discarded / f"{name}-{fs.new_ulid()}")
+                finally:
+                    fs.fsync_dir(discarded)
+                    fs.fsync_dir(checkpoints)
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:

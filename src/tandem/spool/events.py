@@ -54,15 +54,22 @@ class Events:
         content = fs.read_bytes(self._paths.events_file(job_id)) or b""
         return [event for event in _parse(content) if event.seq > after]
 
-    def since(self, job_id: str, offset: int) -> tuple[list[Event], int]:
-        """Events of the complete lines from byte `offset` on, and the offset to go on from."""
+    def since(self, job_id: str, offset: int, limit: int | None = None) -> tuple[list[Event], int, int]:
+        """Events of the complete lines from byte `offset` on, the offset to go on from, and where reading ended.
+
+        `limit`: reads this many bytes, or as many times as many as the first line needs.
+        """
+        content = b""
         try:
             with self._paths.events_file(job_id).open("rb") as file:
                 file.seek(offset)
-                content = file.read()
+                while part := file.read(-1 if limit is None else limit):
+                    content += part
+                    if b"\n" in part:
+                        break
         except FileNotFoundError:
-            return [], offset
-        return _parse(content), offset + content.rfind(b"\n") + 1
+            pass
+        return _parse(content), offset + content.rfind(b"\n") + 1, offset + len(content)
 
     def ended(self, job_id: str) -> bool:
         """Whether the job's terminal event is written."""

@@ -9,13 +9,13 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from tandem.errors import SpoolUnusable
+from tandem.errors import SpoolUnusable, VolumeFull
 
 TEMPORARY = ".tmp-"
 
@@ -29,6 +29,8 @@ _REMEDIES = {
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "point TANDEM_ROOT at a directory"),
     errno.ENOLCK: ("the volume has no file locks", "mount it with working locks (NFSv4, not 'nolock')"),
     errno.EIO: ("the volume reports an input/output error", "check the disk or the network file system"),
+    errno.EMFILE: ("this process has too many files open", "try again later, or raise its limit (ulimit -n)"),
+    errno.ENFILE: ("this machine has too many files open", "try again later, or raise its limit (fs.file-max)"),
     errno.ESTALE: ("the network file system's handle is stale", "mount the volume again"),
 }
 
@@ -45,10 +47,18 @@ def volume_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _REMEDIES:
+        if (unusable := volume_error(error, path)) is None:
             raise
-        problem, remedy = _REMEDIES[error.errno]
-        raise SpoolUnusable(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}") from error
+        raise unusable from error
+
+
+def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
+    """The SpoolUnusable that an OSError about the state of the volume means, or None for another OSError."""
+    if error.errno not in _REMEDIES:
+        return None
+    problem, remedy = _REMEDIES[error.errno]
+    kind = VolumeFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpoolUnusable
+    return kind(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}")
 
 
 def is_about_volume(error: OSError) -> bool:
@@ -90,28 +100,31 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
 
-    Raises SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then.
+    Not `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only,
+    no permission, …), and leaves no temporary file then.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{new_ulid()}")
     with volume_errors(path):
         try:
             with temporary.open("xb") as file:
                 write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        fsync_dir(path.parent)
+        if durable:
+            fsync_dir(path.parent)
 
 
-def write_json_atomic(path: Path, model: BaseModel) -> None:
+def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
     """`write_atomic` of a record as indented JSON."""
-    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode())
+    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode(), durable=durable)
 
 
 @contextmanager
@@ -126,10 +139,39 @@ def staging(parent: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
+    """The result of `action`, which puts a file into `directory`. Makes the directory, also if another process removes
+    it at the same moment because it is empty."""
+    for _ in range(20):
+        try:
+            _make_dir(directory)
+            return action()
+        except FileNotFoundError:
+            if directory.is_dir():
+                break
+    return action()
+
+
+def _make_dir(directory: Path) -> None:
+    if not directory.is_dir():
+        _make_dir(directory.parent)
+        with volume_errors(directory):
+            with suppress(FileExistsError):
+                directory.mkdir()
+            fsync_dir(directory.parent)
+
+
+def remove_empty(*directories: Path) -> None:
+    """Removes the directories in turn, up to the first that is not empty."""
+    with suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
+
+
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, durably, replacing `target`."""
+    """Moves a file within the volume, durably, replacing `target`. Makes the target's directory."""
     with volume_errors(target):
-        source.replace(target)
+        in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
         fsync_dir(source.parent)
 
@@ -154,14 +196,15 @@ def rename_dir(source: Path, target: Path) -> None:
             fsync_dir(source.parent)
 
 
-def remove_file(path: Path) -> None:
-    """Removes a file, durably, if it exists."""
+def remove_file(path: Path, *, durable: bool = True) -> None:
+    """Removes a file if it exists. Not `durable`: after a loss of power it may be back."""
     with volume_errors(path):
         try:
             path.unlink()
         except FileNotFoundError:
             return
-        fsync_dir(path.parent)
+        if durable:
+            fsync_dir(path.parent)
 
 
 def remove_tree(directory: Path) -> None:
@@ -184,11 +227,28 @@ def names(directory: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists, by listing its directory: NFS clients remember absent names, but not in listings."""
-    try:
-        return path.name in os.listdir(path.parent)  # noqa: PTH208
-    except (FileNotFoundError, NotADirectoryError):
+    """Whether the name exists. Opens its directory first: an NFS client, which remembers absent names, then asks the
+    server whether the directory has changed."""
+    fd = open_dir(path.parent)
+    if fd is None and path.parent != path and exists(path.parent):
+        fd = open_dir(path.parent)
+    if fd is None:
         return False
+    try:
+        os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def open_dir(directory: Path) -> int | None:
+    """A descriptor of the directory, or None if it does not exist."""
+    try:
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:

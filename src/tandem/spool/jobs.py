@@ -1,30 +1,37 @@
 """Reads jobs. `tandem.spool.queue` changes them.
 
-A job is one file, `jobs/<state>/<id>.json`, and the directory is its state. A crash can leave a job in two directories:
+A job is one file below `jobs/<state>/`, and the directory is its state. A crash can leave a job in two directories:
 then the strongest counts (terminal over running over queued). A job with a result is decided, whatever its directory,
-and has ended once its terminal event is written.
+and has ended once its terminal event is written. A damaged file is moved to `jobs/damaged/`, and its job is gone.
 """
 
-from collections.abc import Collection, Sequence
+import heapq
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.errors import NotFound, SpoolUnusable
+from tandem.errors import NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
+from tandem.spool.index import Index
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import Paths, is_job_id, rank_files
-from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobState
+from tandem.spool.paths import JobKey, Paths, rank_files
+from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobState
+from tandem.system.logs import Log
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
 JobList = list[tuple[JobState, Job]]
+
+log = Log("spool")
 
 
 class Jobs:
     def __init__(self, paths: Paths, events: Events) -> None:
         self._paths = paths
         self._events = events
+        self.index = Index(paths)
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
         """The job and its state; NotFound (field `id`) if there is none."""
@@ -34,23 +41,55 @@ class Jobs:
                 located = self.located(job_id)
         return self._state(*located), located[1]
 
-    def list(self, run: str | None = None, states: Collection[JobState] | None = None) -> JobList:
-        """Jobs of one run or all, in some states or all, oldest first."""
+    def list(
+        self,
+        run: str | None = None,
+        states: Collection[JobState] | None = None,
+        *,
+        limit: int | None = None,
+        before: str | None = None,
+    ) -> JobList:
+        """Jobs of one run or all, in some states or all, oldest first; only the newest `limit`, only those submitted
+        before the job `before`. NotFound (field `before`) if there is no such job."""
         wanted = frozenset(_STATES if states is None else states)
-        located = self.scan(_STATES if wanted & frozenset(TERMINAL) else PENDING)
-        jobs = [(self._state(directory, job), job) for directory, job in located if run in (None, job.spec.run)]
-        jobs = [item for item in jobs if item[0] in wanted]
-        return sorted(jobs, key=lambda item: (item[1].spec.created, item[1].spec.id))
+        bound = None if before is None else self.find(before)
+        if before is not None and bound is None:
+            raise NotFound(f"there is no job {before!r}", field="before")
+        found: JobList = []
+        for key in self._candidates(run, wanted):
+            if (bound is not None and key >= bound) or (located := self.locate(key, sure=False)) is None:
+                continue
+            state = self._state(*located)
+            if state in wanted:
+                found.append((state, located[1]))
+            if len(found) == limit:
+                break
+        return found[::-1]
+
+    def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobKey]:
+        """The jobs that may be in the states `wanted`, newest first, each once."""
+        # A decided job is in running/ until it has moved. It is listed before and after the queued ones, between which
+        # and running/ jobs move in both directions.
+        running = self.index.running(run)
+        others = [self.index.newest_first(state, run) for state in _STATES if state in wanted - {"running"}]
+        last: JobKey | None = None
+        for key in heapq.merge(sorted(running, reverse=True), *others, reverse=True):
+            if key != last:
+                yield key
+            last = key
+        yield from (key for key in self.index.running(run) if key not in running and wanted != {"queued"})
 
     def pending(self, run: str) -> JobList:
         """Queued and running jobs of the run, in the order of their base steps."""
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
 
-    def ids(self, state: JobState) -> Sequence[str]:
-        """Ids in one state's directory, listed once: a job that moves meanwhile may be in two states, or in none."""
-        names = fs.names(self._paths.state_dir(state))
-        ids = (name.removesuffix(".json") for name in names if name.endswith(".json"))
-        return [job_id for job_id in ids if is_job_id(job_id)]
+    def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
+        """State and id of the newest job of the run that failed or was cancelled on this base step."""
+        for state in ("failed", "cancelled"):
+            for key in self.index.newest_first(state, run):
+                if key.base_step == base_step:
+                    return state, key.id
+        return None
 
     def cancel_requested(self, job_id: str) -> bool:
         return fs.exists(self._paths.cancel_file(job_id))
@@ -63,43 +102,68 @@ class Jobs:
                 beats[rank] = Beat.model_validate_json(fs.read_bytes(path, sure=False) or b"")
         return dict(sorted(beats.items()))
 
-    def locate(self, job_id: str, *, sure: bool = True) -> tuple[JobState, Job] | None:
+    def find(self, job_id: str, *, sure: bool = True) -> JobKey | None:
+        """The job's key, or None. `sure` as in `fs.read_bytes`."""
+        content = fs.read_bytes(self._paths.id_file(job_id), sure=sure)
+        key = None if content is None else JobKey.parse(content.decode(errors="replace").strip())
+        if content is not None and (key is None or key.id != job_id):  # damaged
+            return next((key for state in _STATES for key in self.index.all(state) if key.id == job_id), None)
+        return key
+
+    def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
         """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`.
 
         Reads the weakest directory first, so that a job that moves meanwhile is met later.
         """
+        key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
         located: tuple[JobState, Job] | None = None
-        for directory in _STATES:
-            path = self._paths.job_file(directory, job_id)
+        for directory in _STATES if key is not None else ():
+            assert key is not None
+            path = self._paths.job_file(directory, key)
             if (content := fs.read_bytes(path, sure=sure)) is not None:
                 try:
-                    located = directory, Job.model_validate_json(content)
-                except ValidationError as error:
-                    problem = f"{path} is damaged or of another Tandem version; move it away"
-                    raise SpoolUnusable(f"{problem}: {error}") from error
+                    located = directory, _parse(content, key)
+                except ValueError as error:
+                    self._set_aside(directory, key, path, error)
         return located
+
+    def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
+        """Moves a damaged file to where it disturbs nobody, and ends its job."""
+        target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
+        message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
+        with suppress(OSError, TandemError):
+            fs.move_file(path, target)
+            log.error("set a damaged file aside", job=key.id, error=message)
+            if directory not in TERMINAL and not self._events.ended(key.id):
+                failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
+                self._events.append(key.id, "failed", error=failure.model_dump())
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
         """As `locate`; NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
-            raise NotFound(f"there is no job {job_id!r}", field="id")
+            damaged = [name for name in fs.names(self._paths.damaged) if f",{job_id}.json." in name]
+            why = f": its file was damaged and is {self._paths.damaged / damaged[-1]}" if damaged else ""
+            raise NotFound(f"there is no job {job_id!r}{why}", field="id")
         return located
-
-    def scan(self, directories: Sequence[JobState]) -> JobList:
-        """The jobs in these directories, each with the strongest directory that has it.
-
-        Lists the directories until two listings agree, so that a job that moves between them is not missed.
-        """
-        ids: set[str] = set()
-        for _ in range(20):
-            before, ids = ids, {job_id for directory in directories for job_id in self.ids(directory)}
-            if ids == before:
-                break
-        located = (self.locate(job_id, sure=False) for job_id in sorted(ids))
-        return [item for item in located if item is not None]
 
     def _state(self, directory: JobState, job: Job) -> JobState:
         """The job's state as everybody sees it: terminal exactly when the terminal event is written."""
-        if job.result is None or directory in TERMINAL or not self._events.ended(job.spec.id):
+        if directory in TERMINAL:
             return directory
+        if job.result is None or not self._events.ended(job.spec.id):
+            return "queued" if job.result is not None and not job.attempt else directory
         return job.result.state
+
+
+def key_of(job: Job) -> JobKey:
+    """The key under which the job's file lies."""
+    spec = job.spec
+    return JobKey.of(created=spec.created, base_step=spec.base_step, run=spec.run, job_id=spec.id)
+
+
+def _parse(content: bytes, key: JobKey) -> Job:
+    """The job in a file with this key. Raises ValueError for a damaged one."""
+    job = Job.model_validate_json(content)
+    if key_of(job) != key:
+        raise ValueError(f"it is the file of {key_of(job).name}")
+    return job

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 from pydantic import ValidationError
 
@@ -53,8 +53,10 @@ class Leases:
         self._jobs = jobs
 
     def get(self, job_id: str) -> Lease | None:
-        """The job's lease; None if nobody runs the job."""
-        return fs.read_record(self._paths.lease_file(job_id), Lease)
+        """The job's lease; None if nobody runs the job, or if the file is damaged."""
+        with suppress(ValidationError):
+            return fs.read_record(self._paths.lease_file(job_id), Lease)
+        return None
 
     def renew(self, job_id: str, runner: str, phase: str, ranks: Sequence[RankProcess] | None = None) -> Lease:
         """The runner's heartbeat; `ranks` None keeps the recorded ones.
@@ -78,7 +80,8 @@ class Leases:
             job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
             phase=phase, beat=time.time(), ranks=[*ranks],
         )  # fmt: skip
-        fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease)
+        # A loss of power ends the runner too, and a lease without a runner says nothing.
+        fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
         return lease
 
 

@@ -2,14 +2,44 @@
 
 import hashlib
 import re
+import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 from tandem.errors import InvalidInput
 from tandem.spool.schema import PENDING, TERMINAL, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
-_JOB_DIRECTORIES = (*PENDING, *TERMINAL, "leases", "cancel", "data", "work", "events", "logs", "locks")
+_JOB_DIRECTORIES = (*PENDING, *TERMINAL, "ids", "leases", "cancel", "data", "work", "events", "logs", "locks")
+_KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
+BUCKET = 250
+"""Base steps per directory of queued jobs: the most names that a claim lists."""
+
+
+class JobKey(NamedTuple):
+    """What the name of a job's file says, so that listings need not read the file. Keys sort by submission."""
+
+    created: int  # Unix microseconds
+    base_step: int
+    run: str
+    id: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.created:016d},{self.base_step:08d},{self.run},{self.id}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The key with this name, or None for another name."""
+        if (match := _KEY_PATTERN.fullmatch(name)) is None:
+            return None
+        created, base_step, run, job_id = match.groups()
+        return cls(int(created), int(base_step), run, job_id)
+
+    @classmethod
+    def of(cls, *, created: float, base_step: int, run: str, job_id: str) -> Self:
+        """`created` in Unix seconds."""
+        return cls(max(0, int(created * 1e6)), base_step, run, job_id)
 
 
 def is_run_name(name: str) -> bool:
@@ -54,7 +84,8 @@ class Paths:
         self.runs = root / "runs"
         self.jobs = root / "jobs"
         self.hold = self.jobs / "hold.json"
-        self.directories = [self.runs, self.jobs, *(self.jobs / name for name in _JOB_DIRECTORIES)]
+        self.damaged = self.jobs / "damaged"
+        self.directories = [self.runs, self.jobs, self.damaged, *(self.jobs / name for name in _JOB_DIRECTORIES)]
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
         self.gpus_lock = self.jobs / "locks/gpus"
@@ -68,11 +99,26 @@ class Paths:
         return self.runs / run
 
     def state_dir(self, state: JobState) -> Path:
-        """The files of the jobs in one state, `<id>.json`. Its mtime changes when a job comes or goes."""
+        """Below it are the files of the jobs in one state."""
         return self.jobs / state
 
-    def job_file(self, state: JobState, job_id: str) -> Path:
-        return self._of_job(state, job_id, ".json")
+    def queue_dir(self, run: str, bucket: int | None = None) -> Path:
+        """The run's queued jobs; `bucket`: only those with base steps from `bucket * BUCKET` on."""
+        directory = self.jobs / "queued" / run
+        return directory if bucket is None else directory / f"{bucket:05d}"
+
+    def job_file(self, state: JobState, key: JobKey) -> Path:
+        """Queued jobs lie by run and base step, ended ones by the hour of their submission."""
+        directory = self.state_dir(state)
+        if state == "queued":
+            directory = self.queue_dir(key.run, key.base_step // BUCKET)
+        elif state in TERMINAL:
+            directory /= time.strftime("%Y-%m-%dT%H", time.gmtime(key.created // 1_000_000))
+        return directory / f"{key.name}.json"
+
+    def id_file(self, job_id: str) -> Path:
+        """Holds the name of the job's key; written before the job exists, never changed."""
+        return self._of_job("ids", job_id)
 
     def data_dir(self, job_id: str) -> Path:
         """The job's packed arrays; removed when the job ends."""

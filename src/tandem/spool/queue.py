@@ -1,7 +1,8 @@
 """Changes jobs: submit, claim, cancel, requeue, finish. Moving a job between directories is one rename.
 
 Each change holds the job's lock, and is ordered so that a crash leaves the state before or after it. Calling it again,
-or a new runner's `recover`, completes it.
+the next claim, or a new runner's `recover` completes it. Locks are taken in this order:
+a run's, the claim lock, a job's.
 """
 
 import socket
@@ -11,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.errors import Conflict, NotFound, SpoolUnusable
+from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import fs
+from tandem.spool.jobs import key_of
 from tandem.spool.locks import file_lock
-from tandem.spool.schema import PENDING, TERMINAL, Job, JobError, JobResult, JobSpec, JobState
+from tandem.spool.paths import JobKey
+from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobSpec, JobState, RLJob
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
@@ -25,15 +28,16 @@ class Queue:
         self._spool = spool
         self._paths = spool.paths
         self._jobs = spool.jobs
+        self._index = spool.jobs.index
         self._events = spool.events
 
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
-        step = self._spool.checkpoints.newest(run)
-        for _, job in self._jobs.pending(run):
-            if job.result is None and job.spec.base_step == step:
-                step += 1
-        return step
+        running = [located for key in self._index.running(run) if (located := self._jobs.locate(key, sure=False))]
+        steps = {job.spec.base_step: job.result is None for _, job in running}
+        taken = frozenset(step for step, undecided in steps.items() if undecided)
+        newest = self._spool.checkpoints.newest(run)
+        return self._index.first_gap(run, newest, taken=taken, free=frozenset(steps) - taken)
 
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,
@@ -42,38 +46,47 @@ class Queue:
         """Queues a job; returns it and whether it is new.
 
         `make(id, base_step, directory)` writes the job's data into `directory` and returns its specification, whose
-        `data.path` is set here. A known id with the same run and fingerprint returns the known job; with another,
-        Conflict (field `id`). `base_step`, if given, must be `next_base(run)`: Conflict (field `base_step`). Any
-        failure, also one of `make`, leaves no trace.
+        `base_step` and `data.path` are set here: another job may be queued while it works. A known id with the same run
+        and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given, must be
+        `next_base(run)`: Conflict (field `base_step`). Any failure, also one of `make`, leaves no trace.
         """
-        with self._spool.runs.lock(run):
-            if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
-                return known, False
-            new_id = fs.new_ulid() if job_id is None else job_id
-            expected = self.next_base(run)
-            if base_step is not None and base_step != expected:
-                newest, pending = self._spool.checkpoints.newest(run), len(self._jobs.pending(run))
-                why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
-                raise Conflict(f"run {run!r} goes on from step {expected}, not {base_step}: {why}", field="base_step")
-            data = self._paths.data_dir(new_id)
-            with fs.staging(data.parent) as staged, fs.volume_errors(data):
-                try:
-                    spec = make(new_id, expected, staged)
-                except OSError:
-                    self._spool.check_writable()  # numpy reports a full disk without an errno
-                    raise
-                made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
-                if made != (new_id, run, expected, fingerprint):
-                    raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
-                placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
-                job = Job(spec=spec.model_copy(update={"data": placed}))
-                fs.fsync_tree(staged)
-                with self._spool.job_lock(new_id):
-                    # A submitter to another run may have taken the id since.
-                    if (known := self._known(new_id, run, fingerprint)) is not None:
-                        return known, False
-                    self._enqueue(job, staged)
+        self._spool.runs.get(run)
+        if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
+            return known, False
+        new_id = fs.new_ulid() if job_id is None else job_id
+        # A refusal comes before the work; which step it really is, is known once the data is there.
+        expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
+        data = self._paths.data_dir(new_id)
+        with fs.staging(data.parent) as staged, fs.volume_errors(data):
+            try:
+                spec = make(new_id, expected, staged)
+            except OSError:
+                self._spool.check_writable()  # numpy reports a full disk without an errno
+                raise
+            made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
+            if made != (new_id, run, expected, fingerprint):
+                raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
+            fs.fsync_tree(staged)
+            placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
+            with self._spool.runs.lock(run), self._spool.job_lock(new_id):
+                # Another request may have taken the id since.
+                if (known := self._known(new_id, run, fingerprint)) is not None:
+                    return known, False
+                base = self._check_base(run, base_step)
+                job = Job(spec=spec.model_copy(update={"data": placed, "base_step": base}))
+                _check_reference(job.spec)
+                self._enqueue(job, staged)
         return job, True
+
+    def _check_base(self, run: str, base_step: int | None) -> int:
+        """`next_base`; Conflict if `base_step` is another step."""
+        expected = self.next_base(run)
+        if base_step is not None and base_step != expected:
+            newest = self._spool.checkpoints.newest(run)
+            pending = self._index.count("queued", run) + self._index.count("running", run)
+            why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
+            raise Conflict(f"run {run!r} goes on from step {expected}, not {base_step}: {why}", field="base_step")
+        return expected
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:
@@ -85,16 +98,30 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        data, file = self._paths.data_dir(job.spec.id), self._paths.job_file("queued", job.spec.id)
+        key = key_of(job)
+        data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
         fs.remove_tree(data)  # left by a submitter that died before the job existed
         fs.rename_dir(staged, data)
         try:
-            fs.write_json_atomic(file, job)
+            fs.write_atomic(name, key.name.encode())
+            self._write("queued", job)
         except BaseException:
-            with suppress(OSError):
-                file.unlink()
+            for file in (self._paths.job_file("queued", key), name):
+                with suppress(OSError):
+                    file.unlink()
+            self._remove_empty(key)
             fs.remove_tree(data)
             raise
+
+    def _write(self, state: JobState, job: Job) -> None:
+        file = self._paths.job_file(state, key_of(job))
+        with fs.volume_errors(file):
+            fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
+
+    def _remove_empty(self, key: JobKey) -> None:
+        """Removes the directories of a job that is not queued any more if they are empty."""
+        directory = self._paths.job_file("queued", key).parent
+        fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job.
@@ -104,27 +131,28 @@ class Queue:
         attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still queued.
         """
         with file_lock(self._paths.claim_lock):
-            pending = self._jobs.scan(PENDING)
-            busy = {job.spec.run for directory, job in pending if directory == "running"}
-            first: dict[str, Job] = {}
-            for directory, job in sorted(pending, key=lambda item: item[1].spec.base_step):
-                if directory == "queued" and job.result is not None:
-                    self.finish(job, job.result)  # a process died while it cancelled this job
-                elif directory == "queued" and job.spec.run not in busy:
-                    first.setdefault(job.spec.run, job)
-            ready = [job for job in first.values() if job.spec.id not in waiting]
-            for candidate in sorted(ready, key=lambda job: (job.spec.created, job.spec.id)):
-                with self._spool.job_lock(candidate.spec.id):
-                    located = self._jobs.locate(candidate.spec.id)
-                    # It may have been cancelled since the scan.
-                    if located is not None and located[0] == "queued" and located[1].result is None:
-                        return self._start(located[1], runner)
-        return None
+            for key in self._index.running():
+                job = self._jobs.locate(key)
+                if job is not None and job[1].result is not None:  # a process died while it cancelled this job
+                    self.finish(job[1], job[1].result)
+            while True:
+                busy = {key.run for key in self._index.running()}
+                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in waiting)
+                for head in heads:
+                    with self._spool.job_lock(head.id):
+                        located = self._jobs.locate(head)
+                        if located is not None and located[0] == "queued":
+                            return self._start(located[1], runner)
+                        # It was cancelled or set aside since, or is left from a job that has gone on.
+                        fs.remove_file(self._paths.job_file("queued", head))
+                        self._remove_empty(head)
+                if not heads:
+                    return None
 
     def _start(self, job: Job, runner: str) -> Job:
         job = job.model_copy(update={"attempt": job.attempt + 1})
-        job_id = job.spec.id
-        work, running = self._paths.work_dir(job_id, job.attempt), self._paths.job_file("running", job_id)
+        job_id, key = job.spec.id, key_of(job)
+        work, running = self._paths.work_dir(job_id, job.attempt), self._paths.job_file("running", key)
         try:
             with fs.volume_errors(work):
                 fs.remove_tree(work)
@@ -138,9 +166,13 @@ class Queue:
                     path.unlink()
             fs.remove_tree(work.parent)
             raise
-        with suppress(SpoolUnusable):  # the file in running/ is stronger than one that stays here
-            fs.remove_file(self._paths.job_file("queued", job_id))
+        self._remove_queued(key)
         return job
+
+    def _remove_queued(self, key: JobKey) -> None:
+        with suppress(SpoolUnusable):  # a file in another directory is stronger than one that stays here
+            fs.remove_file(self._paths.job_file("queued", key), durable=False)
+        self._remove_empty(key)
 
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job at once; asks the runner to stop a running one. Returns the state after that."""
@@ -169,13 +201,14 @@ class Queue:
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
-                running = self._paths.job_file("running", job_id)
+                key = key_of(job)
+                running = self._paths.job_file("running", key)
                 fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
                 events = self._events.read(job_id)
                 if not any(event.type == "requeued" and event.attempt == current.attempt for event in events):
                     reason = error.model_dump(exclude={"log_tail"})
                     self._events.append(job_id, "requeued", attempt=current.attempt, error=reason, counts=counts)
-                fs.move_file(running, self._paths.job_file("queued", job_id))
+                fs.move_file(running, self._paths.job_file("queued", key))
             _remove(self._paths.lease_file(job_id))
             fs.remove_tree(self._paths.all_work_dirs(job_id))
             return "queued"
@@ -195,40 +228,48 @@ class Queue:
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
-        job_id = job.spec.id
-        file = self._paths.job_file(directory, job_id)
-        if job.result is None:
+        key = key_of(job)
+        result = job.result or result
+        if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})
-            fs.write_json_atomic(file, job)
-        else:
-            result = job.result
+            # Decided jobs are in running/, so that those in queued/ need not be read to know that they wait.
+            directory = "running" if directory == "queued" else directory
+            self._write(directory, job)
         if directory not in TERMINAL:
-            if not self._events.ended(job_id):
+            if not self._events.ended(key.id):
                 data = result.model_dump(exclude={"state"}, exclude_none=True)
-                self._events.append(job_id, result.state, attempt=job.attempt, **data)
-            fs.move_file(file, self._paths.job_file(result.state, job_id))
-        self.clear(job_id)
+                self._events.append(key.id, result.state, attempt=job.attempt, **data)
+            fs.move_file(self._paths.job_file(directory, key), self._paths.job_file(result.state, key))
+        self.clear(key)
         return result.state
 
-    def clear(self, job_id: str) -> None:
+    def clear(self, key: JobKey) -> None:
         """Removes what a job needs only until it ends. A later `recover` removes what can't go now."""
-        files = [self._paths.job_file(state, job_id) for state in PENDING]
-        _remove(*files, self._paths.cancel_file(job_id), self._paths.lease_file(job_id))
-        fs.remove_tree(self._paths.data_dir(job_id))
-        fs.remove_tree(self._paths.all_work_dirs(job_id))
+        _remove(self._paths.job_file("running", key))
+        self._remove_queued(key)
+        _remove(self._paths.cancel_file(key.id), self._paths.lease_file(key.id))
+        fs.remove_tree(self._paths.data_dir(key.id))
+        fs.remove_tree(self._paths.all_work_dirs(key.id))
 
 
 def _remove(*paths: Path) -> None:
     """Removes files that have no meaning any more, unless the volume refuses."""
     for path in paths:
         with suppress(SpoolUnusable):
-            fs.remove_file(path)
+            fs.remove_file(path, durable=False)
 
 
 def _check_attempt(job: Job, current: Job) -> None:
     if job.attempt != current.attempt:
         problem = f"is in attempt {current.attempt}, so the end of attempt {job.attempt} is ignored"
         raise Conflict(f"job {job.spec.id!r} {problem}", field="id")
+
+
+def _check_reference(spec: JobSpec) -> None:
+    """InvalidInput if the KL's reference is a checkpoint that will not exist when the job starts."""
+    if isinstance(spec, RLJob) and isinstance(reference := spec.loss.kl_reference, int) and reference > spec.base_step:
+        problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
+        raise InvalidInput(problem, field="loss.kl_reference")
 
 
 def _cancelled(message: str) -> JobResult:

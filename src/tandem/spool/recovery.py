@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
-from tandem.spool.jobs import JobList
+from tandem.spool.jobs import JobList, key_of
 from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
@@ -19,9 +19,9 @@ def recover(spool: Spool, runner: str) -> JobList:
     A running job with a result is finished; one that made its checkpoint succeeded; the others are requeued (see
     `Queue.requeue`). Returns the jobs that moved, with their new states. Removes what dead processes left.
     """
-    ids = [*spool.jobs.ids("running"), *spool.jobs.ids("queued")]
-    moved = [_recover_job(spool, job_id, runner) for job_id in ids]
+    moved = [_recover_job(spool, key.id, runner) for key in spool.jobs.index.running()]
     _remove_remains(spool)
+    sweep(spool)
     return [job for job in moved if job is not None]
 
 
@@ -32,6 +32,8 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
         directory, job = located
         if job.result is not None:
             spool.queue.finish(job, job.result)
+            if directory in TERMINAL:
+                return None
         elif directory != "running":
             return None
         elif made_checkpoint(spool, job):
@@ -54,28 +56,37 @@ def made_checkpoint(spool: Spool, job: Job) -> bool:
         return False
 
 
+def sweep(spool: Spool) -> None:
+    """Removes stale temporary names, which dead processes left. Anybody may call this at any time."""
+    queue = spool.jobs.index.directories("queued")
+    directories = [spool.root, spool.paths.runs, spool.paths.jobs, *spool.paths.jobs.glob("[!.]*"), *queue]
+    for run in spool.paths.runs.glob("[!.]*"):
+        directories += [run, run / "checkpoints", run / "discarded"]
+    stale = [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]
+    for path in stale:
+        _remove_if_stale(path)
+
+
 def _remove_remains(spool: Spool) -> None:
-    """Removes files of ended jobs, and stale files that belong to no job or to an unfinished write."""
+    """Removes files of ended jobs, and stale files that belong to no job."""
+    queued = {key.id for key in spool.jobs.index.all("queued")}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
         for name in fs.names(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
-            if is_job_id(job_id):
+            if is_job_id(job_id) and (kind != "data" or job_id not in queued):
                 with spool.job_lock(job_id):
                     _remove_remains_of(spool, job_id, directory / name)
-    for depth in range(4):  # down to runs/<run>/checkpoints/
-        for path in spool.root.glob("*/" * depth + f"{fs.TEMPORARY}*"):
-            _remove_if_stale(path)
 
 
 def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
     try:
-        state, _ = spool.jobs.get(job_id)
+        state, job = spool.jobs.get(job_id)
     except NotFound:
         _remove_if_stale(path)
         return
     if state in TERMINAL:
-        spool.queue.clear(job_id)
+        spool.queue.clear(key_of(job))
     elif state == "queued" and path.parent.name in ("work", "leases"):
         fs.remove_tree(spool.paths.all_work_dirs(job_id))
         fs.remove_file(spool.paths.lease_file(job_id))

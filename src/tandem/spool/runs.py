@@ -1,13 +1,16 @@
 """Runs: `runs/<run>/`, made whole by one rename, and what vLLM serves of them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import Conflict, NotFound
+from pydantic import ValidationError
+
+from tandem.errors import Conflict, NotFound, RunDamaged
 from tandem.spool import fs
 from tandem.spool.checkpoint_files import write_manifest
+from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths, is_run_name, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
@@ -16,12 +19,13 @@ from tandem.spool.schema import Manifest, RunSpec, Served
 class Runs:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
+        self._specs: dict[str, tuple[tuple[int, int], RunSpec]] = {}  # run -> inode and mtime of its file, and it
 
     def directory(self, name: str) -> Path:
         """The run's directory; NotFound (field `run`) if there is none."""
         path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
-            known = ", ".join(fs.names(path.parent)[:20]) or "none yet"
+            known = ", ".join(listing(path.parent)[:20]) or "none yet"
             raise NotFound(f"there is no run {name!r}; runs are: {known}", field="run")
         return path
 
@@ -52,23 +56,63 @@ class Runs:
         return spec
 
     def get(self, name: str) -> RunSpec:
-        """The run's specification; NotFound (field `run`) if there is none."""
+        """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't be read."""
         path = self.directory(name) / "run.json"
-        if (spec := fs.read_record(path, RunSpec)) is None:
-            raise NotFound(f"{path} is missing: the run {name!r} is damaged; restore the file", field="run")
+        identity = _identity(path)
+        if identity is not None and (known := self._specs.get(name)) is not None and known[0] == identity:
+            return known[1]
+        try:
+            spec = fs.read_record(path, RunSpec)
+        except ValidationError as error:
+            raise RunDamaged(f"{path} is damaged; restore it from a copy: {error}", field="run") from error
+        if spec is None or spec.name != name:
+            problem = "is missing" if spec is None else f"is of another run, {spec.name!r}"
+            raise RunDamaged(f"{path} {problem}; restore it, or remove {path.parent}", field="run")
+        if identity is not None:
+            self._specs[name] = identity, spec
         return spec
 
     def names(self) -> list[str]:
-        """The names of all runs, in order."""
-        return [name for name in fs.names(self._paths.runs) if is_run_name(name)]
+        """The names of all runs that can be read, in order."""
+        return [spec.name for spec in self.list()]
 
     def list(self) -> list[RunSpec]:
-        """All runs, by name."""
-        return [self.get(name) for name in self.names()]
+        """All runs that can be read, by name."""
+        return [spec for spec in (self._get(name) for name in listing(self._paths.runs)) if spec is not None]
+
+    def _get(self, name: str) -> RunSpec | None:
+        try:
+            return self.get(name) if is_run_name(name) else None
+        except (RunDamaged, NotFound):  # it is named by `damaged`; or it is gone since
+            return None
+
+    def damaged(self) -> dict[str, str]:
+        """Names below `runs/` that are no whole run, and what is wrong with each."""
+        found = {}
+        for name in listing(self._paths.runs):
+            try:
+                if not is_run_name(name):
+                    raise RunDamaged(f"{self._paths.runs / name} is no run; remove it")
+                self.get(name)
+                if not listing(self.directory(name) / "checkpoints"):
+                    raise RunDamaged(f"run {name!r} has no checkpoint, not even step 0: restore its directory")
+            except RunDamaged as error:
+                found[name] = error.message
+            except NotFound:
+                pass
+        return found
 
     def lock(self, name: str) -> AbstractContextManager[int]:
         """Serialises changes of the run's chain: submit, rollback, fork."""
         return file_lock(self.directory(name) / "lock")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 class ServedRecords:
@@ -81,8 +125,10 @@ class ServedRecords:
         return self._runs.directory(run) / "served.json"
 
     def get(self, run: str) -> Served | None:
-        """The run's record; None before the first publication, and after a start of vLLM until the next one."""
-        return fs.read_record(self._path(run), Served)
+        """The run's record; None while vLLM serves no step of it, and if the file is damaged."""
+        with suppress(ValidationError):
+            return fs.read_record(self._path(run), Served)
+        return None
 
     def put(self, run: str, served: Served) -> None:
         """Replaces the record, durably."""

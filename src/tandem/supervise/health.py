@@ -51,7 +51,7 @@ def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[
     needed = _needed(role)
     states = [(name, now[name].state if name in now else "absent") for name in needed]
     problems = [f"{name} is {state}" for name, state in states if state != "RUNNING"]
-    spool = Spool(settings.root, writable=False)
+    spool = Spool(settings.root)
     if "runner" in needed and not is_locked(spool.paths.runner_lock):
         problems.append("the runner does not hold the spool's lock")
     waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None

@@ -136,7 +136,7 @@ class Watchdog(threading.Thread):
         if self._settings.gpu_mode == "dedicated":
             return True
         try:
-            hold = Spool(self._settings.root, writable=False).hold.get()
+            hold = Spool(self._settings.root).hold.get()
         except (TandemError, OSError):
             return True  # without the volume nobody can see what a trainer does
         return hold is not None and time.time() < hold.deadline

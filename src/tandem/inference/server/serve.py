@@ -44,7 +44,7 @@ def _withdraw_records(settings: Settings) -> None:
     The publisher does this too, but it may have died with the vLLM before. It does it alone where there is no volume.
     """
     try:
-        spool = Spool(settings.root, writable=False)  # a full volume can still lose files
+        spool = Spool(settings.root)  # a full volume can still lose files
         for run in spool.runs.names():
             spool.served.withdraw(run)
     except (TandemError, OSError) as error:

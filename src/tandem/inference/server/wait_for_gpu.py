@@ -68,7 +68,7 @@ def _lock(path: Path) -> None:
 def _wait_for_trainer(settings: Settings) -> None:
     """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
     try:
-        spool = Spool(settings.root, writable=False)
+        spool = Spool(settings.root)
         if hold := spool.hold.live():
             log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
         while spool.hold.live():

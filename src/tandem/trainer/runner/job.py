@@ -102,10 +102,8 @@ class JobRun:
         if spec.base_step in steps:
             return None
         message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
-        for state, other in reversed(self.spool.jobs.list(spec.run)):
-            if other.spec.base_step == spec.base_step - 1 and state in ("failed", "cancelled"):
-                message += f": job {other.spec.id}, which had to make it, is {state}"
-                break
+        if (other := self.spool.jobs.failed_on(spec.run, spec.base_step - 1)) is not None:
+            message += f": job {other[1]}, which had to make it, is {other[0]}"
         return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
 
     def _success(self) -> JobResult:

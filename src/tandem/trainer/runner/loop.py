@@ -10,10 +10,11 @@ runner finds processes that outlived it by their mark and ends them before it se
 import os
 import socket
 import time
+from contextlib import ExitStack
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import SpoolUnusable
+from tandem.errors import SpoolUnusable, VolumeFull
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job
@@ -37,43 +38,57 @@ class Runner:
         self._settings, self._entry = settings, entry
         self._status = 0
         self._waiting: dict[str, float] = {}  # failed job -> when it may be claimed again, by the monotonic clock
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
         self.stop = Stop()
 
     def run(self) -> int:
         """Run jobs until SIGTERM; returns the exit status.
 
-        Raises SpoolUnusable when the spool can't be opened or has a runner already, and InvalidInput when the settings
-        name devices that don't exist.
+        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already, and
+        InvalidInput when the settings name devices that don't exist.
         """
         settings = self._settings
-        self._spool = Spool.create(settings.root)
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
-        with self._spool.runner_lock(self._name):
-            # Not the path: the same volume may be mounted elsewhere after this container's restart.
-            self._volume = self._mounted_volume()
-            marker = ("TANDEM_RUNNER_OF", self._volume)
-            processes.adopt_orphans()
-            survivors = _end_orphans(marker)
-            launcher = Launcher(settings, self._entry, marker)
-            self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
-            self._gpus.survivors = survivors
-            log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=settings.launch,
-                     ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
-            for state, settled in recover(self._spool, self._name):
-                log.info("settled a job of an earlier runner", job=settled.spec.id, run=settled.spec.run, state=state)
-            self._job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
-            try:
-                launcher.prepare()
-                while not self.stop.requested:
-                    liveness.beat("runner")
-                    if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                        self._run_job(claimed)
-                    elif not self.stop.requested:
-                        time.sleep(0.2)
-            finally:
-                launcher.close()
-            log.info("runner is down")
+        with ExitStack() as held:
+
+            def open_spool() -> Spool:
+                spool = Spool.create(settings.root)
+                held.enter_context(spool.runner_lock(self._name))
+                return spool
+
+            spool = self.stop.retry("open the spool", open_spool, errors=(VolumeFull,))
+            if spool is not None:
+                self._spool = spool
+                self._run_jobs()
         return self._status
+
+    def _run_jobs(self) -> None:
+        """Settle what an earlier runner left, then run jobs."""
+        settings = self._settings
+        # Not the path: the same volume may be mounted elsewhere after this container's restart.
+        self._volume = self._mounted_volume()
+        marker = ("TANDEM_RUNNER_OF", self._volume)
+        processes.adopt_orphans()
+        survivors = _end_orphans(marker)
+        launcher = Launcher(settings, self._entry, marker)
+        self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
+        self._gpus.survivors = survivors
+        log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=settings.launch,
+                 ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
+        settled = self.stop.retry("settle the jobs of an earlier runner", lambda: recover(self._spool, self._name))
+        for state, ended in settled or []:
+            log.info("settled a job of an earlier runner", job=ended.spec.id, run=ended.spec.run, state=state)
+        self._job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
+        try:
+            launcher.prepare()
+            while not self.stop.requested:
+                liveness.beat("runner")
+                if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
+                    self._run_job(claimed)
+                elif not self.stop.requested:
+                    time.sleep(0.2)
+        finally:
+            launcher.close()
+        log.info("runner is down")
 
     def _run_job(self, claimed: Job) -> None:
         if pause := self._job_run(claimed).run():
@@ -97,7 +112,7 @@ class Runner:
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()}
-        if all(queued.spec.id in self._waiting for _, queued in self._spool.jobs.list(states=["queued"])):
+        if all(head.id in self._waiting for head in self._spool.jobs.index.heads()):
             return None
         self._gpus.wait_until_free()
         return None if self.stop.requested else self._spool.queue.claim(self._name, waiting=self._waiting)

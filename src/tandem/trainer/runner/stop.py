@@ -30,8 +30,10 @@ class Stop:
         while not self.requested and time.monotonic() < end:
             time.sleep(0.1)
 
-    def retry[T](self, what: str, action: Callable[[], T]) -> T | None:
-        """The result of `action`, which is tried again while the volume is unusable (full, gone, read-only).
+    def retry[T](
+        self, what: str, action: Callable[[], T], *, errors: tuple[type[Exception], ...] = (TandemError, OSError)
+    ) -> T | None:
+        """The result of `action`, which is tried again after `errors`: the volume is full, gone or read-only.
 
         Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable, and an OSError
         that says nothing about the volume after OTHER_ERROR_SECONDS of tries. `what` names the action in the log, which
@@ -43,7 +45,7 @@ class Stop:
         while True:
             try:
                 result = action()
-            except (TandemError, OSError) as error:
+            except errors as error:
                 if isinstance(error, TandemError) and not error.retriable:
                     raise
                 if isinstance(error, OSError) and not fs.is_about_volume(error) and time.monotonic() > give_up:

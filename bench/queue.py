@@ -1,0 +1,264 @@
+"""What jobs cost when there are many: a controller over HTTP and a runner's claims, on spools of several sizes.
+
+    python -m bench.queue [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300] [--claims 100]
+                          [--clients 200] [--checkpoints 5000] [--streams 1000] [--only jobs checkpoints streams]
+
+Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16 tokens), and a controller
+process of its own; clients and claims run in this process, so both share the machine's cores, also with whatever else
+runs there: `load` is the machine's load average at that moment, and CPU times depend on it least. `between two jobs`:
+from the call that ends a job to the next one being claimed.
+"""
+
+import argparse
+import asyncio
+import os
+import resource
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.many_jobs import KEY, Controller, deployment, fill, request
+from bench.report import report
+from tandem.metrics.controller import QueueCollector
+from tandem.metrics.jobs import JobsCollector
+from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
+from tandem.metrics.samples import Samples
+from tandem.spool import Spool
+from tandem.spool.schema import Event, Job, JobError, JobResult
+
+
+def high(seconds: list[float]) -> float:
+    """The 99th percentile, in milliseconds."""
+    return 1000 * sorted(seconds)[max(0, int(len(seconds) * 0.99 - 1e-9))]
+
+
+def timed(times: int, action: Callable[[], object]) -> list[float]:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+async def submissions(controller: Controller, count: int, clients: int, runs: int) -> tuple[list[float], float]:
+    """The seconds of each submission by `clients` at once, and of all."""
+    seconds: list[float] = []
+    numbers = iter(range(count))
+
+    async def send(http: httpx.AsyncClient) -> None:
+        for number in numbers:
+            begin = time.perf_counter()
+            answer = await http.post(f"/v1/runs/run-{number % runs}/train", json=request(number))
+            seconds.append(time.perf_counter() - begin)
+            assert answer.status_code == 202, answer.text
+
+    async with controller.open(clients) as http:
+        begin = time.perf_counter()
+        await asyncio.gather(*(send(http) for _ in range(clients)))
+        return seconds, time.perf_counter() - begin
+
+
+async def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float], list[float]]:
+    """`clients` submit one job each at one moment: their seconds, and those of /healthz meanwhile."""
+    health: list[float] = []
+    async with controller.open(1) as probe:
+        await probe.get("/healthz")
+
+        async def watch() -> None:
+            while True:
+                begin = time.perf_counter()
+                await probe.get("/healthz")
+                health.append(time.perf_counter() - begin)
+                await asyncio.sleep(0.02)
+
+        watching = asyncio.create_task(watch())
+        seconds, _ = await submissions(controller, clients, clients, runs)
+        watching.cancel()
+    return seconds, health
+
+
+def claims(spool: Spool, count: int) -> dict[str, float]:
+    """Claims, heartbeats and ends of jobs, as the runner does them."""
+    claimed, renewed, between = [], [], []
+    job: Job | None = None
+    computed = time.process_time()
+    for _ in range(count):
+        begin = time.perf_counter()
+        if job is not None:
+            error = JobError(type="rank_error", message="bench")
+            spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
+        assert spool.jobs.index.heads()  # what the runner asks before it claims
+        claim_begin = time.perf_counter()
+        job = spool.queue.claim("bench")
+        end = time.perf_counter()
+        assert job is not None
+        claimed.append(end - claim_begin)
+        between.append(end - begin)
+        renewed += timed(1, lambda job=job: spool.leases.renew(job.spec.id, "bench", "training"))  # type: ignore[misc]
+    computed = time.process_time() - computed
+    return {
+        "claim, heartbeat and end CPU ms": 1000 * computed / count,
+        "claim p99 ms": high(claimed),
+        "claim ms": 1000 * statistics.median(claimed),
+        "heartbeat p99 ms": high(renewed),
+        "between two jobs ms": 1000 * statistics.median(between[1:]),
+    }
+
+
+def collected(spool: Spool) -> float:
+    """Milliseconds of a second collection by the collectors of jobs; the first reads what there is."""
+    collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
+
+    def collect() -> None:
+        for collector in collectors:
+            collector.collect(Samples(metric for metric in collector.metrics if metric.kind == "gauge"))
+
+    return 1000 * timed(2, collect)[1]
+
+
+def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
+    with deployment(options) as (spool, controller, tandem):
+        first = tandem.train("run-0", request(0))
+        _, job = spool.jobs.get(first.id)
+        spool.queue.cancel(first.id)
+        fill(spool, job, "succeeded", options.ended, options.runs)
+        for number in range(options.runs):  # the base step from which the copies go on
+            tandem.train(f"run-{number}", request(number))
+        fill(spool, job, "queued", max(0, queued - options.runs), options.runs)
+        os.sync()  # or the syncs that are measured would write the copies
+        time.sleep(3)  # directories settle
+        tandem.get_run("run-0")
+        row: dict[str, Any] = {"queued": queued, "ended": options.ended}
+        computed = controller.cpu()
+        seconds, total = asyncio.run(submissions(controller, options.submissions, 4, options.runs))
+        row |= {"load": os.getloadavg()[0], "submissions/s": len(seconds) / total, "submission p99 ms": high(seconds)}
+        row["submission CPU ms"] = 1000 * (controller.cpu() - computed) / len(seconds)
+        row |= claims(spool, options.claims)
+        with httpx.Client(base_url=controller.url, headers=controller.headers, trust_env=False, timeout=60) as http:
+            paths = {
+                "poll": f"/v1/jobs/{first.id}", "get_run": "/v1/runs/run-1", "list_runs": "/v1/runs",
+                "list_jobs": "/v1/jobs?limit=50", "failed jobs": "/v1/jobs?state=failed&limit=50",
+                "page": "/v1/jobs?limit=50&before=succeeded-50", "/metrics": "/metrics",
+            }  # fmt: skip
+            for name, path in paths.items():
+                http.get(path).raise_for_status()
+                row[f"{name} p99 ms"] = high(timed(50, lambda path=path: http.get(path).raise_for_status()))  # type: ignore[misc]
+        row["collection ms"] = collected(spool)
+        seconds, health = asyncio.run(crowd(controller, options.clients, options.runs))
+        row |= {f"{options.clients} clients p99 s": high(seconds) / 1000, "healthz p99 s": high(health) / 1000}
+        row["controller MiB"] = controller.memory()
+    return row
+
+
+def measure_checkpoints(options: argparse.Namespace) -> dict[str, Any]:
+    with deployment(options) as (spool, controller, tandem):
+        first = spool.checkpoints.path("run-0", 0)
+        manifest = spool.checkpoints.manifest("run-0", 0)
+        for step in range(1, options.checkpoints):
+            directory = first.parent / f"{step:08d}"
+            directory.mkdir()
+            for name in manifest.files:
+                (directory / name).hardlink_to(first / name)
+            changed = manifest.model_copy(update={"step": step, "job": f"job-{step}"})
+            (directory / "manifest.json").write_text(changed.model_dump_json(indent=1))
+        row: dict[str, Any] = {"checkpoints": options.checkpoints}
+        row["get_run p99 ms"] = high(timed(50, lambda: tandem.get_run("run-0")))
+        row["listing of all s"] = statistics.median(timed(3, lambda: tandem.checkpoints("run-0")))
+        row["scrape p99 ms"] = high(timed(20, lambda: httpx.get(f"{controller.url}/metrics", trust_env=False)))
+        policy = (PolicyCollector(lambda: spool, ("trainer", "inference")), CheckpointsCollector(lambda: spool))
+
+        def collect() -> None:
+            for collector in policy:
+                collector.collect(Samples(metric for metric in collector.metrics if metric.kind == "gauge"))
+
+        row["collection s"] = max(timed(3, collect))
+        row["rollback s"] = timed(1, lambda: tandem.rollback("run-0", 5))[0]
+        assert tandem.get_run("run-0").newest_step == 5
+    return row
+
+
+async def follow(controller: Controller, job: str, streams: int, events: int) -> dict[str, Any]:
+    """Half of the streams read everything, half nothing; the controller's memory meanwhile and after."""
+    before = controller.memory()
+    peak, reading = before, True
+    host, port = controller.url.removeprefix("http://").split(":")
+    head = f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+
+    async def watch() -> None:
+        nonlocal peak
+        while reading:
+            peak = max(peak, controller.memory())
+            await asyncio.sleep(0.1)
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(host, int(port), limit=2**16)
+        writer.write(head.encode())
+        return reader, writer
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        seen = 0
+        while seen < events:
+            part = await asyncio.wait_for(reader.read(2**16), 600)
+            assert part, "the stream ended"
+            seen += part.count(b"event: ")
+
+    watching: Awaitable[None] = asyncio.create_task(watch())
+    connections = [await connect() for _ in range(streams)]
+    begin = time.perf_counter()
+    await asyncio.gather(*(read(reader) for reader, _ in connections[::2]))
+    seconds = time.perf_counter() - begin
+    async with controller.open(1) as http:
+        health = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            await http.get("/healthz")
+            health.append(time.perf_counter() - begin)
+    reading = False
+    await watching
+    for _, writer in connections:
+        writer.close()
+    await asyncio.sleep(5)
+    row = {"MiB before": before, "MiB highest": peak, "MiB after": controller.memory()}
+    return row | {"all read s": seconds, "healthz p99 ms": high(health)}
+
+
+def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
+    with deployment(options) as (spool, controller, tandem):
+        job = tandem.train("run-0", request(0)).id
+        lines = (
+            Event(seq=i, time=0.0, job=job, type="step", data={"step": i, "metrics": {"loss": 0.5, "x": 1.0}})
+            for i in range(options.events)
+        )
+        spool.paths.events_file(job).write_text("".join(line.model_dump_json() + "\n" for line in lines))
+        row: dict[str, Any] = {"streams": options.streams, "read": options.streams // 2, "events": options.events}
+        return row | asyncio.run(follow(controller, job, options.streams, options.events))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what `--only` names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queued", nargs="+", type=int, default=[10, 1000, 20000])
+    for name, default in (("ended", 20000), ("runs", 8), ("submissions", 300), ("claims", 100), ("clients", 200),
+                          ("checkpoints", 5000), ("streams", 1000), ("events", 10000)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", choices=("jobs", "checkpoints", "streams"), default=None)
+    parser.add_argument("--directory", type=Path, default=None, help="where the spools are made; by default TMPDIR")
+    options = parser.parse_args(arguments)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    wanted = options.only or ("jobs", "checkpoints", "streams")
+    if "jobs" in wanted:
+        rows = [measure_jobs(queued, options) for queued in options.queued]
+        report("queue", "Jobs: what each action costs", rows)
+    if "checkpoints" in wanted:
+        report("queue-checkpoints", "A run with many checkpoints", [measure_checkpoints(options)])
+    if "streams" in wanted:
+        report("queue-streams", "Event streams: the controller's memory", [measure_streams(options)])
+
+
+if __name__ == "__main__":
+    main()

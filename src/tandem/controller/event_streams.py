@@ -1,0 +1,157 @@
+"""Event streams: one look at all followed files for all their readers, and bounded memory for each reader.
+
+A reader holds one part of its file at a time, and reads the next only when its client has taken this one.
+"""
+
+import os
+import time
+from asyncio import Event as Signal
+from asyncio import Task, create_task, sleep, timeout
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import anyio
+from anyio import to_thread
+
+from tandem.errors import NotFound, TandemError
+from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL, Event
+
+# Between two looks at the followed files.
+POLL_SECONDS = 0.2
+# How often the state of a followed job is read, in case it ended without a terminal event.
+STATE_SECONDS = 10.0
+PART_BYTES = 16384
+_THREADS = 8
+
+
+@dataclass
+class _File:
+    """What the last look saw of a job's event file, for all who follow the job."""
+
+    size: int = 0
+    ended: bool = False  # the job has a terminal state, or is gone
+    state_read: float = field(default_factory=time.monotonic)
+    readers: int = 0
+    news: Signal = field(default_factory=Signal)  # set, and replaced, when something of the above has changed
+
+
+class _Part(NamedTuple):
+    """What a reader holds while its client takes it: bytes, because events would take many times their size."""
+
+    block: bytes
+    offset: int  # of the next part
+    size: int  # of the file, as far as it was read
+    last: bool  # the terminal event is in it
+
+
+class EventStreams:
+    """Belongs to one event loop."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._files: dict[str, _File] = {}
+        # Threads of its own, so that streams don't wait for heavy requests.
+        self._threads = anyio.CapacityLimiter(_THREADS)
+        self._looking: Task[None] | None = None
+
+    async def check(self, job: str) -> None:
+        """NotFound without the job."""
+        await to_thread.run_sync(self._spool.jobs.get, job, limiter=self._threads)
+
+    async def follow(self, job: str, after: int, *, wait: bool, stopping: anyio.Event) -> AsyncIterator[bytes]:
+        """The job's events after seq `after` as Server-Sent Events, until its terminal event; without `wait`, those
+        written so far.
+
+        The stream also ends when `stopping` is set, or when the job ended without a terminal event because its writer
+        died: clients then reconnect, or read the job. An event's `id` is its seq, which clients send as Last-Event-ID.
+        """
+        yield b"retry: 1000\n\n"
+        offset = 0
+        with self._followed(job) as file:
+            while not stopping.is_set():
+                ended = file.ended  # read before the events: a job that has ended by now has written all of them
+                part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
+                if part.last:
+                    wait = False  # what comes after the terminal event is sent if it is there
+                at_end, offset = part.offset == offset, part.offset
+                if part.block:
+                    yield part.block
+                if at_end:
+                    if ended or not wait:
+                        return
+                    await self._news(file, part.size, stopping)
+
+    def _read(self, job: str, offset: int, after: int) -> "_Part":
+        events, end, size = self._spool.events.since(job, offset, PART_BYTES)
+        block = b"".join(_formatted(event) for event in events if event.seq > after)
+        return _Part(block, end, size, any(event.type in TERMINAL for event in events))
+
+    @contextmanager
+    def _followed(self, job: str) -> Iterator[_File]:
+        file = self._files.setdefault(job, _File())
+        file.readers += 1
+        if self._looking is None or self._looking.done():
+            self._looking = create_task(self._look_again())
+        try:
+            yield file
+        finally:
+            file.readers -= 1
+            if not file.readers:
+                self._files.pop(job, None)
+
+    async def _news(self, file: _File, size: int, stopping: anyio.Event) -> None:
+        """Waits until the file has another size than `size`, or the job has ended."""
+        while file.size in (0, size) and not file.ended and not stopping.is_set():
+            with suppress(TimeoutError):
+                async with timeout(1.0):  # for `stopping`
+                    await file.news.wait()
+
+    async def _look_again(self) -> None:
+        while self._files:
+            due = time.monotonic() - STATE_SECONDS
+            states = {job for job, file in self._files.items() if file.state_read < due and not file.ended}
+            sizes, ended = await to_thread.run_sync(self._look, list(self._files), states, limiter=self._threads)
+            for job, file in self._files.items():
+                if job in states:
+                    file.state_read = time.monotonic()
+                if sizes.get(job, file.size) != file.size or (job in ended and not file.ended):
+                    file.size, file.ended = sizes[job], file.ended or job in ended
+                    file.news.set()
+                    file.news = Signal()
+            await sleep(POLL_SECONDS)
+
+    def _look(self, jobs: Collection[str], states: Collection[str]) -> tuple[dict[str, int], set[str]]:
+        """The sizes of the jobs' event files, and which of the jobs `states` have ended."""
+        sizes: dict[str, int] = {}
+        ended: set[str] = set()
+        for job in jobs:
+            with suppress(TandemError, OSError):
+                if job in states and self._has_ended(job):
+                    ended.add(job)
+                sizes[job] = _size(str(self._spool.paths.events_file(job)))
+        return sizes, ended & sizes.keys()
+
+    def _has_ended(self, job: str) -> bool:
+        try:
+            return self._spool.jobs.get(job)[0] in TERMINAL
+        except NotFound:
+            return True
+
+
+def _formatted(event: Event) -> bytes:
+    return f"id: {event.seq}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n".encode()
+
+
+def _size(path: str) -> int:
+    """Bytes of a file; 0 without it. Opens it, because an NFS client then asks the server."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return 0
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
