@@ -1,6 +1,7 @@
 """Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
 
-from bench import packing, restart
+from bench import packing, queue, restart
 
 packing.main()
+queue.main([])
 restart.main(["--device", "cpu", "--shape", "tiny"])

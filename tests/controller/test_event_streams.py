@@ -209,6 +209,14 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
         assert all(jobs == [job] for jobs in looks)
         for reader in readers:
             await reader.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.3)  # while the last look ends, the next reader comes
+        count, late = len(looks), streams.follow(job, 0, wait=True, stopping=stopping)
+        await anext(late)
+        coming = asyncio.create_task(anext(late))
+        await asyncio.to_thread(server.spool.events.append, job, "step", step=2)
+        assert b'"step":2' in await asyncio.wait_for(coming, 20)
+        assert len(looks) > count
+        await late.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.5)
         count = len(looks)
         await asyncio.sleep(0.5)

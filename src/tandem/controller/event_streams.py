@@ -3,6 +3,8 @@
 A reader holds one part of its file at a time, and reads the next only when its client has taken this one.
 """
 
+import ctypes
+import gc
 import os
 import time
 from asyncio import Event as Signal
@@ -122,6 +124,10 @@ class EventStreams:
                     file.news.set()
                     file.news = Signal()
             await sleep(POLL_SECONDS)
+        self._looking = None
+        await sleep(POLL_SECONDS)  # the last streams are closed by then
+        if not self._files:
+            await to_thread.run_sync(_give_memory_back, limiter=self._threads)
 
     def _look(self, jobs: Collection[str], states: Collection[str]) -> tuple[dict[str, int], set[str]]:
         """The sizes of the jobs' event files, and which of the jobs `states` have ended."""
@@ -139,6 +145,13 @@ class EventStreams:
             return self._spool.jobs.get(job)[0] in TERMINAL
         except NotFound:
             return True
+
+
+def _give_memory_back() -> None:
+    """Frees what many streams have left: glibc keeps freed memory otherwise."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _formatted(event: Event) -> bytes:
