@@ -44,7 +44,6 @@ def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, ref
     for _ in range(2):
         train_one(volume)
     serve(volume, 1, refused=2)
-    volume.runs.create(run_spec("whole", weights="merged"), write_adapter)  # vLLM never serves it
     seen = Exported(PolicyCollector(opener(volume), (side,))).collect()
     assert seen.all("tandem_policy_version") == [{"side": side, "run": "r"}]
     assert seen.get("tandem_policy_version", side=side, run="r") == step
