@@ -108,6 +108,8 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
         adapter = trainer.step(step)
         served = trainer.publish(trainer.run)
         assert (served.step, served.refused_step) == (step, None)
+        assert served.seconds.keys() == {"copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint"}
+        assert sum(served.seconds[part] for part in ("stage", "drain", "swap")) < served.seconds["load"]
         assert served.mean_abs_logprob_error < 1e-4
         trainer.check_bits(adapter)
         answer = complete(vllm, served.model)

@@ -149,9 +149,8 @@ class Publisher:
         if served.job is None or served.job in self._told_jobs:
             return
         if not any(event.type == "served" for event in self._spool.events.read(served.job)):
-            seconds = {key: round(value, 6) for key, value in served.seconds.items()}
-            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked"})
-            self._spool.events.append(served.job, "served", **fields, seconds=seconds)
+            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked", "seconds"})
+            self._spool.events.append(served.job, "served", **fields)
         self._told_jobs.add(served.job)
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
