@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from fake_vllm import FakeVllm
 from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.config import Settings
+from tandem.inference.server.merged_server import Phase
 from tandem.metrics import policy
 from tandem.metrics.merged import PHASES, MergedCollector
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
@@ -110,6 +112,7 @@ def test_a_damaged_run_is_a_failure_and_the_others_are_exported(volume: Spool) -
 
 
 def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_path: Path) -> None:
+    assert get_args(Phase) == PHASES
     vllm = FakeVllm()
     vllm.start()
     settings = Settings(inference_url=vllm.url, api_key=fake_vllm.API_KEY, admin_token=fake_vllm.ADMIN_TOKEN)
