@@ -205,7 +205,7 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
             begin, end, _ = publish(step)
             streams.model = name(step)
             time.sleep(1.5)
-            seconds = publisher._loader._served[f"bench@{step}"].seconds
+            seconds = publisher._loader._served[f"bench@{step}"].record.seconds
             rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
             print(json.dumps({"way": way, "step": step, **rows[-1]}), flush=True)
         streams.stop()

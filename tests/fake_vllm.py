@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 API_KEY, ADMIN_TOKEN = "key", "token"
 _LORA_INFO = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}} {!r}'
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
+MERGED = "/tandem/merged"
 
 
 def effect(adapter: Path) -> float:
@@ -43,6 +44,7 @@ class FakeVllm:
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
         self.list_seconds = 0.0  # that the list of models takes
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
+        self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False
         self.dead = False  # the engine; the server still answers
         self.on_sleep: Callable[[], None] = lambda: None  # called before it sleeps; an exception is answered by 500
@@ -107,7 +109,7 @@ class FakeVllm:
     def _route(self, path: str, body: dict[str, Any], request: BaseHTTPRequestHandler) -> tuple[int, Any]:
         if path.startswith("/v1/") and request.headers.get("Authorization") != f"Bearer {API_KEY}":
             return 401, {"error": "Unauthorized"}
-        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", *SLEEP)
+        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", MERGED, *SLEEP)
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
         if self.statuses.get(path):
@@ -140,6 +142,8 @@ class FakeVllm:
                 return 200, {"success": True} if self.version >= "0.32" else ""
             case "/v1/completions":
                 return self._complete(body)
+            case "/tandem/merged" if self.merged_phase:
+                return 200, {"phase": self.merged_phase, "name": "base", "path": "base", "in_flight": 0}
             case "/metrics":
                 return 200, self._metrics()
         return 404, {"error": {"message": "no such route"}}

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from api_server import claim, fail, groups, rl_request, run_one, serve, sft_request
+from tandem.cli import app
 from tandem.cli.train import apply_setting, read_request
 from tandem.errors import InvalidInput
 from waiting import until
@@ -58,13 +61,35 @@ def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]
         return result
 
 
-def test_runs(tandem, as_json, run):
+def test_runs(tandem, as_json, run, server):
     created = as_json("run", "create", f"{run}-b", "--rank", "4", "--target", "q_proj")
     assert created["spec"]["lora"] == {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
     assert {run, f"{run}-b"} <= {status["spec"]["name"] for status in as_json("run", "list")}
     assert run in tandem("run", "list")[1]
     status, out, _ = tandem("run", "show", run)
     assert (status, "rank 2, alpha 4" in out) == (0, True)
+    serve(server.spool, run, 0, weights="merged", transport="merge", seconds={"load": 0.25, "swap": 0.0213})
+    out = tandem("run", "show", run)[1]
+    assert "merged, by merge" in out
+    assert "load 0.25 s, swap 0.021 s" in out
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("images/prometheus/rules/*.yml")],
+    ids=lambda path: path.name,
+)
+def test_commands_that_documents_name_exist(path):
+    for words in re.findall(r"`tandem ([a-z][^`]*)`", path.read_text()):
+        command = get_command(app)
+        for word in words.split():
+            if not hasattr(command, "commands"):
+                break  # an argument
+            assert word in command.commands, f"tandem {words}"
+            command = command.commands[word]
 
 
 def test_refusals_name_the_field_on_stderr(tandem):

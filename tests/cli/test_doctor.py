@@ -9,7 +9,9 @@ from importlib.machinery import PathFinder
 import pytest
 import tiny_model
 
+import fake_nvml
 from api_server import tree
+from spool.spool_tools import run_spec, write_adapter
 from tandem.cli import checks_machine
 from tandem.spool import Spool
 
@@ -35,6 +37,7 @@ def test_a_healthy_deployment(doctor, tandem, root, monkeypatch):
     healthy = ["python", "settings", "TANDEM_API_KEY", "volume", "volume: locks", "device", "base model", "controller"]
     assert {name: checks[name]["status"] for name in healthy} == dict.fromkeys(healthy, "ok")
     assert checks["vLLM"]["status"] == "warn"
+    assert checks["weights"]["found"].startswith("adapter")
     assert tree(root) == before
     status, out, _ = tandem("doctor")
     assert (status, "qwen3" in out) == (0, True)
@@ -77,6 +80,54 @@ def test_packages_that_every_process_compiles_again(doctor, monkeypatch, tmp_pat
     py_compile.compile(str(torch))
     check = doctor()[1]["bytecode"]
     assert (check["status"], check["found"]) == ("ok", "torch compiled")
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "found"),
+    [
+        ({"DEVICE": "cpu"}, 0, "in memory: vLLM runs on the CPU"),
+        ({"SECOND_COPY": "host"}, 1, "in pinned host memory: TANDEM_SECOND_COPY=host"),
+        ({"GPU_MODE": "shared"}, 1, "in pinned host memory: on shared GPUs"),
+        ({"GPU_MODE": "shared", "SECOND_COPY": "device"}, 1, "on the GPU: TANDEM_SECOND_COPY=device"),
+        ({}, 0, "on the GPU if half of"),
+        ({}, 1, "probably on the GPU ("),
+        ({"GPU_MEMORY_UTILIZATION": "0.1"}, 1, "probably in pinned host memory ("),
+        ({"GPU_MEMORY_UTILIZATION": "0.1", "INFERENCE_TENSOR_PARALLEL": "2"}, 2, "probably on the GPU ("),
+    ],
+)
+def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_path, monkeypatch, variables, gpus, found):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_bytes((model / "config.json").read_bytes())
+    with (tmp_path / "model/model.safetensors").open("wb") as file:
+        file.truncate(4 * 2**30)  # of the 100 GiB that a GPU has
+    nvml.set(*(fake_nvml.gpu(f"GPU-{n}") for n in range(gpus)))
+    merged = {"ROOT": str(tmp_path), "BASE_MODEL": str(tmp_path / "model"), "WEIGHTS": "merged", "DEVICE": "cuda"}
+    for name, value in (merged | variables).items():
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+    checks = doctor()[1]
+    assert checks["weights"]["found"].startswith("merged")
+    assert checks["weights: second copy"]["found"].startswith(found)
+
+
+def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
+    spool = Spool.create(tmp_path)
+    for number, weights in enumerate(("adapter", "merged", "merged")):
+        spool.runs.create(run_spec(f"run-{number}", weights=weights), write_adapter)
+    monkeypatch.setenv("TANDEM_ROOT", str(tmp_path))
+    monkeypatch.setenv("TANDEM_VLLM_ARGS", "--api-server-count 4")
+    checks = doctor()[1]
+    assert checks["weights"]["found"].startswith("adapter")
+    assert checks["weights: runs"]["status"] == "warn"
+    assert "run-1, run-2" in checks["weights: runs"]["found"]
+    assert "weights: second copy" not in checks
+    assert "weights: vLLM's arguments" not in checks
+    monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
+    status, checks = doctor()
+    assert status == 1
+    assert checks["weights: runs"]["status"] == "fail"
+    assert "run-1, run-2" in checks["weights: runs"]["found"]
+    assert checks["weights: vLLM's arguments"]["status"] == "fail"
+    assert "--api-server-count" in checks["weights: vLLM's arguments"]["found"]
 
 
 @pytest.fixture(scope="module")

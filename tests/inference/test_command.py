@@ -73,10 +73,10 @@ def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_envi
 
 
 def test_the_operator_overrides_arguments_and_environment() -> None:
-    extra = ["--max-num-seqs", "7", "--dtype", "float16"]
+    extra = ["--max-num-seqs", "7", "--api-server-count", "2", "-q", "fp8", "--dtype", "float16"]
     environ = {"VLLM_CPU_KVCACHE_SPACE": "9", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
     made = command(environ, vllm_args=shlex.join(extra))
-    assert made.argv[-4:] == extra
+    assert made.argv[-8:] == extra
     assert made.env.items() >= environ.items()
     assert "GOMP_SPINCOUNT" not in made.env, "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
 
@@ -96,6 +96,10 @@ def test_the_lora_rank_is_one_that_vllm_accepts(rank: int, accepted: int) -> Non
         ({"vllm_args": "--api_key x"}, "vllm_args"),
         ({"base_model": None}, "TANDEM_BASE_MODEL"),
         ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
+        ({"weights": "merged", "vllm_args": "--seed 1 --enable-expert-parallel"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "-q fp8"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "--api_server_count=2"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "--data-parallel-size 2"}, "vllm_args"),
     ],
 )
 def test_settings_that_cannot_work_are_named(values: dict[str, object], field: str) -> None:

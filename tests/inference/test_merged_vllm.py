@@ -20,6 +20,7 @@ from policies import linear_row, make_policy
 from tandem.config import Settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.metrics.policy import PARTS
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
@@ -101,6 +102,7 @@ def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **
 def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedTrainer, client: VllmClient) -> None:
     if client.merged()["phase"] == "empty":
         assert complete(vllm, "base").status_code == 503, "nothing was verified yet"
+    assert "the second copy is on the device (auto)" in vllm.log.read_text()
     first = trainer.publish(trainer.run)
     assert (first.step, first.weights, first.transport) == (0, "merged", "merge")
     assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
@@ -108,6 +110,8 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
         adapter = trainer.step(step)
         served = trainer.publish(trainer.run)
         assert (served.step, served.refused_step) == (step, None)
+        assert served.seconds.keys() == set(PARTS)
+        assert sum(served.seconds[part] for part in ("stage", "drain", "swap")) < served.seconds["load"]
         assert served.mean_abs_logprob_error < 1e-4
         trainer.check_bits(adapter)
         answer = complete(vllm, served.model)

@@ -38,7 +38,8 @@ def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
     assert stage.vllm.loads() == []
     (event,) = stage.spool.events.read("job-1")
     assert (event.type, event.data["step"], event.data["model"]) == ("served", 1, "run@1")
-    assert event.data["seconds"].keys() == {"copy", "load", "verify", "since_checkpoint"}
+    assert event.data["seconds"] == record.seconds
+    assert record.seconds.keys() == {"copy", "load", "verify", "since_checkpoint"}
 
 
 @pytest.mark.parametrize(

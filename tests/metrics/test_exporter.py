@@ -107,6 +107,8 @@ def test_the_role_decides_what_is_collected_and_of_which_devices(role, without, 
     monkeypatch.setenv("TANDEM_ROLE", role)
     settings = Settings(root=tmp_path, trainer_devices=["0"], inference_devices=["GPU-b"])
     collectors: dict[str, Any] = {made.name: made for made in make_collectors(settings, exported_sides())}
+    merged = make_collectors(settings.model_copy(update={"weights": "merged"}), exported_sides())
+    assert ("merged" in {made.name for made in merged}) == (role != "trainer")
     everything = {"build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes"}
     assert collectors.keys() == everything - without
     assert list(collectors["nvml"]._selected) == list(devices)

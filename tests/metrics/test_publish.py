@@ -3,28 +3,37 @@
 import os
 import shutil
 import time
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import fake_vllm
+from fake_vllm import FakeVllm
 from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
+from tandem.config import Settings
+from tandem.inference.server.merged_server import Phase
 from tandem.metrics import policy
+from tandem.metrics.merged import PHASES, MergedCollector
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
 from tandem.spool import Spool
 from tandem.spool.schema import Job, Served
 
+SECONDS = {"copy": 0.1, "load": 0.2, "swap": 0.15, "verify": 0.3, "since_checkpoint": 2.0}
+
 
 def serve(spool: Spool, number: int, *, error: float = 0.01, refused: int | None = None) -> None:
     record = Served(step=number, model=f"r@{number}", checkpoint="x", verified=time.time(),
-                    mean_abs_logprob_error=error, tokens_checked=9, refused_step=refused,
+                    mean_abs_logprob_error=error, tokens_checked=9, refused_step=refused, seconds=SECONDS,
+                    weights="merged", transport="merge",
                     refused_reason=None if refused is None else "differs")  # fmt: skip
     spool.served.put("r", record)
 
 
 def append_served(spool: Spool, job: Job) -> None:
-    seconds = {"copy": 0.1, "load": 0.2, "verify": 0.3, "since_checkpoint": 2.0}
-    spool.events.append(job.spec.id, "served", step=1, seconds=seconds)
+    spool.events.append(job.spec.id, "served", step=1, seconds=SECONDS)
 
 
 def test_the_newest_checkpoint_is_exported(volume: Spool) -> None:
@@ -48,6 +57,9 @@ def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, ref
     assert seen.all("tandem_policy_version") == [{"side": side, "run": "r"}]
     assert seen.get("tandem_policy_version", side=side, run="r") == step
     assert seen.get("tandem_policy_refused", run="r") == refused
+    assert seen.by("part", "tandem_publish_seconds") == (SECONDS if side == "inference" else {})
+    served = {"run": "r", "weights": "merged", "transport": "merge"}
+    assert seen.all("tandem_policy_info") == ([served] if side == "inference" else [])
 
 
 def test_only_the_runs_that_changed_last_are_exported(volume: Spool, monkeypatch) -> None:
@@ -97,3 +109,28 @@ def test_a_damaged_run_is_a_failure_and_the_others_are_exported(volume: Spool) -
     seen = Exported(PolicyCollector(opener(volume), ("trainer",)), CheckpointsCollector(opener(volume))).collect()
     assert seen.get("tandem_policy_version", side="trainer", run="r") == 0
     assert seen.get("tandem_collector_success", collector="policy") == 0
+
+
+def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_path: Path) -> None:
+    assert get_args(Phase) == PHASES
+    vllm = FakeVllm()
+    vllm.start()
+    settings = Settings(inference_url=vllm.url, api_key=fake_vllm.API_KEY, admin_token=fake_vllm.ADMIN_TOKEN)
+    exported = Exported(MergedCollector(opener(volume), settings))
+    volume.runs.create(run_spec("whole", weights="merged"), write_adapter)
+    for phase in PHASES:
+        vllm.merged_phase = phase
+        seen = exported.collect()
+        assert seen.by("phase", "tandem_merged_phase") == {name: float(name == phase) for name in PHASES}
+        assert seen.get("tandem_merged_runs") == 1
+    volume.root.rename(tmp_path / "gone")
+    seen = exported.collect()
+    assert seen.get("tandem_merged_phase", phase="torn") == 1, "the volume has no say in it"
+    assert seen.get("tandem_collector_success", collector="merged") == 0
+    (tmp_path / "gone").rename(volume.root)
+    vllm.merged_phase = ""  # a vLLM that serves adapters
+    assert not exported.works("merged")
+    vllm.stop()
+    seen = exported.collect()
+    assert seen.get("tandem_collector_success", collector="merged") == 1, "vLLM takes minutes to start"
+    assert not seen.all("tandem_merged_phase")

@@ -13,6 +13,8 @@ from monitoring.stacks import (
     TRAINER_GPUS,
     idle,
     in_long_job,
+    merged,
+    phase_of_merged,
     resident_idle,
     training,
 )
@@ -49,6 +51,7 @@ def _as_change(function: Callable[..., None]) -> Callable[..., Change]:
 
 
 setting, dropping, counting = _as_change(put), _as_change(drop), _as_change(histogram)
+phase = _as_change(phase_of_merged)
 
 
 def since(begin: int, value: float, before: float | None = 0.0) -> Value:
@@ -218,6 +221,14 @@ fault("a new run's first steps are never served", training, {24: NONE, 34: {"Tan
 fault("publishing is slow", training, {20: NONE, 60: {"TandemPublishSlow"}},
       counting("inference", "tandem_publish_duration_seconds", lambda m: max(m - 20, 0) // 10, at="60",
                buckets=("1", "30", "60"), seconds=50.0, stage="copy"))  # fmt: skip
+fault("vLLM starts again and is given no weights", merged, {79: NONE, 80: {"TandemMergedNotServed"}},
+      phase(lambda m: "served" if m < 70 else "empty"))  # fmt: skip
+fault("requests never end for a swap", merged, {79: NONE, 80: {"TandemMergedNotServed"}},
+      phase(lambda m: "served" if m < 70 else "swapping"))  # fmt: skip
+fault("the publisher dies before it announces, and starts again", merged, {79: NONE, 81: NONE},
+      phase(lambda m: "unverified" if 70 <= m < 79 else "served"))  # fmt: skip
+fault("a swap fails in its middle", merged, {69: NONE, 70: {"TandemMergedTorn"}, 90: {"TandemMergedTorn"}},
+      phase(lambda m: "served" if m < 70 else "torn"))  # fmt: skip
 fault("the engine hangs", training, {30: NONE, 33: {"TandemVLLMEngineHung"}},
       setting("vllm", "vllm:iteration_tokens_total_count", lambda m: 1000.0 * min(m, 20), **ENGINE))  # fmt: skip
 fault("requests queue", training, {35: NONE, 41: {"TandemVLLMQueueBackedUp"}},

@@ -1,5 +1,6 @@
 """Healthy stacks, as Prometheus sees them minute by minute."""
 
+from collections.abc import Callable
 from functools import partial
 
 from monitoring.series import CLOCK, MINUTES, TARGETS, Stack, Value, histogram, per_minute, put
@@ -201,6 +202,28 @@ def _publish(stack: Stack) -> None:
     for target in ("controller", "trainer", "inference"):
         put(stack, target, "tandem_volume_free_bytes", lambda minute: 800 * GIB - 100 * MIB * _jobs_done(minute),
             volume="shared")  # fmt: skip
+
+
+def merged() -> Stack:
+    """As `training`, with merged weights: a swap is seen as each step arrives. There is no run in the first hour."""
+    stack = training()
+    put(stack, "inference", "tandem_merged_runs", lambda minute: minute >= 60)
+    phase_of_merged(stack, lambda m: "empty" if m < 60 else ("unverified", "swapping")[m % 2] if m % CYCLE < 2 else
+                    "served")  # fmt: skip
+    return stack
+
+
+def phase_of_merged(stack: Stack, phase: Callable[[int], str]) -> None:
+    for name in ("empty", "swapping", "unverified", "served", "torn"):
+        put(stack, "inference", "tandem_merged_phase", lambda minute, name=name: phase(minute) == name, phase=name)
+
+
+def merged_and_sharing() -> Stack:
+    """As `sharing`; vLLM starts when the trainer has its GPU, so the first step is served when that job is over."""
+    stack = sharing()
+    put(stack, "inference", "tandem_merged_runs", 1)
+    phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")
+    return stack
 
 
 def resident() -> Stack:

@@ -14,7 +14,17 @@ import yaml
 from monitoring.faults import FAULTS, NONE, Case
 from monitoring.prometheus_tools import PROMETHEUS, ROOT, RULES, promtool
 from monitoring.series import MINUTES, Stack
-from monitoring.stacks import idle, on_cpu, resident, resident_idle, sharing, starting, training
+from monitoring.stacks import (
+    idle,
+    merged,
+    merged_and_sharing,
+    on_cpu,
+    resident,
+    resident_idle,
+    sharing,
+    starting,
+    training,
+)
 
 RULE_FILES = sorted(path.name for path in RULES.glob("*.yml"))
 
@@ -39,6 +49,8 @@ HEALTHY = [
     quiet(resident_idle, 60),
     quiet(sharing, 30, 45, 55, 70, 95, 105, 370, 399, MINUTES),
     quiet(on_cpu, 5, 60, 120),
+    quiet(merged, 30, 59, *range(60, 100), 200),
+    quiet(merged_and_sharing, 39, 52, 80, 99, 105, 120),
 ]
 
 

@@ -118,6 +118,10 @@ ELSEWHERE = {
     "tandem_train_kl": "only where a job measures KL to a reference (kl_coef, kl_metric)",
     "tandem_job_gpu_resident_bytes": "only where ranks stay between jobs",
     "tandem_spool_damaged": "newer than the recording; tests/metrics exports it",
+    "tandem_policy_info": "newer than the recording",
+    "tandem_publish_seconds": "newer than the recording",
+    "tandem_merged_phase": "only with merged weights",
+    "tandem_merged_runs": "only with merged weights",
 } | {
     f"tandem_torch_memory_phase_{kind}_bytes": "newer than the recording; bench/gpu_metrics.py makes the next one"
     for kind in ("allocated", "reserved", "device_used", "host_pinned")

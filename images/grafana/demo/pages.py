@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 import tandem
+from tandem.metrics.merged import PHASES
 from tandem.metrics.metric import ALL, Exporter
 from tandem.metrics.samples import Samples
 from tandem.metrics.supervisor import STATES
@@ -26,7 +27,7 @@ _PROGRAMS: dict[Exporter, tuple[str, ...]] = {
 }
 _COLLECTORS: dict[Exporter, tuple[str, ...]] = {
     "trainer": ("build", "nvml", "policy", "supervisor", "volumes", "ranks", "jobs", "checkpoints"),
-    "inference": ("build", "nvml", "policy", "supervisor", "volumes", "publish"),
+    "inference": ("build", "nvml", "policy", "supervisor", "volumes", "publish", "merged"),
     "controller": ("build", "volumes", "queue"),
 }
 
@@ -68,6 +69,12 @@ def gauges(world: World, exporter: Exporter) -> Samples:
         _set_training(samples, world)
     else:
         samples.set("tandem_policy_refused", 0, run=RUN)
+        samples.set("tandem_policy_info", 1, run=RUN, weights="merged", transport="merge")
+        for part, seconds in world.publication.items():
+            samples.set("tandem_publish_seconds", seconds, run=RUN, part=part)
+        for phase in PHASES:
+            samples.set("tandem_merged_phase", float(phase == "served"), phase=phase)
+        samples.set("tandem_merged_runs", 1)
         samples.set("tandem_publish_logprob_error_nats", 0.011 + 0.001 * math.sin(world.served))
     return samples
 

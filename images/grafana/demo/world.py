@@ -14,6 +14,7 @@ from images.grafana.demo import vllm
 
 from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.publish import STAGES
 from tandem.metrics.samples import Samples
 
 GIB = 2**30
@@ -26,6 +27,9 @@ UUIDS: dict[Exporter, str] = {
 RANK_0 = {"uuid": UUIDS["trainer"], "rank": "0"}
 _SETUP_SECONDS = {
     "rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "base_weights": 4, "state": 1, "probe": 1
+}  # fmt: skip
+_PUBLICATION = {
+    "copy": 0.1, "stage": 0.15, "drain": 0.0, "swap": 0.02, "load": 0.3, "verify": 0.1, "since_checkpoint": 0.7
 }  # fmt: skip
 _ROUTES = {"/v1/runs/{run}/train": "POST", "/v1/jobs/{job}": "GET", "/v1/jobs/{job}/events": "GET", "/healthz": "GET"}
 
@@ -51,6 +55,7 @@ class World:
         self.queued = 0
         self.step = self._jobs_made = 0
         self.newest = self.served = 0  # steps of the run
+        self.publication = dict(_PUBLICATION)  # part -> seconds, of the step that is served
         self.released = 0.0  # bytes that the last job gave back
         self.step_ended = self.checkpoint_made = 0.0  # in seconds of `now`
         self.last_step: dict[str, float] = {}  # tandem_train_<name> -> value
@@ -173,8 +178,9 @@ class World:
         inference = self.counts["inference"]
         self.served = self.newest
         inference.inc("tandem_publish_total", outcome="served")
-        for stage, seconds in {"copy": 0.2, "load": 0.9, "verify": 0.6, "since_checkpoint": 4.0}.items():
-            inference.observe("tandem_publish_duration_seconds", seconds * self.random.uniform(0.7, 1.5), stage=stage)
+        self.publication = {part: seconds * self.random.uniform(0.7, 1.5) for part, seconds in _PUBLICATION.items()}
+        for stage in STAGES:
+            inference.observe("tandem_publish_duration_seconds", self.publication[stage], stage=stage)
 
     def _wait(self, least: int, most: int) -> Iterator[None]:
         for _ in range(self.random.randint(least, most)):

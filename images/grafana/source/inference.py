@@ -23,7 +23,7 @@ def build() -> Json:
     model = ("Model", 'label_values(vllm:num_requests_running{namespace=~"$namespace",pod=~"$pod"}, model_name)')
     return dashboard(
         "tandem-inference", "Tandem / Inference", "What vLLM does, and which policy it serves.",
-        *_now(), *_requests(), *_latency(), *_samples(), *_serving_what_is_trained(),
+        *_now(), *_requests(), *_latency(), *_samples(), *_serving_what_is_trained(), *_how_weights_arrive(),
         extra={"model_name": model},
     )  # fmt: skip
 
@@ -171,4 +171,32 @@ def _serving_what_is_trained() -> list[Json]:
               columns={"pod": "Pod", "num_gpu_blocks": "Blocks", "block_size": "Tokens per block",
                        "cache_dtype": "Type", "gpu_memory_utilization": "Memory utilization",
                        "enable_prefix_caching": "Prefix caching"}, width=24, height=4),
+    ]  # fmt: skip
+
+
+def _how_weights_arrive() -> list[Json]:
+    return [
+        row("How weights arrive"),
+        timeseries("Parts of a publication", "Seconds of each part for the step that is served: "
+                   "`tandem_publish_seconds`. Of merged weights stage, drain and swap are in load.", "s",
+                   query('max by (run, part) (tandem_publish_seconds{@pod,part!="since_checkpoint"})',
+                         "{{run}} {{part}}"), custom={"lineInterpolation": "stepAfter"}, none="nothing published",
+                   defaults={"min": 0}),
+        timeseries("Stall of running requests", "Merged weights: how long no request ran (swap), and how long the swap "
+                   "waited for them to end (drain, with TANDEM_SWAP_REQUESTS=wait): `tandem_publish_seconds`. And the "
+                   "longest gap between two tokens, 99.9th percentile: `vllm:inter_token_latency_seconds`.", "s",
+                   query('max by (run, part) (tandem_publish_seconds{@pod,part=~"drain|swap"})', "{{run}} {{part}}"),
+                   query(f"histogram_quantile(0.999, sum by (pod, le) "
+                         f"(rate(vllm:inter_token_latency_seconds_bucket{{{VLLM}}}[$__rate_interval])))",
+                         "{{pod}} between tokens"), none="no merged weights", defaults={"min": 0}),
+        timeline("Phase of merged weights", "`tandem_merged_phase`: requests are answered in served, wait in swapping "
+                 "and unverified, and get 503 in empty (TandemMergedNotServed after 10 minutes) and torn "
+                 "(TandemMergedTorn).", "none", query("tandem_merged_phase{@pod}", "{{pod}} {{phase}}"),
+                 texts={"0": ("no", GREY), "1": ("yes", "blue")}, none="no merged weights"),
+        table("How runs are served", "`tandem_policy_info`.", query("tandem_policy_info{@pod}", kind="table"),
+              columns={"pod": "Pod", "run": "Run", "weights": "Weights", "transport": "Transport"}, width=18, height=4,
+              none="no run"),
+        stat("Merged runs", "Runs on the volume whose weights are merged; one vLLM serves one: `tandem_merged_runs`.",
+             "short", query("max(tandem_merged_runs{@pod})", "runs", kind="instant"), limits=[(YELLOW, 2)], width=6,
+             none="none"),
     ]  # fmt: skip

@@ -3,17 +3,25 @@
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
 
 from tandem.cli.checks_machine import Check
+from tandem.cli.common import size
 from tandem.client.http import connection
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.registry import read_arch
+from tandem.inference.server.command import check_merged_arguments, serving_device
+from tandem.inference.server.second_copy import automatic_copy, ordered_copy
+from tandem.spool import Spool
+from tandem.system.gpus import Devices
+from tandem.system.nvml import Driver
 
 _SHORTEST_SECRET = 16
+_PLACES = {"device": "on the GPU", "host": "in pinned host memory"}
 
 
 def keys_checks(settings: Settings) -> Iterator[Check]:
@@ -114,6 +122,60 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     if not (directory / "tokenizer.json").is_file():
         remedy = "SFT on messages and vLLM's chat API need one"
         yield Check("warn", "base model: tokenizer", f"{directory} has no tokenizer.json", remedy)
+
+
+def weights_checks(settings: Settings) -> Iterator[Check]:
+    """How vLLM gets the weights of a run, and why; what can't be served that way."""
+    if settings.weights == "adapter":
+        found = f"adapter (TANDEM_WEIGHTS): vLLM loads adapters of each run's newest {settings.keep_served} steps"
+        yield Check("ok", "weights", found)
+    else:
+        yield Check("ok", "weights", "merged (TANDEM_WEIGHTS): vLLM's own weights are those of one run's newest step")
+        yield Check("ok", "weights: second copy", _second_copy(settings))
+    try:
+        check_merged_arguments(settings)
+    except InvalidInput as error:
+        yield Check("fail", "weights: vLLM's arguments", error.message, "change TANDEM_VLLM_ARGS or TANDEM_WEIGHTS")
+    try:
+        runs = Spool(settings.root).runs.list()
+    except SpoolUnusable:
+        return  # another check says so
+    if others := [run.name for run in runs if run.weights != settings.weights]:
+        found = f"runs that are served another way, and so not here: {', '.join(others)}"
+        yield Check("warn", "weights: runs", found, "TANDEM_WEIGHTS chooses for the deployment; use another for them")
+    merged = [run.name for run in runs if run.weights == "merged"]
+    if settings.weights == "merged" and len(merged) > 1:
+        found = f"one vLLM serves one run with merged weights, and these would replace one another: {', '.join(merged)}"
+        yield Check("fail", "weights: runs", found, "keep one on this volume, the others on volumes of their own")
+
+
+def _second_copy(settings: Settings) -> str:
+    """Where vLLM keeps the base weights from which it merges, and why there."""
+    ordered = ordered_copy(settings)
+    with suppress(InvalidInput):  # vLLM is on another machine
+        if serving_device(settings) == "cpu":
+            return "in memory: vLLM runs on the CPU"
+    if ordered != "auto":
+        shared = "on shared GPUs it would be moved at each sleep otherwise"
+        why = shared if settings.second_copy == "auto" else f"TANDEM_SECOND_COPY={ordered}"
+        return f"{_PLACES[ordered]}: {why}"
+    rule = "on the GPU if half of the memory for the KV cache is left, else in pinned host memory"
+    weights = sum(file.stat().st_size for file in Path(settings.model_path()).glob("*.safetensors"))
+    weights //= settings.inference_tensor_parallel
+    memory = _smallest_memory(settings)
+    if not weights or not memory:
+        return f"{rule} (TANDEM_SECOND_COPY=auto)"
+    left = int(memory * settings.gpu_memory_utilization) - weights
+    place = _PLACES[automatic_copy(left, weights)]
+    return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {size(left)} beside {size(weights)} of weights)"
+
+
+def _smallest_memory(settings: Settings) -> int:
+    """Bytes of the smallest of vLLM's GPUs; 0 where this machine does not have them."""
+    with suppress(TandemError), closing(Driver()) as driver:
+        memory = [driver.memory(driver.handle(uuid)) for uuid in Devices(settings, "inference").uuids]
+        return min((sizes["total"] for sizes in memory if sizes), default=0)
+    return 0
 
 
 def controller_checks(_: Settings) -> Iterator[Check]:

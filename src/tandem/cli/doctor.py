@@ -20,7 +20,8 @@ _COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(json: Json = False) -> None:
     """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit status 1 on fail."""
     parts: list[Part] = [deployment.keys_checks, machine.volume_checks, machine.disk_checks, machine.device_checks]
-    parts += [machine.damage_checks, deployment.model_checks, deployment.controller_checks, deployment.inference_checks]
+    parts += [machine.damage_checks, deployment.model_checks, deployment.weights_checks]
+    parts += [deployment.controller_checks, deployment.inference_checks]
     _report([*machine.installation_checks(), *_settings_checks(parts)], json)
 
 

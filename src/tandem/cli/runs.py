@@ -57,6 +57,7 @@ def _runs_table(runs: list[RunStatus]) -> object:
 def run_details(run: RunStatus) -> object:
     """A run as a table of names and values."""
     spec, fork, served = run.spec, run.spec.forked_from, run.served
+    took = ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items()) if served else ""
     refused = f"step {served.refused_step}: {served.refused_reason}" if served and served.refused_step else None
     return details(
         spec.name,
@@ -67,6 +68,8 @@ def run_details(run: RunStatus) -> object:
             ("forked from", f"{fork.run}@{fork.step}" if fork else None),
             ("newest step", run.newest_step),
             ("served", f"{served.model}, verified {when(served.verified)}" if served else "nothing yet"),
+            ("weights", f"{served.weights}, by {served.transport}" if served else spec.weights),
+            ("publication", took or None),
             ("log-prob error", f"{served.mean_abs_logprob_error:.2g} nats" if served else None),
             ("refused", refused),
             ("queued or running jobs", ", ".join(run.pending) or "none"),

@@ -7,6 +7,7 @@ from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import HTTP_METRICS, QueueCollector
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
+from tandem.metrics.merged import MergedCollector
 from tandem.metrics.metric import ALL, Kind, Metric
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
@@ -31,6 +32,7 @@ CATALOGUE: tuple[Metric, ...] = (
     *CheckpointsCollector.metrics,
     *PolicyCollector.metrics,
     *PublishCollector.metrics,
+    *MergedCollector.metrics,
     *SupervisorCollector.metrics,
     *VolumesCollector.metrics,
     *QueueCollector.metrics,

@@ -22,7 +22,8 @@ from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 from tandem.system.logs import Log
 
-COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes", "queue")
+COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "merged", "checkpoints", "supervisor", "volumes",
+              "queue")  # fmt: skip
 OpenSpool = Callable[[], Spool]
 """Opens the spool. Raises SpoolUnusable while the volume is missing."""
 

@@ -19,6 +19,7 @@ from tandem.metrics.collector import Collector, CollectorThread, Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, local_directories
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
+from tandem.metrics.merged import MergedCollector
 from tandem.metrics.metric import BOTH, Exporter
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
@@ -55,6 +56,8 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
         collectors.append(CheckpointsCollector(open_spool))
     if "inference" in sides:
         collectors.append(PublishCollector(open_spool))
+        if settings.weights == "merged":
+            collectors.append(MergedCollector(open_spool, settings))
     return collectors
 
 

@@ -5,6 +5,7 @@ from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 
+PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
 RUNS = 20
 """Only so many runs, those that changed last, are exported: each run is a label value, which stays in Prometheus."""
 
@@ -19,6 +20,13 @@ class PolicyCollector(Collector):
                labels={"side": BOTH, "run": OPEN}),
         Metric("tandem_policy_refused", "1 while a step of the run is refused, else 0; the same runs.", "served.json",
                exporters=("inference",), labels={"run": OPEN}),
+        Metric("tandem_policy_info", "1; how the run is served; the same runs.", "served.json",
+               exporters=("inference",), labels={"run": OPEN, "weights": ("adapter", "merged"), "transport": OPEN}),
+        Metric("tandem_publish_seconds", "How long each part of serving the run's step took; the same runs. Of merged "
+               "weights stage (vLLM reads the adapter), drain (requests end, if they must) and swap (no request runs) "
+               "are in load. since_checkpoint is from the commit to served, also if a new vLLM is served an old step.",
+               "served.json",
+               exporters=("inference",), labels={"run": OPEN, "part": PARTS}),
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
@@ -43,6 +51,9 @@ class PolicyCollector(Collector):
         if served is not None and "inference" in self._sides:
             gauges.set("tandem_policy_version", served.step, side="inference", run=run)
             gauges.set("tandem_policy_refused", float(served.refused_step is not None), run=run)
+            gauges.set("tandem_policy_info", 1, run=run, weights=served.weights, transport=served.transport)
+            for part, seconds in served.seconds.items():
+                gauges.set("tandem_publish_seconds", seconds, run=run, part=part)
 
 
 class CheckpointsCollector(Collector):

@@ -34,7 +34,6 @@ class ServedCheckpoint:
     path: Path
     record: Served
     job: str | None
-    seconds: dict[str, float]
 
 
 class CheckpointRefused(Exception):
@@ -145,9 +144,10 @@ class CheckpointLoader:
                    "since_checkpoint": time.time() - manifest.created, **told}  # fmt: skip
         record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
                         checkpoint=manifest.files[WEIGHTS_FILE].sha256, verified=time.time(),
-                        mean_abs_logprob_error=result.error, tokens_checked=result.tokens)  # fmt: skip
+                        mean_abs_logprob_error=result.error, tokens_checked=result.tokens,
+                        seconds={part: round(value, 6) for part, value in seconds.items()})  # fmt: skip
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
-        return ServedCheckpoint(path, record, manifest.job, seconds)
+        return ServedCheckpoint(path, record, manifest.job)
 
     def _refuse(self, name: str, stats: FileStats, reason: str, *, passing: bool = False) -> CheckpointRefused:
         """Unload the checkpoint, if vLLM has it, and remember the refusal for these files. `passing`: the cause may go

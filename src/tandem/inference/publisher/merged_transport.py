@@ -27,7 +27,9 @@ class MergedTransport:
     def refresh(self) -> bool:
         """Ask vLLM whose weights it has. Returns whether those are gone that it had: then it is another server."""
         before, state = self.listed, self._client.merged()
-        self.listed = {} if state["path"] == BASE_MODEL_NAME else {state["name"]: state["path"]}
+        # Torn weights are nobody's: the next swap makes them whole.
+        nothing = state["path"] == BASE_MODEL_NAME or state["phase"] == "torn"
+        self.listed = {} if nothing else {state["name"]: state["path"]}
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:

@@ -119,6 +119,9 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
+        if self._weights == "merged" and len(changes) > 1:  # runs of an earlier deployment: vLLM has one run's weights
+            run = max(changes, key=lambda run: self._specs[run].created)
+            return {run: changes[run]}
         return changes
 
     def _try_to_publish(self, run: str) -> set[str]:
@@ -201,9 +204,8 @@ class Publisher:
         if served.job is None or served.job in self._told_jobs:
             return
         if not any(event.type == "served" for event in self._spool.events.read(served.job)):
-            seconds = {key: round(value, 6) for key, value in served.seconds.items()}
-            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked"})
-            self._spool.events.append(served.job, "served", **fields, seconds=seconds)
+            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked", "seconds"})
+            self._spool.events.append(served.job, "served", **fields)
         self._told_jobs.add(served.job)
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:

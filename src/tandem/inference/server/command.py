@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.registry import read_arch
+from tandem.inference.server.second_copy import ordered_copy
 from tandem.spool.schema import LORA_TARGETS
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
@@ -39,6 +41,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments. Raises InvalidInput that names the setting.
     """
     extra = _extra_arguments(settings.vllm_args)
+    check_merged_arguments(settings)
     device = serving_device(settings)
     model = settings.model_path()
     if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
@@ -48,6 +51,29 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
         )
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
     return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
+
+
+_NOT_MERGED = (
+    (("--enable-expert-parallel", "-ep"), None, "experts that are distributed over GPUs can't be written"),
+    (("--quantization", "-q"), None, "quantised weights can't be written"),
+    (("--api-server-count", "-asc"), "1", "each API server would hold requests back on its own"),
+    (("--data-parallel-size", "-dp"), "1", "vLLM answers only for its first engine, so no other would be verified"),
+)
+"""Names of an option of vLLM, the value with which it is harmless, and why merged weights can't be served with it."""
+
+
+def check_merged_arguments(settings: Settings) -> None:
+    """Raises InvalidInput where TANDEM_VLLM_ARGS has an option with which vLLM can't serve merged weights."""
+    extra = _extra_arguments(settings.vllm_args) if settings.weights == "merged" else []
+    given: dict[str, str] = {}
+    for argument, following in zip_longest(extra, extra[1:], fillvalue=""):
+        name, _, value = argument.partition("=")
+        given[name.replace("_", "-")] = value or following
+    for names, harmless, reason in _NOT_MERGED:
+        for name in names:
+            if given.get(name, harmless) != harmless:
+                message = f"TANDEM_WEIGHTS=merged does not go with {name} in TANDEM_VLLM_ARGS: {reason}"
+                raise InvalidInput(f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="vllm_args")
 
 
 def serving_device(settings: Settings) -> Device:
@@ -128,9 +154,7 @@ def _merged_options(settings: Settings, model: str) -> str:
     """For the worker extension: what adapters may touch, and where the second copy is."""
     moe = read_arch(model).moe
     targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
-    # On shared GPUs a copy on the device would have to be moved at each sleep.
-    copy = "host" if settings.gpu_mode == "shared" and settings.second_copy == "auto" else settings.second_copy
-    return json.dumps({"targets": targets, "second_copy": copy})
+    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings)})
 
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:

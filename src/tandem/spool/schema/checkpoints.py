@@ -70,6 +70,9 @@ class Served(Record):
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
     tokens_checked: int
+    # By part: copy, load (of merged weights: stage, drain and swap are in it), verify; since_checkpoint is from the
+    # commit to `verified`, so it is long where a publisher or vLLM has started since.
+    seconds: dict[str, float] = Field(default_factory=dict)
     # The newest checkpoint that the publisher refused, and why; the older step stays served.
     refused_step: int | None = None
     refused_reason: str | None = None

@@ -1,11 +1,15 @@
 """What Tandem adds to vLLM's workers and engine where weights are merged. `plugin.py` installs it."""
 
 import json
+import logging
 import os
 from typing import Any
 
+from tandem.inference.server.second_copy import automatic_copy
 from tandem.inference.server.worker.merged_weights import MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
+
+log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
 
 
 class MergedWorker:
@@ -38,9 +42,9 @@ def attach(worker: Any) -> None:
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
     if copy == "auto":
-        # At most half of what is left for the KV cache goes to the copy.
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        copy = "device" if not on_gpu or _left_for_kv_cache(worker) >= 2 * weights else "host"
+        copy = automatic_copy(_left_for_kv_cache(worker), weights) if on_gpu else "device"
+    log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
     with worker._maybe_get_memory_pool_context(tag="weights"):
         worker.tandem_weights = MergedWeights(
             model, worker.model_config.model, frozenset(options["targets"]), copy if on_gpu else "device"
