@@ -11,11 +11,10 @@ from tandem.inference.publisher.adapter_copies import AdapterCopies
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import InferenceRefused, VllmClient
-from tandem.vllm_client.names import BASE_MODEL_NAME
 
 
 class MergedTransport:
-    """`listed`: name -> path of the checkpoint whose weights vLLM has, as of the last `refresh` and of own changes."""
+    """`listed`: name -> path of the checkpoint that vLLM serves, as of the last `refresh` and of own changes."""
 
     name = "merge"
 
@@ -25,8 +24,9 @@ class MergedTransport:
         self.listed: dict[str, str] = {}
 
     def refresh(self) -> None:
+        """Weights that were not announced, or that are torn, count as none: `load` writes and checks them again."""
         state = self._client.merged()
-        self.listed = {} if state["path"] == BASE_MODEL_NAME else {state["name"]: state["path"]}
+        self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
 
     def server_lost(self) -> None:
         self.listed = {}
@@ -55,9 +55,9 @@ class MergedTransport:
         """The identity adapter's weights are the base model's, which the rows have proved."""
         return name
 
-    def unload(self, _name: str) -> None:
+    def unload(self, name: str) -> None:
         """Return to the weights that were verified last."""
-        self._client.revert_merged()
+        self._client.revert_merged(self.listed[name])
         self.refresh()
 
     def remove_unused_copies(self, older_than: float) -> None:
