@@ -50,12 +50,28 @@ class VllmServer:
             raise
         return self
 
+    @property
+    def pid(self) -> int:
+        """Of vLLM's API server."""
+        return self._process.pid
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def restart(self) -> None:
+        """End what is left of the server, and start another one on the same port."""
+        self._kill()
+        self.__enter__()
+
     def __exit__(self, *_: object) -> None:
         """SIGKILL to the server and all that it started."""
+        self._kill()
+        self._port.close()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
-        self._port.close()
 
     def client(self, **settings: object) -> VllmClient:
         keys = {"inference_url": self.url, "api_key": API_KEY, "admin_token": ADMIN_TOKEN}

@@ -172,6 +172,51 @@ def test_requests_that_run_during_a_swap(
         assert np.abs(told - expected)[:change].mean() > 0.1
 
 
+def test_every_sequence_of_a_request_tells_its_versions(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
+    """vLLM's ids of sequences: several prompts, several samples, chat, and an id that looks like one of vLLM's."""
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2)
+    body = {"model": trainer.run, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 2}
+    headers = API | {"x-request-id": "run-7-12345678"}
+    prompts = {"prompt": [[5, 6, 7], [8, 9]]}
+    messages = {"messages": [{"role": "user", "content": "yes"}]}
+    with ThreadPoolExecutor(2) as pool:
+        several, chat = (
+            pool.submit(httpx.post, f"{vllm.url}/v1/{path}", headers=headers, json=body | what, timeout=200)
+            for path, what in (("completions", prompts), ("chat/completions", messages))
+        )
+        until("both run", lambda: client.merged()["in_flight"] == 2, 30)
+        time.sleep(0.5)
+        assert trainer.publish(trainer.run).step == 2
+    for request, expected in ((several, [(0, 0), (0, 1), (1, 0), (1, 1)]), (chat, [(0, 0), (0, 1)])):
+        answer = request.result()
+        assert answer.headers["x-tandem-weights"] == f"{trainer.run}@1,{trainer.run}@2"
+        told = answer.json()["weight_versions"]
+        assert [(entry["prompt"], entry["sample"]) for entry in told] == expected
+        assert all(0 < entry["spans"][1][1] < 400 for entry in told)
+
+
+def test_running_requests_that_do_not_end_in_time_are_no_reason_to_refuse_a_step(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
+    patient = {"swap_requests": "wait", "swap_seconds": 0.5}
+    trainer._publisher = Publisher(trainer.settings.model_copy(update=patient), client, grace=0.5)
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, vllm, trainer.run, max_tokens=3000)
+        until("it runs", lambda: client.merged()["in_flight"] == 1, 30)
+        served = trainer.publish(trainer.run)
+        assert not running.done()
+        assert (served.step, served.refused_step) == (1, None)
+        assert running.result().headers["x-tandem-weights"] == f"{trainer.run}@1"
+    assert trainer.publish(trainer.run).step == 2
+
+
 def test_a_prefix_that_other_weights_computed_is_not_used(
     vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
 ) -> None:

@@ -147,7 +147,8 @@ class VllmClient:
     def swap_merged(self, name: str, path: str, scale: float, requests: str, seconds: float) -> dict[str, Any]:
         """Merge the adapter at `path` into vLLM's weights within `seconds`. New requests wait until `announce_merged`.
 
-        InferenceUnavailable where running requests did not end in time (`requests="wait"`): the old weights stay.
+        InferenceUnavailable where the same order can succeed later: running requests did not end in time
+        (`requests="wait"`), or the engine did not answer. InferenceRefused where the adapter can't be used.
         """
         order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
         answer: dict[str, Any] = _json(
@@ -159,9 +160,9 @@ class VllmClient:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
-    def revert_merged(self) -> None:
-        """Return to the weights that were announced last."""
-        self._request("POST", f"{MERGED_ROUTE}/revert", timeout=self._work_timeout)
+    def revert_merged(self, path: str) -> None:
+        """Return to the weights that were announced last, if vLLM has those of the adapter at `path`."""
+        self._request("POST", f"{MERGED_ROUTE}/revert", {"path": path}, timeout=self._work_timeout)
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""

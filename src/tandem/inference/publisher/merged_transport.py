@@ -11,11 +11,10 @@ from tandem.inference.publisher.adapter_copies import AdapterCopies
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import InferenceRefused, VllmClient
-from tandem.vllm_client.names import BASE_MODEL_NAME
 
 
 class MergedTransport:
-    """`listed`: name -> path of the checkpoint whose weights vLLM has, as of the last `refresh` and of own changes."""
+    """`listed`: name -> path of the checkpoint that vLLM serves, as of the last `refresh` and of own changes."""
 
     name = "merge"
 
@@ -25,11 +24,12 @@ class MergedTransport:
         self.listed: dict[str, str] = {}
 
     def refresh(self) -> bool:
-        """Ask vLLM whose weights it has. Returns whether those are gone that it had: then it is another server."""
+        """Ask vLLM whose weights it has. Returns whether those are gone that it had: then it is another server.
+
+        Weights that were not announced, or that are torn, count as none: `load` writes and checks them again.
+        """
         before, state = self.listed, self._client.merged()
-        # Torn weights are nobody's: the next swap makes them whole.
-        nothing = state["path"] == BASE_MODEL_NAME or state["phase"] == "torn"
-        self.listed = {} if nothing else {state["name"]: state["path"]}
+        self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
@@ -59,9 +59,9 @@ class MergedTransport:
         """The identity adapter's weights are the base model's, which the rows have proved."""
         return name
 
-    def unload(self, _name: str) -> None:
+    def unload(self, name: str) -> None:
         """Return to the weights that were verified last."""
-        self._client.revert_merged()
+        self._client.revert_merged(self.listed[name])
         self.refresh()
 
     def remove_unused_copies(self, older_than: float) -> None:

@@ -44,14 +44,15 @@ class SpotCheck:
 
         `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
         """
-        weights, seen = TensorFile(adapter / WEIGHTS_FILE), dict.fromkeys(rows, 0)
+        weights = TensorFile(adapter / WEIGHTS_FILE)
         expected = {name: self._row(weights, name, row, scale) for name, row in rows.items()}
+        missing = {name: np.ones(row.shape, bool) for name, row in expected.items()}
         for part in found:
             name, begin, end = part["name"], part["begin"], part["end"]
             if sha256(expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
                 return f"row {rows[name]} of {name} is another one"
-            seen[name] += end - begin
-        short = [name for name, columns in seen.items() if columns < expected[name].size]
+            missing[name][begin:end] = False
+        short = [name for name, columns in missing.items() if columns.any()]
         return f"no worker has all of row {rows[short[0]]} of {short[0]}" if short else ""
 
     def _row(self, adapter: TensorFile, name: str, row: int, scale: float) -> NDArray[Any]:

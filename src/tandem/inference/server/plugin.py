@@ -47,14 +47,12 @@ def _install_merged_weights() -> None:
         load_model(worker, *args, **kwargs)
         extension.attach(worker)
 
-    def call_and_tend(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method != "tandem_swap":
-            return collective_rpc(core, method, timeout, args, kwargs)
-        version, requests, name = args
-        answers = collective_rpc(core, method, timeout, (version,), kwargs)
-        return [*answers, extension.after_swap(core, requests, name)]
+    def call_or_swap(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if method == "tandem_swap":
+            return [extension.swap(core, collective_rpc, *args)]
+        return collective_rpc(core, method, timeout, args, kwargs)
 
-    Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_and_tend
+    Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
 
 
 def _switch_expert_lora_off_on_the_cpu() -> None:

@@ -26,6 +26,9 @@ class BaseFiles:
         opened = [safe_open(directory / name, framework="pt") for name in files]
         self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file[name].get_slice(name).get_shape())
+
     def block(self, name: str, of: Sequence[slice]) -> torch.Tensor:
         """The block `of` of a tensor, in the file's dtype; KeyError for a name that the model does not have."""
         part: torch.Tensor = self._file[name].get_slice(name)[tuple(of)]

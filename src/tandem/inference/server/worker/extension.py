@@ -1,15 +1,32 @@
 """What Tandem adds to vLLM's workers and engine where weights are merged. `plugin.py` installs it."""
 
+import functools
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tandem.inference.server.second_copy import automatic_copy
-from tandem.inference.server.worker.merged_weights import MergedWeights
+from tandem.inference.server.worker.merged_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
+
+
+def told[**P](method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+    """An error becomes an answer. vLLM's executor stops at the first worker that raises and takes the answers of the
+    others for those of the next call."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return call
 
 
 class MergedWorker:
@@ -17,20 +34,27 @@ class MergedWorker:
 
     tandem_weights: MergedWeights
 
-    def tandem_stage(self, version: str, directory: str, scale: float) -> None:
+    @told
+    def tandem_stage(self, version: str, directory: str, scale: float) -> dict[str, Any]:
         self.tandem_weights.stage(version, directory, scale)
+        return {}
 
+    @told
     def tandem_staged(self, version: str) -> dict[str, Any]:
         return {"ready": self.tandem_weights.staged(version)}
 
+    @told
     def tandem_swap(self, version: str) -> dict[str, Any]:
         return self.tandem_weights.swap(version)
 
-    def tandem_discard(self, keep: list[str]) -> None:
+    @told
+    def tandem_discard(self, keep: list[str]) -> dict[str, Any]:
         self.tandem_weights.discard(keep=keep)
+        return {}
 
-    def tandem_rows(self, wanted: dict[str, int]) -> list[dict[str, Any]]:
-        return self.tandem_weights.rows(wanted)
+    @told
+    def tandem_rows(self, wanted: dict[str, int]) -> dict[str, Any]:
+        return {"rows": self.tandem_weights.rows(wanted)}
 
 
 def attach(worker: Any) -> None:
@@ -60,15 +84,34 @@ def _left_for_kv_cache(worker: Any) -> float:
     return float(total * worker.cache_config.gpu_memory_utilization - worker.model_runner.model_memory_usage)
 
 
-def after_swap(core: Any, requests: str, version: str) -> dict[str, dict[str, int]]:
-    """In the engine, between the swap and the next step: what happens to requests and to cached prefixes.
+def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float
+) -> dict[str, Any]:  # fmt: skip
+    """In the engine, between two steps: all workers get the weights of `version`, or all keep those before.
 
-    Returns how many tokens each running request has got from the weights before. `requests`: `keep` or `recompute`.
+    `call`: the engine's `collective_rpc`; `requests`: `keep` or `recompute`; `deadline`: of `time.monotonic`. Returns
+    `seconds` and the `tokens` that each sequence has got from the weights before. Else `late`; or `error`; or `torn`,
+    where the weights before can't be restored: all requests are ended then.
     """
+    if time.monotonic() > deadline:
+        return {"late": True}
+    answers = call(core, "tandem_swap", None, (version,))
+    if errors := [answer["error"] for answer in answers if "error" in answer]:
+        before = getattr(core, "tandem_version", BASE)
+        restored = call(core, "tandem_swap", None, (before,))
+        if any("error" in answer for answer in restored):
+            core.abort_requests(list(core.scheduler.requests))
+            return {"torn": f"{errors[0]}; and the weights before can't be restored"}
+        return {"error": errors[0]}
+    core.tandem_version = version
+    return {"seconds": max(answer["seconds"] for answer in answers), "tokens": _tend(core, requests, name)}
+
+
+def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
+    """What a swap means for requests and for cached prefixes. Returns how many tokens each request has got before."""
     from vllm.v1.core import kv_cache_utils
 
     scheduler = core.scheduler
-    tokens = {r.request_id: r.num_output_tokens + r.num_output_placeholders for r in scheduler.running}
+    tokens = {r.request_id: r.num_output_tokens + r.num_output_placeholders for r in scheduler.requests.values()}
     # All block hashes begin with this value, so no request finds a block that other weights have computed.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
     if requests == "recompute":
@@ -78,5 +121,5 @@ def after_swap(core: Any, requests: str, version: str) -> dict[str, dict[str, in
             request.block_hashes.clear()
             request.update_block_hashes()
     if hasattr(core, "set_weight_version"):  # vLLM 0.32 tells it in each answer of /inference/v1/generate
-        core.set_weight_version(version)
-    return {"running": tokens}
+        core.set_weight_version(name)
+    return tokens

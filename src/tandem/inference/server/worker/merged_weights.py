@@ -101,6 +101,10 @@ class MergedWeights:
                     keys = [peft_keys(name.removesuffix(".weight")) for name in block.names]
                     if keys[0][0] not in left:
                         continue
+                    for name, (key_a, key_b) in zip(block.names, keys, strict=True):
+                        (ranks, width), shape = file.shape(key_a), self._base_files.shape(name)
+                        if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
+                            raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
                     rows, columns = block.of
                     a = _stacked([_tensor(data, file, key)[:, columns] for key, _ in keys])
                     b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
@@ -132,18 +136,15 @@ class MergedWeights:
     def swap(self, version: str) -> dict[str, Any]:
         """Make the weights those of a staged version. Call it between two steps, on the thread that runs them.
 
-        If a merge fails, the version before it is restored; if that fails too, `version` is empty.
+        If it raises, `version` is empty and the weights are torn, until a swap to the version before or another one.
         """
-        begin, before = time.perf_counter(), self.version
+        begin, factors = time.perf_counter(), self._versions[version]
+        if not factors.ready:
+            raise RuntimeError(f"the adapter of {version} is not staged")
         self.version = ""
-        try:
-            self._write(self._versions[version])
-        except Exception:
-            self._write(self._versions[before])
-            self.version = before
-            raise
+        self._write(factors)
         self.version = version
-        return {"version": version, "seconds": time.perf_counter() - begin}
+        return {"seconds": time.perf_counter() - begin}
 
     def _write(self, factors: Factors) -> None:
         of_parameter = defaultdict[str, list[Block]](list)

@@ -1,0 +1,101 @@
+"""Tells in each answer which weights its tokens came from.
+
+The header `x-tandem-weights` has the names. An answer that saw a swap also has the field `weight_versions`: for each
+sequence the first token of each name. Standard library only.
+"""
+
+import asyncio
+import json
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.inference.server.guard import Send
+
+current_request: ContextVar["InFlight"] = ContextVar("current_request")
+
+Sequence = tuple[int, int]  # the numbers of a prompt and of a sample
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the weights that it began with.
+
+    `swaps`: the name after each swap that its running sequences saw, and how many tokens they had then.
+    """
+
+    id: str
+    first: str
+    task: asyncio.Task[Any] | None
+    in_engine: bool = False
+    swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
+
+    def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
+        """The weights became `name`. `tokens`: of each sequence in the engine; `in_engine`: whether this request had
+        reached it when the swap began."""
+        if mine := self._of_this_request(tokens):
+            self.swaps.append((name, mine))
+        elif not in_engine:
+            self.first = name
+        # Otherwise all its sequences had ended before the swap.
+
+    def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
+        """vLLM calls a sequence `chatcmpl-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_` before it where there are
+        several, and 8 random hexadecimal digits after it."""
+        of = re.escape(self.id)
+        name = re.compile(rf"(?:(\d+)_)?(?:chatcmpl-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?")
+        found = ((name.fullmatch(engine_id), count) for engine_id, count in tokens.items())
+        return {(int(match[2] or 0), int(match[1] or 0)): count for match, count in found if match}
+
+    def names(self) -> str:
+        return ",".join([self.first, *(name for name, _ in self.swaps)])
+
+    def versions(self) -> list[dict[str, Any]]:
+        """For each sequence that saw a swap: `spans` of [name, first token] in order."""
+        found: dict[Sequence, list[list[Any]]] = {}
+        for name, tokens in self.swaps:
+            for sequence, count in tokens.items():
+                spans = found.setdefault(sequence, [[self.first, 0]])
+                if spans[-1][1] == count:
+                    spans.pop()  # these weights made no token
+                if not spans or spans[-1][0] != name:
+                    spans.append([name, count])
+        return [
+            {"prompt": prompt, "sample": sample, "spans": spans} for (prompt, sample), spans in sorted(found.items())
+        ]
+
+
+class Told:
+    """Passes on vLLM's answer to a request, and adds the versions. Errors pass unchanged."""
+
+    def __init__(self, send: Send, request: InFlight) -> None:
+        self._send, self._request = send, request
+        self._start: dict[str, Any] | None = None  # of a JSON answer that is held back until its body is complete
+        self._body = b""
+        self._stream = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            headers = [*message.get("headers", ()), (b"x-tandem-weights", self._request.names().encode())]
+            self._stream = any(key.lower() == b"content-type" and b"event-stream" in value for key, value in headers)
+            message = {**message, "headers": headers}
+            if self._request.swaps and not self._stream:
+                self._start = message
+                return
+        elif self._start is not None:
+            await self._add_to_json(self._start, message)
+            return
+        elif self._stream and self._request.swaps and message.get("body", b"").startswith(b"data: [DONE]"):
+            event = {"object": "tandem.weight_versions", "choices": [], "weight_versions": self._request.versions()}
+            message = {**message, "body": b"data: " + json.dumps(event).encode() + b"\n\n" + message["body"]}
+        await self._send(message)
+
+    async def _add_to_json(self, start: dict[str, Any], message: Any) -> None:
+        self._body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        body = json.dumps(json.loads(self._body) | {"weight_versions": self._request.versions()}).encode()
+        headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
+        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})

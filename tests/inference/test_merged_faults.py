@@ -1,0 +1,224 @@
+"""The real vLLM on the CPU with merged weights: whoever dies in a publication, the name says what is served, and the
+next publication succeeds. Also: 500 publications cost no memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_model
+
+from inference import publish_and_stop
+from inference.test_merged_vllm import MergedTrainer, complete
+from policies import write_random_adapter
+from tandem.inference.publisher.publisher import Publisher
+from tandem.spool.schema import LoraShape
+from tandem.system import processes
+from tandem.vllm_client.client import InferenceUnavailable
+from tiny import write_random_model
+from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
+from waiting import alive, answers, until
+
+pytestmark = pytest.mark.slow
+
+BOUND = 10.0
+"""Seconds in which everybody notices a death."""
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    directory = tmp_path_factory.mktemp("faults")
+    tiny_model.write_tokenizer(directory / "model")
+    write_random_model(directory / "model", family="qwen3", vocab_size=320, hidden_size=64, head_dim=32,
+                       max_position_embeddings=4096)  # fmt: skip
+    with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged") as server:
+        yield server
+
+
+@pytest.fixture
+def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedTrainer:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not answers(f"{vllm.url}/health"):
+        vllm.restart()
+    return MergedTrainer(vllm, tmp_path)
+
+
+def tell(fault: str, begin: float, what: str) -> None:
+    """For the report: `pytest -s`."""
+    print(f"\nfault: {fault} | {what} | {time.monotonic() - begin:.2f} s")
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def check_answers(vllm: VllmServer, trainer: MergedTrainer, step: int) -> None:
+    """The run's name has exactly this step's weights."""
+    answer = complete(vllm, trainer.run, max_tokens=1)
+    assert (answer.status_code, answer.headers["x-tandem-weights"]) == (200, f"{trainer.run}@{step}")
+    trainer.check_bits(trainer.adapters[step])
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("phase", list(publish_and_stop.PHASES))
+def test_a_publisher_that_dies_or_stops(
+    vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path, phase: str, sig: signal.Signals
+) -> None:
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2)
+    environment = os.environ | {
+        "TANDEM_ROOT": str(trainer.spool.root), "TANDEM_INFERENCE_URL": vllm.url, "TANDEM_WEIGHTS": "merged",
+        "TANDEM_BASE_MODEL": str(vllm.model), "TANDEM_DEVICE": "cpu", "TANDEM_API_KEY": API_KEY,
+        "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    publisher = subprocess.Popen([sys.executable, publish_and_stop.__file__, phase, str(int(sig))], env=environment)
+    try:
+        until("it gets there", lambda: publisher.poll() is not None or stopped(publisher.pid), 60, poll=0.01)
+        assert publisher.poll() in (None, -signal.SIGKILL)
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            request = pool.submit(complete, vllm, trainer.run, max_tokens=1)
+            if phase not in ("ordered", "announced"):
+                time.sleep(0.5)
+                assert not request.done(), "nobody has verified these weights"
+            trainer._publisher = Publisher(trainer.settings, trainer.client, grace=0.5)
+            assert trainer.publish(trainer.run).step == 2
+            tell(f"publisher {sig.name} when {phase}", begin, "the next publisher serves step 2")
+            # If the request came before the order, it is the old step's.
+            expected = [f"{trainer.run}@{step}" for step in ((1, 2) if phase == "ordered" else (2,))]
+            assert request.result().headers["x-tandem-weights"] in expected
+        check_answers(vllm, trainer, 2)
+        if sig == signal.SIGSTOP:
+            publisher.send_signal(signal.SIGCONT)
+            publisher.wait(30)
+            check_answers(vllm, trainer, 2)
+    finally:
+        publisher.kill()
+        publisher.wait(30)
+    trainer.step(3)
+    assert trainer.publish(trainer.run).step == 3
+    check_answers(vllm, trainer, 3)
+
+
+def engine_of(vllm: VllmServer) -> int:
+    [engine] = [p.pid for p in processes.descendants(vllm.pid) if "EngineCor" in p.command]  # the kernel cuts names
+    return engine
+
+
+def kill_server(vllm: VllmServer, engine: int) -> None:
+    os.kill(vllm.pid, signal.SIGKILL)
+
+
+def kill_engine(vllm: VllmServer, engine: int) -> None:
+    os.kill(engine, signal.SIGKILL)
+
+
+def swap(trainer: MergedTrainer, requests: str) -> None:
+    trainer.client.swap_merged(f"{trainer.run}@2", str(trainer.adapters[2]), 2.5, requests, 100)
+
+
+@pytest.mark.parametrize("kill", [kill_server, kill_engine])
+@pytest.mark.parametrize("moment", ["drain", "call"])
+def test_a_server_or_engine_that_dies_in_mid_swap(
+    vllm: VllmServer, trainer: MergedTrainer, kill: Callable[[VllmServer, int], None], moment: str
+) -> None:
+    """`drain`: while the swap waits for a running request. `call`: while a worker owes an answer."""
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2)
+    engine = engine_of(vllm)
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(complete, vllm, trainer.run, max_tokens=3500)
+        until("it runs", lambda: trainer.client.merged()["in_flight"] == 1)
+        if moment == "call":
+            os.kill(engine, signal.SIGSTOP)
+        order = pool.submit(swap, trainer, "wait" if moment == "drain" else "keep")
+        if moment == "drain":
+            until("it drains", lambda: trainer.client.merged()["phase"] == "swapping")
+            waiting = pool.submit(complete, vllm, trainer.run, max_tokens=1)
+        time.sleep(0.5)
+        assert not order.done()
+        assert not running.done()
+        begin = time.monotonic()
+        kill(vllm, engine)
+        with pytest.raises(InferenceUnavailable):
+            order.result(BOUND)
+        fault = f"{kill.__name__} in {moment}"
+        tell(fault, begin, "the publisher has its error")
+        for request in (running, *([waiting] if moment == "drain" else [])):
+            assert not answered(request, begin)
+        tell(fault, begin, "the clients have their errors")
+    until("both have ended", lambda: vllm.ended() and not alive(engine), BOUND - (time.monotonic() - begin))
+    tell(fault, begin, "server and engine have ended")
+    vllm.restart()
+    begin = time.monotonic()
+    answer = complete(vllm, trainer.run)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert trainer.publish(trainer.run).step == 2
+    tell(fault, begin, "the new server serves step 2")
+    check_answers(vllm, trainer, 2)
+
+
+def answered(request: Future[httpx.Response], begin: float) -> bool:
+    try:
+        return request.result(max(0.0, BOUND - (time.monotonic() - begin))).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_engine_that_hangs_swaps_nothing_when_it_comes_back(vllm: VllmServer, trainer: MergedTrainer) -> None:
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    trainer.step(2)
+    engine = engine_of(vllm)
+    os.kill(engine, signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(InferenceUnavailable, match="no answer from vLLM in time"):
+            trainer.client.swap_merged(f"{trainer.run}@2", str(trainer.adapters[2]), 2.5, "keep", 2)
+        tell("engine SIGSTOP", begin, "the publisher has its error (2 s were given)")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    check_answers(vllm, trainer, 1)
+    assert trainer.publish(trainer.run).step == 2
+    check_answers(vllm, trainer, 2)
+
+
+def memory(vllm: VllmServer) -> dict[str, int]:
+    """Resident bytes of each process of the server."""
+    found = {}
+    for pid in (vllm.pid, *(p.pid for p in processes.descendants(vllm.pid))):
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        found[f"{status['Name'].strip()} {pid}"] = int(status["VmRSS"].split()[0]) * 1024
+    return found
+
+
+def test_500_publications_cost_no_memory(vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path) -> None:
+    """An adapter has 1.2 MB, so that its copies would show."""
+    trainer.step(1)
+    trainer.publish(trainer.run)
+    lora = LoraShape(rank=128, alpha=1.0)
+    paths = [write_random_adapter(tmp_path / f"big-{seed}", vllm.model, lora, seed=seed) for seed in range(3)]
+    size = (paths[0] / "adapter_model.safetensors").stat().st_size
+    assert size > 1_000_000
+    begin = time.monotonic()
+    for number in range(550):
+        if number == 50:
+            before = memory(vllm)
+        path = str(paths[number % 3])
+        trainer.client.swap_merged(f"{trainer.run}@{number}", path, 0.01, "keep", 60)
+        trainer.client.announce_merged(path)
+        if number % 10 == 0:
+            assert complete(vllm, trainer.run).status_code == 200
+    grown = {name: rss - before[name] for name, rss in memory(vllm).items() if name in before}
+    assert len(grown) == len(before) >= 2
+    tell("500 publications", begin, f"bytes grown: {grown}")
+    assert max(grown.values()) < 20 * size
