@@ -48,6 +48,7 @@ def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, ref
     assert seen.all("tandem_policy_version") == [{"side": side, "run": "r"}]
     assert seen.get("tandem_policy_version", side=side, run="r") == step
     assert seen.get("tandem_policy_refused", run="r") == refused
+    assert seen.get("tandem_run_bytes", run="r") == (volume.checkpoints.size("r") if side == "trainer" else None)
 
 
 def test_only_the_runs_that_changed_last_are_exported(volume: Spool, monkeypatch) -> None:

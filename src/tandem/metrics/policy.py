@@ -19,6 +19,8 @@ class PolicyCollector(Collector):
                labels={"side": BOTH, "run": OPEN}),
         Metric("tandem_policy_refused", "1 while a step of the run is refused, else 0; the same runs.", "served.json",
                exporters=("inference",), labels={"run": OPEN}),
+        Metric("tandem_run_bytes", "Bytes of the run's checkpoints on the volume, discarded ones too; the same runs.",
+               "checkpoints/, discarded/", exporters=("trainer",), labels={"run": OPEN}),
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
@@ -39,6 +41,7 @@ class PolicyCollector(Collector):
     def _set_run(self, spool: Spool, gauges: Samples, run: str) -> None:
         if "trainer" in self._sides:
             gauges.set("tandem_policy_version", spool.checkpoints.newest(run), side="trainer", run=run)
+            gauges.set("tandem_run_bytes", spool.checkpoints.size(run), run=run)
         served = spool.served.get(run)
         if served is not None and "inference" in self._sides:
             gauges.set("tandem_policy_version", served.step, side="inference", run=run)

@@ -159,9 +159,9 @@ class VllmClient:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
-    def revert_merged(self) -> None:
-        """Return to the weights that were announced last."""
-        self._request("POST", f"{MERGED_ROUTE}/revert", timeout=self._work_timeout)
+    def revert_merged(self, *, to_base: bool = False) -> None:
+        """Return to the weights that were announced last; `to_base`: to the base model's, and serve nothing."""
+        self._request("POST", f"{MERGED_ROUTE}/revert", {"to_base": to_base}, timeout=self._work_timeout)
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""

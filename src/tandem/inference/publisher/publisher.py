@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import NotFound, TandemError
 from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_directory
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
 from tandem.inference.publisher.lora_transport import LoraTransport
@@ -25,6 +25,7 @@ from tandem.inference.publisher.usage import Usage
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
+from tandem.spool.paths import is_run_name
 from tandem.spool.schema import RunSpec, Served
 from tandem.system import liveness
 from tandem.system.gpus import Devices
@@ -111,10 +112,10 @@ class Publisher:
     def _changes(self) -> dict[str, float]:
         """When the checkpoints of each run that can be served last changed, Unix seconds."""
         changes: dict[str, float] = {}
-        known, self._specs = self._specs, {}
+        self._specs = {}
         for run in self._spool.runs.names():
             try:
-                self._specs[run] = known.get(run) or self._spool.runs.get(run)
+                self._specs[run] = self._spool.runs.get(run)
                 if self._specs[run].weights == self._weights:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
@@ -135,9 +136,34 @@ class Publisher:
 
     def _unload_old(self, wanted: Mapping[str, set[str]]) -> None:
         names = {name for of_run in wanted.values() for name in of_run}
-        existing = {f"{run}@{step}" for run in self._specs for step in self._spool.checkpoints.steps(run)}
+        for name in [name for name, path in self._transport.listed.items() if self._is_of_deleted_run(name, path)]:
+            log.info("unloading", model=name, deleted=True)
+            self._loader.unload(name, deleted=True)
+        existing = {name for name in self._transport.listed if self._is_in_chain(name)}
         for name in self._retention.expired(self._transport.listed, runs=wanted, wanted=names, existing=existing):
             self._loader.unload(name)
+
+    def _is_of_deleted_run(self, name: str, path: str) -> bool:
+        """Whether a publisher loaded this for a run that is gone. One that can't be read is not gone."""
+        run = _run_of(name)
+        if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
+            return False
+        try:
+            self._spool.check()  # without its volume every run looks deleted
+            self._spool.runs.directory(run)
+        except NotFound:
+            return True
+        except (TandemError, OSError):
+            pass
+        return False
+
+    def _is_in_chain(self, name: str) -> bool:
+        """Whether the step is, or before it was removed by age was, in its run's chain: not discarded by a rollback."""
+        run = _run_of(name)
+        try:
+            return run in self._specs and int(name.rpartition("@")[2]) <= self._spool.checkpoints.newest(run)
+        except (TandemError, OSError):  # it was deleted meanwhile
+            return True
 
     def _withdraw_records(self) -> bool:
         """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False if that failed."""
@@ -200,10 +226,13 @@ class Publisher:
         record = served.record
         if served.job is None or served.job in self._told_jobs:
             return
-        if not any(event.type == "served" for event in self._spool.events.read(served.job)):
-            seconds = {key: round(value, 6) for key, value in served.seconds.items()}
-            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked"})
-            self._spool.events.append(served.job, "served", **fields, seconds=seconds)
+        with self._spool.job_lock(served.job):
+            events = self._spool.events.read(served.job)
+            # Without any event the job's records were removed.
+            if events and not any(event.type == "served" for event in events):
+                seconds = {key: round(value, 6) for key, value in served.seconds.items()}
+                fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked"})
+                self._spool.events.append(served.job, "served", **fields, seconds=seconds)
         self._told_jobs.add(served.job)
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
@@ -242,7 +271,7 @@ class Retention:
     def expired(
         self, listed: Mapping[str, str], *, runs: Collection[str], wanted: Collection[str], existing: Collection[str]
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the checkpoints of `runs` that are on the volume.
+        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of `runs`.
 
         A name that is not `<run>@<step>` of one of `runs` belongs to somebody else and stays.
         """

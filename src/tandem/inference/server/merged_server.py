@@ -133,8 +133,11 @@ class MergedServer:
         await self._set(self.current, "served")
         return {}
 
-    async def _revert(self, state: Any, _: dict[str, Any]) -> dict[str, Any]:
-        """The publisher refuses the current weights: those before them are served again."""
+    async def _revert(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
+        """The publisher refuses the current weights: those before them are served again. `to_base`: their run was
+        deleted, and nothing is served."""
+        if order.get("to_base"):
+            self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
         if self.current == self.verified:
             return {}
         async with self._swap:
