@@ -45,6 +45,12 @@ class Settings(BaseSettings):
     controller_host: str = "127.0.0.1"
     controller_port: int = Field(default=8080, ge=1, le=65535)
     max_request_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    keep_checkpoints: int | None = Field(default=None, ge=1)
+    """How many of a run's newest checkpoints stay on the volume; None: all. What something needs stays too."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """With `keep_checkpoints`: the steps that this number divides stay too."""
+    keep_days: float | None = Field(default=None, gt=0)
+    """How long ended jobs and discarded checkpoints stay on the volume, in days; None: for ever."""
 
     # ---- trainer
     launch: Literal["torchrun", "fork", "resident"] = "torchrun"

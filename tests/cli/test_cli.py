@@ -67,7 +67,7 @@ def test_runs(tandem, as_json, run, server):
     assert {run, f"{run}-b"} <= {status["spec"]["name"] for status in as_json("run", "list")}
     assert run in tandem("run", "list")[1]
     status, out, _ = tandem("run", "show", run)
-    assert (status, "rank 2, alpha 4" in out) == (0, True)
+    assert (status, "rank 2, alpha 4" in out, "KiB" in out) == (0, True, True)
     serve(server.spool, run, 0, weights="merged", transport="merge", seconds={"load": 0.25, "swap": 0.0213})
     out = tandem("run", "show", run)[1]
     assert "merged, by merge" in out
@@ -90,6 +90,14 @@ def test_commands_that_documents_name_exist(path):
                 break  # an argument
             assert word in command.commands, f"tandem {words}"
             command = command.commands[word]
+
+
+def test_a_run_is_deleted(tandem, as_json, run):
+    train(tandem, run)
+    status, _, err = tandem("run", "delete", run)
+    assert (status, "cancel" in err) == (1, True)
+    assert as_json("run", "delete", run, "--cancel") == {"deleted": run}
+    assert tandem("run", "show", run)[0] == 1
 
 
 def test_refusals_name_the_field_on_stderr(tandem):
@@ -174,6 +182,10 @@ def test_checkpoints(tandem, as_json, run, server, tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     assert tandem("checkpoints", "download", run, "1", "adapter")[0] == 1
     assert as_json("checkpoints", "fork", run, "1", f"{run}-f")["newest_step"] == 0
+    assert as_json("checkpoints", "pin", run, "1") == {"pinned": f"{run}@1"}
+    assert "pinned" in tandem("checkpoints", "list", run)[1]
+    assert tandem("checkpoints", "unpin", run, "1")[0] == 0
+    assert "pinned" not in tandem("checkpoints", "list", run)[1]
     assert as_json("checkpoints", "rollback", run, "0")["discarded"] == [1]
 
 

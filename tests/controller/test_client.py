@@ -108,6 +108,14 @@ def test_a_rollback_is_not_sent_twice(run, lossy):
     assert transport.requests == 1
 
 
+def test_a_deletion_is_not_sent_twice(run, lossy):
+    client, transport = lossy
+    transport.lost = 1
+    with pytest.raises(Unreachable):
+        client.delete_run(run)
+    assert transport.requests == 1
+
+
 @pytest.fixture
 def trained(client, server, run):
     client.train(run, rl_request())

@@ -9,8 +9,9 @@ from safetensors.numpy import load_file
 import api_server
 from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, serve, sft_request, tree
 from tandem.client import Tandem
+from tandem.controller import sweeper
 from tandem.data.packed_format import PackedBatch
-from tandem.errors import Conflict, InvalidInput, JobFailed, NotServed
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NotServed
 from tandem.spool.schema import JobError, LoraShape
 from waiting import until
 
@@ -165,6 +166,68 @@ def test_fork_and_rollback(client, server, run):
     assert client.get_run(run).newest_step == 0
     assert client.rollback(run, 0).discarded == []
     assert client.train(run, rl_request()).spec.base_step == 0
+
+
+def test_a_run_is_deleted_with_its_jobs(client, server, run):
+    done = client.train(run, rl_request())
+    run_one(server.spool)
+    size = client.get_run(run).size
+    assert size > sum(entry.size for entry in client.checkpoint(run, 1).files.values())
+    running, queued = client.train(run, rl_request()).id, client.train(run, rl_request()).id
+    job = claim(server.spool)
+    with pytest.raises(Conflict, match=running) as refused:
+        client.delete_run(run)
+    assert refused.value.field == "run"
+    assert client.get_job(queued).state == "queued"
+    with pytest.raises(Conflict, match=running):
+        client.delete_run(run, cancel_jobs=True, timeout=0)  # its runner has not stopped it yet
+    assert client.get_job(queued).state == "cancelled"
+
+    def runner() -> None:
+        until("it is to stop", lambda: server.spool.jobs.cancel_requested(running))
+        server.spool.queue.requeue(job, JobError(type="cancelled", message="stopped"))
+
+    thread = threading.Thread(target=runner)
+    thread.start()
+    client.delete_run(run, cancel_jobs=True, timeout=20)
+    thread.join()
+    for ask in (client.get_run, client.delete_run, lambda _: client.get_job(done.id)):
+        with pytest.raises(NotFound):
+            ask(run)
+    until("its files are gone", lambda: not [path for path in tree(server.spool.root) if run in path])
+    assert client.create_run(run, lora={"rank": 4}).spec.lora.rank == 4
+    assert client.train(run, rl_request(id=done.id)).spec.base_step == 0
+
+
+def test_a_deleted_run_with_merged_weights_makes_room_for_another(tmp_path):
+    root = make_root(tmp_path / "spool")
+    with Server(root, weights="merged") as server, Tandem(server.url, KEY) as client:
+        client.create_run("a", lora={"rank": 2})
+        with pytest.raises(Conflict, match="'a'"):
+            client.create_run("b", lora={"rank": 2})
+        client.delete_run("a")
+        assert client.create_run("b", lora={"rank": 2}).newest_step == 0
+
+
+def test_a_pinned_checkpoint_is_named(client, run):
+    client.pin(run, 0)
+    client.pin(run, 0)
+    assert [info.pinned for info in client.checkpoints(run)] == [True]
+    client.unpin(run, 0)
+    assert [info.pinned for info in client.checkpoints(run)] == [False]
+    with pytest.raises(NotFound):
+        client.pin(run, 1)
+
+
+def test_the_controller_removes_what_the_settings_do_not_keep(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.05)
+    root = make_root(tmp_path / "spool")
+    with Server(root, keep_checkpoints=1, keep_every=2) as server, Tandem(server.url, KEY) as client:
+        client.create_run("a", lora={"rank": 2})
+        for _ in range(4):
+            client.train("a", rl_request())
+            run_one(server.spool)
+        until("old ones are gone", lambda: [info.step for info in client.checkpoints("a")] == [0, 2, 4])
 
 
 def test_rows_that_do_not_divide_over_the_ranks_are_refused(tmp_path):

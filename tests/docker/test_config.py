@@ -333,7 +333,7 @@ PASSED = {field: set(services) for services, fields in (
     (("preflight", "trainer"), "trainer_ranks tensor_parallel"),
     (("preflight",), "trainer_devices inference_devices"),
     (("preflight", "inference"), "inference_tensor_parallel"),
-    (("controller",), "max_request_bytes"),
+    (("controller",), "max_request_bytes keep_checkpoints keep_every keep_days"),
     (("trainer",), "launch exit_after_job recompute heartbeat_seconds lease_seconds"),
     (("inference",), "max_model_len max_loras gpu_memory_utilization enforce_eager vllm_args vllm_stall_seconds"),
     (("inference",), "verify_tolerance keep_served"),

@@ -89,6 +89,8 @@ class Stage:
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
         """Commit a checkpoint whose probe has `effect`, with weights that have it too, or another one."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
+        if job is not None:
+            self.spool.events.append(job, "claimed")
         commit(self.spool, "run", adapter, self.probe(effect), job)
         self.effects.append(effect)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from tandem.config import Settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.metrics.policy import PARTS
+from tandem.spool.removal import delete_run
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
@@ -97,6 +99,23 @@ def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.M
 def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
     body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
     return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
+
+
+def test_a_deleted_run_is_served_no_more_and_makes_room_for_another(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, tmp_path: Path
+) -> None:
+    trainer.step(1)
+    served = trainer.publish(trainer.run)
+    assert complete(vllm, served.model).status_code == 200
+    shutil.rmtree(delete_run(trainer.spool, trainer.run))
+    trainer._publisher.once()
+    assert (client.merged()["phase"], client.merged()["path"]) == ("empty", "base")
+    assert complete(vllm, served.model).status_code == 503
+    trainer._publisher.once()
+    another = MergedTrainer(vllm, tmp_path)
+    adapter = another.step(2)
+    assert complete(vllm, another.publish(another.run).model).status_code == 200
+    another.check_bits(adapter)
 
 
 def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedTrainer, client: VllmClient) -> None:

@@ -36,7 +36,7 @@ def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
     assert stage.listed() == ["run@0", "run@1"]
     stage.publisher().once()  # a second publisher loads nothing, and verifies for itself
     assert stage.vllm.loads() == []
-    (event,) = stage.spool.events.read("job-1")
+    (_, event) = stage.spool.events.read("job-1")
     assert (event.type, event.data["step"], event.data["model"]) == ("served", 1, "run@1")
     assert event.data["seconds"] == record.seconds
     assert record.seconds.keys() == {"copy", "load", "verify", "since_checkpoint"}
@@ -450,7 +450,7 @@ def test_a_publisher_killed_at_any_call_leaves_nothing_undone(stage: Stage, tmp_
             stage.publisher().once()
         assert stage.served() == (1, None), point
         assert stage.vllm.adapters["run@1"][1] == pytest.approx(effect), point
-        assert [event.type for event in stage.spool.events.read(f"job-{point}")] == ["served"], point
+        assert [event.type for event in stage.spool.events.read(f"job-{point}")] == ["claimed", "served"], point
         if finished:
             break
     assert point >= 10

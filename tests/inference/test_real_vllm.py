@@ -22,7 +22,8 @@ from inference.stage import commit, make_run, write_identity
 from policies import linear_row, make_policy, write_random_adapter
 from tandem.config import Settings
 from tandem.errors import Unauthorized
-from tandem.inference.publisher.publisher import Publisher, Retention
+from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.publisher.retention import Retention
 from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, Served

@@ -60,6 +60,7 @@ def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, ref
     assert seen.by("part", "tandem_publish_seconds") == (SECONDS if side == "inference" else {})
     served = {"run": "r", "weights": "merged", "transport": "merge"}
     assert seen.all("tandem_policy_info") == ([served] if side == "inference" else [])
+    assert seen.get("tandem_run_bytes", run="r") == (volume.checkpoints.size("r") if side == "trainer" else None)
 
 
 def test_only_the_runs_that_changed_last_are_exported(volume: Spool, monkeypatch) -> None:

@@ -30,6 +30,7 @@ NOT_DRAWN = {
     "process_virtual_memory_bytes": "address space says nothing about memory",
     "process_open_fds": "no program of ours comes near its limit",
     "process_max_fds": "as above",
+    "tandem_run_bytes": "says which run to tidy once the volume is full; the dashboards show the volume",
     "vllm:lora_requests_info": "dropped when scraped: a series per combination of adapters",
 }
 

@@ -45,13 +45,27 @@ def show_run(run: RunArgument, json: Json = False) -> None:
     show(connect().get_run(run), json, run_details)
 
 
+@app.command()
+def delete(
+    run: RunArgument,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel its queued and running jobs first.")] = False,
+    json: Json = False,
+) -> None:
+    """Delete a run with its checkpoints and ended jobs. There is no way back.
+
+    Refused while the run has queued or running jobs. vLLM unloads what it serves of the run.
+    """
+    connect().delete_run(run, cancel_jobs=cancel)
+    show({"deleted": run}, json, lambda _: f"{run} is deleted")
+
+
 def _runs_table(runs: list[RunStatus]) -> object:
     rows = [
         (run.spec.name, run.newest_step, run.served.model if run.served else None, len(run.pending),
-         run.spec.lora.rank, when(run.spec.created))
+         run.spec.lora.rank, size(run.size), when(run.spec.created))
         for run in runs
     ]  # fmt: skip
-    return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "created"], rows)
+    return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "size#", "created"], rows)
 
 
 def run_details(run: RunStatus) -> object:
@@ -67,6 +81,7 @@ def run_details(run: RunStatus) -> object:
             ("created", when(spec.created)),
             ("forked from", f"{fork.run}@{fork.step}" if fork else None),
             ("newest step", run.newest_step),
+            ("on the volume", size(run.size)),
             ("served", f"{served.model}, verified {when(served.verified)}" if served else "nothing yet"),
             ("weights", f"{served.weights}, by {served.transport}" if served else spec.weights),
             ("publication", took or None),
@@ -109,6 +124,20 @@ def fork(
 
 
 @checkpoints.command()
+def pin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
+    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says."""
+    connect().pin(run, step)
+    show({"pinned": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is pinned")
+
+
+@checkpoints.command()
+def unpin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
+    """End the pin of a checkpoint."""
+    connect().unpin(run, step)
+    show({"unpinned": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is not pinned")
+
+
+@checkpoints.command()
 def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or running jobs."""
     done = connect().rollback(run, step)
@@ -122,5 +151,5 @@ def _checkpoints_table(run: str, infos: list[CheckpointInfo]) -> object:
         source = f"forked from {info.origin.run}@{info.origin.step}" if info.origin else info.job
         loss, reward = (f"{info.metrics[m]:.4g}" if m in info.metrics else None for m in ("loss", "reward_mean"))
         made = when(info.created), size(info.size), source or "the base model"
-        rows.append((info.step, *made, loss, reward, info.damage))
-    return table(f"Checkpoints of {run}", ["step#", "made", "size#", "by", "loss#", "reward#", "damage"], rows)
+        rows.append((info.step, *made, loss, reward, "pinned" if info.pinned else None, info.damage))
+    return table(f"Checkpoints of {run}", ["step#", "made", "size#", "by", "loss#", "reward#", "", "damage"], rows)

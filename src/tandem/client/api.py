@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import httpx
-from pydantic import TypeAdapter
-from pydantic_core import to_json
 
 from tandem.client.download import Download
-from tandem.client.errors import RETRIED_STATUSES, error_of, raise_if_failed, unreachable
+from tandem.client.errors import raise_if_failed, unreachable
 from tandem.client.event_cursor import EventCursor
-from tandem.client.http import ANSWER_SECONDS, CONNECT_SECONDS, AsyncHttp, Backoff, BlockingHttp, path
+from tandem.client.http import Backoff, path
 from tandem.client.memory import AttemptMemory, by_attempt
+from tandem.client.requests import Requests
 from tandem.client.types import LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.inputs import Group, SFTExample
-from tandem.errors import NotServed, TandemError
+from tandem.errors import Conflict, NotServed
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served
 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
+DELETE_SECONDS = 120.0
 # The answer to a training request comes once its batch is packed, after the batches before it.
 _PACKING_SECONDS = 900.0
 _SERVED_POLL_SECONDS = 0.25
@@ -30,16 +30,12 @@ _ENDED_POLL_SECONDS = 0.05
 _PAGE = 500
 
 
-class Api:
+class Api(Requests):
     """The controller's API.
 
     Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable when the controller
     has not answered for `patience` seconds.
     """
-
-    def __init__(self, http: AsyncHttp | BlockingHttp, patience: float) -> None:
-        self._http = http
-        self._patience = patience
 
     async def create_run(
         self,
@@ -72,6 +68,31 @@ class Api:
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
         """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
         return await self._call(RunStatus, "POST", "runs", run, "fork", body={"step": step, "name": name})
+
+    async def delete_run(self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS) -> None:
+        """Delete a run with its checkpoints and ended jobs; vLLM unloads what it serves of it. There is no way back.
+
+        Conflict while the run has queued or running jobs. `cancel_jobs`: cancels them, and waits up to `timeout`
+        seconds until they have ended. The request is not repeated: after Unreachable, look at the list of runs first.
+        """
+        until = time.monotonic() + timeout
+        params = {"cancel_jobs": cancel_jobs}
+        while True:
+            try:
+                await self._request("DELETE", "runs", run, params=params, idempotent=False)
+                return
+            except Conflict:
+                if not cancel_jobs or time.monotonic() >= until:
+                    raise
+            await self._http.sleep(_SERVED_POLL_SECONDS)
+
+    async def pin(self, run: str, step: int) -> None:
+        """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says."""
+        await self._request("PUT", "runs", run, "checkpoints", str(step), "pin")
+
+    async def unpin(self, run: str, step: int) -> None:
+        """End `pin`; a step that is not pinned stays as it is."""
+        await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def rollback(self, run: str, step: int) -> RolledBack:
         """Make `step` the newest again. The request is not repeated: after Unreachable, look at the run first."""
@@ -237,48 +258,6 @@ class Api:
                     pause = backoff.next(unreachable(error))
                 await self._http.sleep(pause)
                 download.restart()
-
-    async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
-        """`_request`, and its response as a `kind`."""
-        response = await self._request(method, *parts, **options)
-        return TypeAdapter(kind).validate_json(response.content)
-
-    async def _request(
-        self,
-        method: str,
-        *parts: str,
-        params: Mapping[str, Any] | None = None,
-        body: Mapping[str, Any] | None = None,
-        idempotent: bool = True,
-        seconds: float = ANSWER_SECONDS,
-    ) -> httpx.Response:
-        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds.
-
-        A request that is not idempotent is repeated only where it cannot have arrived. Raises the controller's error,
-        or Unreachable.
-        """
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        arguments: dict[str, Any] = {"method": method, "url": path(*parts), "params": params, "timeout": timeout}
-        if body is not None:
-            given = {name: value for name, value in body.items() if value is not None}
-            # NaN is sent as NaN, so that the controller names the field that contains it.
-            arguments |= {"content": to_json(given, inf_nan_mode="constants")}
-            arguments |= {"headers": {"Content-Type": "application/json"}}
-        backoff = Backoff(self._patience)
-        while True:
-            error: TandemError
-            try:
-                response = await self._http.request(**arguments)
-                if response.is_success:
-                    return response
-                error = error_of(response)
-                again = idempotent and response.status_code in RETRIED_STATUSES
-            except httpx.TransportError as failure:
-                error = unreachable(failure)
-                again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
-            if not again:
-                raise error
-            await self._http.sleep(backoff.next(error))
 
     async def _events(self, cursor: EventCursor) -> AsyncGenerator[Event, None]:
         while True:

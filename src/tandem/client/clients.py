@@ -101,6 +101,9 @@ class Tandem:
     list_runs = _blocking(Api.list_runs)
     fork = _blocking(Api.fork)
     rollback = _blocking(Api.rollback)
+    delete_run = _blocking(Api.delete_run)
+    pin = _blocking(Api.pin)
+    unpin = _blocking(Api.unpin)
     wait_served = _blocking(Api.wait_served)
 
     train_rl = _blocking(Api.train_rl)

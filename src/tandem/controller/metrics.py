@@ -18,6 +18,7 @@ from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
+from tandem.spool.removal import Keep
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.
 OTHER = "other"
@@ -26,7 +27,9 @@ OTHER = "other"
 @asynccontextmanager
 async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
     """The application's lifespan: collectors and the sweeper run as long as it does."""
-    threads = (*app.state.collector_threads, Sweeper(app.state.deployment.spool))
+    deployment = app.state.deployment
+    sweeper = Sweeper(deployment.spool, Keep.of(deployment.settings))
+    threads = (*app.state.collector_threads, sweeper)
     for thread in threads:
         thread.start()
     yield

@@ -35,7 +35,8 @@ def list_checkpoints(
     """The run's checkpoints, oldest first."""
     deployment.spool.runs.get(run)
     steps = [step for step in deployment.spool.checkpoints.steps(run) if before is None or step < before]
-    return [_info(deployment, run, step) for step in steps[-limit:]]
+    pinned = set(deployment.spool.checkpoints.pinned(run))
+    return [_info(deployment, run, step, step in pinned) for step in steps[-limit:]]
 
 
 @router.get("/{step}")
@@ -43,6 +44,18 @@ def get_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> M
     """A checkpoint's manifest: its files with their SHA-256, its origin, its metrics."""
     deployment.spool.runs.get(run)
     return deployment.spool.checkpoints.manifest(run, step)
+
+
+@router.put("/{step}/pin", status_code=204)
+def pin_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> None:
+    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says; a rollback that discards it ends this."""
+    deployment.spool.checkpoints.pin(run, step)
+
+
+@router.delete("/{step}/pin", status_code=204)
+def unpin_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> None:
+    """End the pin of a checkpoint; a step that is not pinned stays as it is."""
+    deployment.spool.checkpoints.unpin(run, step)
 
 
 @router.get("/{step}/download", response_class=StreamingResponse, responses={200: _TAR})
@@ -56,13 +69,14 @@ def download_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment)
     return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
 
 
-def _info(deployment: Deployment, run: str, step: int) -> CheckpointInfo:
+def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> CheckpointInfo:
     try:
         manifest = deployment.spool.checkpoints.manifest(run, step)
     except CheckpointDamaged as error:
-        return CheckpointInfo(step=step, damage=error.message)
+        return CheckpointInfo(step=step, pinned=pinned, damage=error.message)
     size = sum(entry.size for entry in manifest.files.values())
-    return CheckpointInfo(step=step, size=size, **manifest.model_dump(include={"job", "created", "metrics", "origin"}))
+    told = manifest.model_dump(include={"job", "created", "metrics", "origin"})
+    return CheckpointInfo(step=step, size=size, pinned=pinned, **told)
 
 
 class CheckpointArchive:

@@ -1,5 +1,6 @@
 """HTTP routes of runs: create, list, state, train, fork, roll back."""
 
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -8,7 +9,7 @@ from itertools import islice
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
 from starlette.exceptions import HTTPException
 
 from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, Deployment
@@ -19,6 +20,7 @@ from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, JobStatus
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
+from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -38,6 +40,7 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
         served_in_chain=served is not None and spool.checkpoints.has(run, served.step, served.checkpoint),
         pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
         num_pending=len(running) + index.count("queued", run),
+        size=spool.checkpoints.size(run),
     )
 
 
@@ -135,6 +138,22 @@ def list_runs(
 def get_run(run: RunName, deployment: CurrentDeployment) -> RunStatus:
     """One run: its newest step, what vLLM serves, its queued and running jobs."""
     return run_status(deployment, deployment.spool.runs.get(run))
+
+
+@router.delete("/{run}", status_code=204)
+def delete_run(
+    run: RunName,
+    deployment: CurrentDeployment,
+    tasks: BackgroundTasks,
+    cancel_jobs: Annotated[bool, Query(description="cancel its queued and running jobs; 409 until they end")] = False,
+) -> None:
+    """Delete a run with its checkpoints and ended jobs; refused while the run has queued or running jobs."""
+    spool = deployment.spool
+    spool.runs.directory(run)
+    if cancel_jobs:
+        for _, job in spool.jobs.pending(run):
+            spool.queue.cancel(job.spec.id)
+    tasks.add_task(shutil.rmtree, removal.delete_run(spool, run), ignore_errors=True)
 
 
 @router.post(

@@ -64,6 +64,7 @@ class RunStatus(Record):
         description=f"ids of this run's running and queued jobs, by base step; only the first {LISTED_PENDING}"
     )
     num_pending: int = Field(description="how many jobs are running or queued")
+    size: int = Field(description="bytes of all its checkpoints, discarded ones too")
 
 
 class Fork(Record):
@@ -91,6 +92,7 @@ class CheckpointInfo(Record):
     size: int | None = Field(default=None, description="bytes of all its files")
     metrics: dict[str, float] = Field(default_factory=dict, description="of the job's last optimizer step")
     origin: Origin | None = None
+    pinned: bool = Field(default=False, description="whether it stays, whatever TANDEM_KEEP_CHECKPOINTS says")
     damage: str | None = Field(default=None, description="what is wrong with its manifest; null: nothing")
 
 

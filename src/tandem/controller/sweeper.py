@@ -1,10 +1,11 @@
-"""Removes what dead processes left on the volume, as long as the controller runs."""
+"""Removes what dead processes left on the volume and what the settings don't keep, as long as the controller runs."""
 
 import threading
 
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
+from tandem.spool.removal import Keep, prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
@@ -13,8 +14,9 @@ log = Log("controller")
 
 
 class Sweeper:
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: Spool, keep: Keep) -> None:
         self._spool = spool
+        self._keep = keep
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -27,6 +29,8 @@ class Sweeper:
     def _run(self) -> None:
         while not self._stop.wait(SWEEP_SECONDS):
             try:
+                self._spool.check()
+                prune(self._spool, self._keep)
                 sweep(self._spool)
             except (TandemError, OSError) as error:
-                log.warning("can't remove stale temporary files", error=error)
+                log.warning("can't remove old or stale files", error=error)

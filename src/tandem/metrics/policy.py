@@ -27,6 +27,8 @@ class PolicyCollector(Collector):
                "are in load. since_checkpoint is from the commit to served, also if a new vLLM is served an old step.",
                "served.json",
                exporters=("inference",), labels={"run": OPEN, "part": PARTS}),
+        Metric("tandem_run_bytes", "Bytes of the run's checkpoints on the volume, discarded ones too; the same runs.",
+               "checkpoints/, discarded/", exporters=("trainer",), labels={"run": OPEN}),
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
@@ -47,6 +49,7 @@ class PolicyCollector(Collector):
     def _set_run(self, spool: Spool, gauges: Samples, run: str) -> None:
         if "trainer" in self._sides:
             gauges.set("tandem_policy_version", spool.checkpoints.newest(run), side="trainer", run=run)
+            gauges.set("tandem_run_bytes", spool.checkpoints.size(run), run=run)
         served = spool.served.get(run)
         if served is not None and "inference" in self._sides:
             gauges.set("tandem_policy_version", served.step, side="inference", run=run)

@@ -18,6 +18,7 @@ from tandem.spool.listing import listing
 from tandem.spool.paths import step_name
 from tandem.spool.runs import Runs
 from tandem.spool.schema import Manifest, Origin, RunSpec
+from tandem.spool.sizes import Sizes
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
 
@@ -26,6 +27,7 @@ class Checkpoints:
     def __init__(self, runs: Runs, jobs: Jobs) -> None:
         self._runs = runs
         self._jobs = jobs
+        self._sizes = Sizes()
 
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "checkpoints"
@@ -33,6 +35,35 @@ class Checkpoints:
     def steps(self, run: str) -> list[int]:
         """The run's steps, ascending; NotFound (field `run`) without the run."""
         return [int(name) for name in listing(self._dir(run)) if _is_step(name)]
+
+    def discarded(self, run: str) -> list[Path]:
+        """The checkpoints that rollbacks took out of the chain: `<step>-<ULID of the rollback>`."""
+        directory = self._runs.directory(run) / "discarded"
+        return [directory / name for name in listing(directory)]
+
+    def size(self, run: str) -> int:
+        """Bytes of the files of all checkpoints of the run, discarded ones too. Reads only what is new since it was
+        asked last; NotFound without the run."""
+        chain = self._dir(run)
+        return self._sizes.of(chain) + self._sizes.of(chain.parent / "discarded")
+
+    def pin(self, run: str, step: int) -> None:
+        """Keeps a checkpoint from being removed by age; NotFound. A rollback that discards the step ends it."""
+        with self._runs.lock(run):
+            marker = self._pins(run) / self.path(run, step).name
+            with fs.volume_errors(marker):
+                fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
+
+    def unpin(self, run: str, step: int) -> None:
+        """Ends `pin`; also for a step that is not pinned."""
+        fs.remove_file(self._pins(run) / step_name(step))
+
+    def pinned(self, run: str) -> list[int]:
+        """The pinned steps, ascending."""
+        return [int(name) for name in listing(self._pins(run)) if _is_step(name)]
+
+    def _pins(self, run: str) -> Path:
+        return self._runs.directory(run) / "pinned"
 
     def changed(self, run: str) -> float:
         """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without the run."""
@@ -51,7 +82,8 @@ class Checkpoints:
         if step < 0 or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
             known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {known}", field="step")
+            removed = " without those that were removed" if steps and len(steps) <= steps[-1] else ""
+            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {known}{removed}", field="step")
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
@@ -123,6 +155,8 @@ class Checkpoints:
             discarded = checkpoints.parent / "discarded"
             with fs.volume_errors(discarded):
                 try:
+                    for other in later:
+                        fs.remove_file(self._pins(run) / step_name(other))
                     for other in later:  # the volume keeps the order of renames, so one sync for all is enough
                         name = step_name(other)
                         (checkpoints / name).rename(discarded / f"{name}-{fs.new_ulid()}")

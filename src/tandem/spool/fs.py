@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from tandem.errors import SpoolUnusable, VolumeFull
 
 TEMPORARY = ".tmp-"
+CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 # errno -> (what is wrong, what to do)
 _REMEDIES = {
@@ -38,7 +39,7 @@ _REMEDIES = {
 def new_ulid() -> str:
     """A ULID: 26 characters of Crockford base32; 48 bits of Unix milliseconds, then 80 random bits."""
     value = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
-    return "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[(value >> shift) & 31] for shift in range(125, -5, -5))
+    return "".join(CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
 
 @contextmanager

@@ -10,8 +10,22 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PENDING, TERMINAL, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
-_JOB_DIRECTORIES = (*PENDING, *TERMINAL, "ids", "leases", "cancel", "data", "work", "events", "logs", "locks")
+_JOB_DIRECTORIES = (
+    *PENDING,
+    *TERMINAL,
+    "ids",
+    "leases",
+    "cancel",
+    "data",
+    "work",
+    "events",
+    "logs",
+    "locks",
+    "removed",
+)
 _KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
+HOUR_FORMAT = "%Y-%m-%dT%H"
+"""Names of the directories of ended jobs: the UTC hour of their submission."""
 BUCKET = 250
 """Base steps per directory of queued jobs: the most names that a claim lists."""
 
@@ -85,6 +99,7 @@ class Paths:
         self.jobs = root / "jobs"
         self.hold = self.jobs / "hold.json"
         self.damaged = self.jobs / "damaged"
+        self.removed = self.jobs / "removed"
         self.directories = [self.runs, self.jobs, self.damaged, *(self.jobs / name for name in _JOB_DIRECTORIES)]
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
@@ -113,7 +128,7 @@ class Paths:
         if state == "queued":
             directory = self.queue_dir(key.run, key.base_step // BUCKET)
         elif state in TERMINAL:
-            directory /= time.strftime("%Y-%m-%dT%H", time.gmtime(key.created // 1_000_000))
+            directory /= time.strftime(HOUR_FORMAT, time.gmtime(key.created // 1_000_000))
         return directory / f"{key.name}.json"
 
     def id_file(self, job_id: str) -> Path:

@@ -50,7 +50,7 @@ class Queue:
         and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given, must be
         `next_base(run)`: Conflict (field `base_step`). Any failure, also one of `make`, leaves no trace.
         """
-        self._spool.runs.get(run)
+        spec_of_run = self._spool.runs.get(run)
         if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
         new_id = fs.new_ulid() if job_id is None else job_id
@@ -72,9 +72,11 @@ class Queue:
                 # Another request may have taken the id since.
                 if (known := self._known(new_id, run, fingerprint)) is not None:
                     return known, False
+                if self._spool.runs.get(run) != spec_of_run:
+                    raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")
                 base = self._check_base(run, base_step)
                 job = Job(spec=spec.model_copy(update={"data": placed, "base_step": base}))
-                _check_reference(job.spec)
+                self._check_reference(job.spec)
                 self._enqueue(job, staged)
         return job, True
 
@@ -87,6 +89,15 @@ class Queue:
             why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
             raise Conflict(f"run {run!r} goes on from step {expected}, not {base_step}: {why}", field="base_step")
         return expected
+
+    def _check_reference(self, spec: JobSpec) -> None:
+        """InvalidInput if the KL's reference is a checkpoint that will not exist when the job starts."""
+        if not isinstance(spec, RLJob) or not isinstance(reference := spec.loss.kl_reference, int):
+            return
+        problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
+        steps = self._spool.checkpoints.steps(spec.run)
+        if reference > spec.base_step or (reference < steps[-1] and reference not in steps):
+            raise InvalidInput(problem, field="loss.kl_reference")
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:
@@ -101,6 +112,8 @@ class Queue:
         key = key_of(job)
         data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
         fs.remove_tree(data)  # left by a submitter that died before the job existed
+        for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
+            fs.remove_file(path, durable=False)  # of an earlier job with this id, which was removed or damaged
         fs.rename_dir(staged, data)
         try:
             fs.write_atomic(name, key.name.encode())
@@ -263,13 +276,6 @@ def _check_attempt(job: Job, current: Job) -> None:
     if job.attempt != current.attempt:
         problem = f"is in attempt {current.attempt}, so the end of attempt {job.attempt} is ignored"
         raise Conflict(f"job {job.spec.id!r} {problem}", field="id")
-
-
-def _check_reference(spec: JobSpec) -> None:
-    """InvalidInput if the KL's reference is a checkpoint that will not exist when the job starts."""
-    if isinstance(spec, RLJob) and isinstance(reference := spec.loss.kl_reference, int) and reference > spec.base_step:
-        problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
-        raise InvalidInput(problem, field="loss.kl_reference")
 
 
 def _cancelled(message: str) -> JobResult:

@@ -1,7 +1,8 @@
 """Runs: `runs/<run>/`, made whole by one rename, and what vLLM serves of them."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,20 @@ class Runs:
                 pass
         return found
 
-    def lock(self, name: str) -> AbstractContextManager[int]:
-        """Serialises changes of the run's chain: submit, rollback, fork."""
-        return file_lock(self.directory(name) / "lock")
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Serialises changes of the run's chain: submit, rollback, fork, removal. NotFound (field `run`) if the run is
+        deleted while this waits."""
+        path = self.directory(name) / "lock"
+        with ExitStack() as stack:
+            try:
+                held = os.fstat(stack.enter_context(file_lock(path)))
+                same = os.path.samestat(held, path.stat())
+            except FileNotFoundError:
+                same = False
+            if not same:  # the lock of a run that is gone, which keeps nobody from a new run of the same name
+                raise NotFound(f"run {name!r} was deleted", field="run")
+            yield
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

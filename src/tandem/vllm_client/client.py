@@ -160,9 +160,11 @@ class VllmClient:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
-    def revert_merged(self, path: str) -> None:
-        """Return to the weights that were announced last, if vLLM has those of the adapter at `path`."""
-        self._request("POST", f"{MERGED_ROUTE}/revert", {"path": path}, timeout=self._work_timeout)
+    def revert_merged(self, path: str, *, to_base: bool = False) -> None:
+        """Return to the weights that were announced last, if vLLM has those of the adapter at `path`; `to_base`: to the
+        base model's, and serve nothing."""
+        order = {"path": path, "to_base": to_base}
+        self._request("POST", f"{MERGED_ROUTE}/revert", order, timeout=self._work_timeout)
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""

@@ -33,6 +33,10 @@ class AdapterCopies:
         self._directory = private_directory(directory.absolute())
         self.usage_file = self._directory / "used.json"
 
+    def has(self, path: str) -> bool:
+        """Whether this is the path of one of these copies, whether it exists or not."""
+        return Path(path).parent == self._directory
+
     def path(self, name: str, manifest: Manifest) -> Path:
         """The path of this checkpoint's copy, whether it exists or not. CheckpointDamaged if the manifest lists no
         adapter."""

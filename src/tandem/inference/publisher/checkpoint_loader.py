@@ -109,8 +109,9 @@ class CheckpointLoader:
         self._refused.pop(name, None)
         return served
 
-    def unload(self, name: str) -> None:
-        self.transport.unload(name)
+    def unload(self, name: str, *, deleted: bool = False) -> None:
+        """`deleted`: its run is gone."""
+        self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
     def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:

@@ -66,7 +66,7 @@ class LoraTransport:
         """The model that the identity adapter must equal."""
         return BASE_MODEL_NAME
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
         """Remove the name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
         # The adapter's blocks may stay in the prefix cache.

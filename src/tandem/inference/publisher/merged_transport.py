@@ -59,9 +59,9 @@ class MergedTransport:
         """The identity adapter's weights are the base model's, which the rows have proved."""
         return name
 
-    def unload(self, name: str) -> None:
-        """Return to the weights that were verified last."""
-        self._client.revert_merged(self.listed[name])
+    def unload(self, name: str, *, deleted: bool = False) -> None:
+        """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
+        self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 
     def remove_unused_copies(self, older_than: float) -> None:

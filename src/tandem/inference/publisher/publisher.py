@@ -7,24 +7,24 @@ The publisher compares the spool with vLLM's list of models and does what is mis
 and vLLM may die and start again at any time.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import NotFound, TandemError
 from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_directory
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
+from tandem.inference.publisher.retention import Retention, run_of
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.inference.publisher.usage import Usage
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
+from tandem.spool.paths import is_run_name
 from tandem.spool.schema import RunSpec, Served
 from tandem.system import liveness
 from tandem.system.gpus import Devices
@@ -111,10 +111,10 @@ class Publisher:
     def _changes(self) -> dict[str, float]:
         """When the checkpoints of each run that can be served last changed, Unix seconds."""
         changes: dict[str, float] = {}
-        known, self._specs = self._specs, {}
+        self._specs = {}
         for run in self._spool.runs.names():
             try:
-                self._specs[run] = known.get(run) or self._spool.runs.get(run)
+                self._specs[run] = self._spool.runs.get(run)
                 if self._specs[run].weights == self._weights:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
@@ -132,15 +132,40 @@ class Publisher:
             raise
         except (TandemError, ValidationError, OSError) as error:
             self._log_change(run, f"run {run} can't be published: {error}")
-            return {name for name in self._transport.listed if _run_of(name) == run}
+            return {name for name in self._transport.listed if run_of(name) == run}
         self._log_change(run, "")
         return wanted
 
     def _unload_old(self, wanted: Mapping[str, set[str]]) -> None:
         names = {name for of_run in wanted.values() for name in of_run}
-        existing = {f"{run}@{step}" for run in self._specs for step in self._spool.checkpoints.steps(run)}
+        for name in [name for name, path in self._transport.listed.items() if self._is_of_deleted_run(name, path)]:
+            log.info("unloading", model=name, deleted=True)
+            self._loader.unload(name, deleted=True)
+        existing = {name for name in self._transport.listed if self._is_in_chain(name)}
         for name in self._retention.expired(self._transport.listed, runs=wanted, wanted=names, existing=existing):
             self._loader.unload(name)
+
+    def _is_of_deleted_run(self, name: str, path: str) -> bool:
+        """Whether a publisher loaded this for a run that is gone. One that can't be read is not gone."""
+        run = run_of(name)
+        if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
+            return False
+        try:
+            self._spool.check()  # without its volume every run looks deleted
+            self._spool.runs.directory(run)
+        except NotFound:
+            return True
+        except (TandemError, OSError):
+            pass
+        return False
+
+    def _is_in_chain(self, name: str) -> bool:
+        """Whether the step is, or before it was removed by age was, in its run's chain: not discarded by a rollback."""
+        run = run_of(name)
+        try:
+            return run in self._specs and int(name.rpartition("@")[2]) <= self._spool.checkpoints.newest(run)
+        except (TandemError, OSError):  # it was deleted meanwhile
+            return True
 
     def _withdraw_records(self) -> bool:
         """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False if that failed."""
@@ -203,9 +228,14 @@ class Publisher:
         record = served.record
         if served.job is None or served.job in self._told_jobs:
             return
-        if not any(event.type == "served" for event in self._spool.events.read(served.job)):
-            fields = record.model_dump(include={"step", "model", "mean_abs_logprob_error", "tokens_checked", "seconds"})
-            self._spool.events.append(served.job, "served", **fields)
+        with self._spool.job_lock(served.job):
+            events = self._spool.events.read(served.job)
+            # Without any event the job's records were removed.
+            if events and not any(event.type == "served" for event in events):
+                fields = record.model_dump(
+                    include={"step", "model", "mean_abs_logprob_error", "tokens_checked", "seconds"}
+                )
+                self._spool.events.append(served.job, "served", **fields)
         self._told_jobs.add(served.job)
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
@@ -223,51 +253,3 @@ def _transport(settings: Settings, client: VllmClient) -> LoraTransport | Merged
     if settings.weights == "adapter":
         return LoraTransport(client, copies)
     return MergedTransport(client, copies, settings, SpotCheck(settings.model_path(), serving_dtype(settings)))
-
-
-@dataclass
-class Retention:
-    """Which adapters are unloaded, and when.
-
-    After an unload, running requests finish with the adapter that they began with, and new ones get a 404.
-
-    So an older step goes once no request has used it for `grace` seconds in a row: a conversation between two turns has
-    no request. Beyond `most` older steps the grace is ignored. (The newest steps don't count, so that runs that nobody
-    uses don't push out what others sample.) A step that a rollback discarded goes at once.
-    """
-
-    client: VllmClient
-    grace: float
-    most: int
-    _idle_since: dict[str, float] = field(default_factory=dict)
-
-    def expired(
-        self, listed: Mapping[str, str], *, runs: Collection[str], wanted: Collection[str], existing: Collection[str]
-    ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the checkpoints of `runs` that are on the volume.
-
-        A name that is not `<run>@<step>` of one of `runs` belongs to somebody else and stays.
-        """
-        candidates = [name for name in listed if name not in wanted and _run_of(name) in runs]
-        self._idle_since = {name: since for name, since in self._idle_since.items() if name in candidates}
-        if not candidates:
-            return []
-        now = time.monotonic()
-        in_use = self.client.adapters_in_use()
-        expired: list[str] = []
-        # vLLM lists adapters in the order in which they were loaded, so the oldest go first.
-        for name in candidates:
-            if name in in_use:
-                self._idle_since.pop(name, None)
-            idle = now - self._idle_since.setdefault(name, now)
-            crowded = len(candidates) - len(expired) > self.most
-            if name in existing and (name in in_use or (idle < self.grace and not crowded)):
-                continue
-            expired.append(name)
-            log.info("unloading", model=name, discarded=name not in existing)
-        return expired
-
-
-def _run_of(name: str) -> str:
-    run, _, step = name.rpartition("@")
-    return run if step.isdigit() else ""

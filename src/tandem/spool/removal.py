@@ -1,0 +1,181 @@
+"""Removes runs, checkpoints and ended jobs that nothing needs any more.
+
+Whatever goes is renamed first, so that nobody finds half of it: a run or checkpoint to a temporary name beside it, a
+job into `jobs/removed/`. After a death at any point it is whole or gone for everybody, and the next `sweep` and
+`complete_removals` remove what is left of it.
+"""
+
+import shutil
+import time
+from calendar import timegm
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.errors import Conflict, TandemError
+from tandem.spool import Spool, fs
+from tandem.spool.paths import HOUR_FORMAT, JobKey
+from tandem.spool.schema import PENDING, TERMINAL, RLJob
+from tandem.system.logs import Log
+
+log = Log("spool")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What stays. None: everything."""
+
+    newest: int | None = None  # so many of a run's newest checkpoints
+    every: int | None = None  # with `newest`: also the steps that this divides
+    days: float | None = None  # ended jobs and discarded checkpoints, since they ended or were discarded
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Keep":
+        return cls(settings.keep_checkpoints, settings.keep_every, settings.keep_days)
+
+
+def delete_run(spool: Spool, run: str) -> Path:
+    """Removes a run with its ended jobs; returns the directory that the caller still has to remove (`shutil.rmtree`).
+
+    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole, some of its
+    ended jobs may be gone, and calling again does the rest.
+    """
+    with spool.runs.lock(run):
+        if pending := spool.jobs.list(run, PENDING, limit=5):
+            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
+            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="run")
+        complete_removals(spool)
+        index = spool.jobs.index
+        for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
+            _remove_jobs(spool, directory, [key for key in index.keys(directory) if key.run == run])
+        return _set_aside([spool.runs.directory(run)])[0]
+
+
+def prune(spool: Spool, keep: Keep) -> None:
+    """Removes what `keep` does not keep. Lists no directory that has not changed, except those with something to go."""
+    for run in spool.runs.names() if (keep.newest, keep.days) != (None, None) else ():
+        try:
+            doomed = _old_checkpoints(spool, run, keep)
+        except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
+            log.warning("can't remove old checkpoints", run=run, error=error)
+            continue
+        for directory in doomed:
+            shutil.rmtree(directory, ignore_errors=True)
+        if doomed:
+            log.info("removed old checkpoints", run=run, count=len(doomed))
+    complete_removals(spool)
+    if keep.days is not None:
+        _prune_jobs(spool, time.time() - keep.days * 86400)
+
+
+def _old_checkpoints(spool: Spool, run: str, keep: Keep) -> list[Path]:
+    """Sets aside the checkpoints that are not kept; returns their directories."""
+    checkpoints, doomed = spool.checkpoints, []
+    if keep.days is not None:
+        limit = time.time() - keep.days * 86400
+        doomed += _set_aside([path for path in checkpoints.discarded(run) if _discarded_at(path) < limit])
+    if keep.newest is not None and _surplus(checkpoints.steps(run), keep):
+        with spool.runs.lock(run):  # nobody rolls back, forks or submits now
+            needed = _needed(spool, run)
+            old = [step for step in _surplus(checkpoints.steps(run), keep) if step not in needed]
+            doomed += _set_aside([checkpoints.path(run, step) for step in old])
+    return doomed
+
+
+def _surplus(steps: Sequence[int], keep: Keep) -> list[int]:
+    assert keep.newest is not None
+    return [step for step in steps[: -keep.newest] if step and (keep.every is None or step % keep.every)]
+
+
+def _needed(spool: Spool, run: str) -> set[int]:
+    """The steps that are pinned or served, or that queued or running jobs start from, make or refer to."""
+    needed = set(spool.checkpoints.pinned(run))
+    if (served := spool.served.get(run)) is not None:
+        needed.add(served.step)
+    for _, job in spool.jobs.pending(run):
+        needed |= {job.spec.base_step, job.spec.base_step + 1}
+        if isinstance(job.spec, RLJob) and isinstance(job.spec.loss.kl_reference, int):
+            needed.add(job.spec.loss.kl_reference)
+    return needed
+
+
+def _set_aside(directories: Sequence[Path]) -> list[Path]:
+    """Renames directories with one parent to temporary names, durably; returns those."""
+    doomed = []
+    for directory in directories:
+        target = directory.with_name(f"{fs.TEMPORARY}{directory.name}.{fs.new_ulid()}")
+        with fs.volume_errors(directory):
+            directory.rename(target)
+        doomed.append(target)
+    if doomed:
+        with fs.volume_errors(doomed[0]):
+            fs.fsync_dir(doomed[0].parent)
+    return doomed
+
+
+def _discarded_at(path: Path) -> float:
+    """When a rollback discarded the checkpoint, Unix seconds: its name ends with a ULID. Now, for another name."""
+    ulid = path.name.rpartition("-")[2]
+    if len(ulid) != 26 or not set(ulid) <= set(fs.CROCKFORD):
+        return time.time()
+    return reduce(lambda value, letter: value * 32 + fs.CROCKFORD.index(letter), ulid[:10], 0) / 1000
+
+
+def _prune_jobs(spool: Spool, limit: float) -> None:
+    """Removes the jobs that ended before `limit`, Unix seconds."""
+    index = spool.jobs.index
+    for state in TERMINAL:
+        for directory in index.directories(state):
+            try:
+                hour = timegm(time.strptime(directory.name, HOUR_FORMAT))
+            except ValueError:  # `tandem doctor` names it
+                continue
+            if hour >= limit:  # the later ones were submitted later
+                break
+            _remove_jobs(spool, directory, [key for key in index.keys(directory) if _ended(directory, key) < limit])
+
+
+def _ended(directory: Path, key: JobKey) -> float:
+    """When the job ended: its file was last written then."""
+    try:
+        return (directory / f"{key.name}.json").stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
+def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
+    """Removes ended jobs, whose files are in `directory`, with their events and logs."""
+    gone = False
+    for key in keys:
+        with spool.job_lock(key.id), fs.volume_errors(directory), suppress(FileNotFoundError):
+            spool.queue.clear(key)
+            # A file that a dead process left in a weaker directory, and that can't go now, would be the job again.
+            if not any(fs.exists(spool.paths.job_file(state, key)) for state in PENDING):
+                (directory / f"{key.name}.json").rename(spool.paths.removed / f"{key.name}.json")
+                gone = True
+    if gone:
+        with fs.volume_errors(directory):
+            fs.fsync_dir(spool.paths.removed)
+            fs.fsync_dir(directory)
+        complete_removals(spool)
+    fs.remove_empty(directory)
+
+
+def complete_removals(spool: Spool) -> None:
+    """Removes events, logs and ids of the jobs in `jobs/removed/`, and then their files."""
+    paths = spool.paths
+    if not (keys := [key for name in fs.names(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
+        return
+    for key in keys:
+        with spool.job_lock(key.id):
+            if spool.jobs.find(key.id) in (key, None):  # else the id is another job's by now
+                for path in (paths.log_file(key.id), paths.events_file(key.id), paths.id_file(key.id)):
+                    fs.remove_file(path, durable=False)
+    with fs.volume_errors(paths.removed):
+        for name in ("logs", "events", "ids"):
+            fs.fsync_dir(paths.jobs / name)
+    for key in keys:
+        fs.remove_file(paths.removed / f"{key.name}.json", durable=False)

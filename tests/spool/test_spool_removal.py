@@ -1,0 +1,341 @@
+"""Runs are deleted, old checkpoints and ended jobs removed; what something needs stays; a death leaves nothing half."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spool.spool_tools import (
+    add_run,
+    commit,
+    failed,
+    maker,
+    refused,
+    run_spec,
+    spool_with_run,
+    start,
+    submit,
+    succeeded,
+    train_one,
+)
+from spool.volume_tools import DiedError, dying_at, tree
+from tandem.errors import Conflict, InvalidInput, NotFound
+from tandem.spool import Spool, recovery
+from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.recovery import sweep
+from tandem.spool.removal import Keep, delete_run, prune
+from tandem.spool.schema import Manifest, RLJob, RLLoss, Served
+from tandem.system.logs import Log
+
+NEWEST = Keep(newest=1)
+NOW_OLD = Keep(days=1e-9)  # whatever ended before this moment is too old
+
+
+@pytest.fixture(autouse=True)
+def remains_are_stale(monkeypatch):
+    monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
+
+
+def train_logged(spool: Spool, run: str = "r") -> str:
+    job = train_one(spool, run)
+    spool.paths.log_file(job.spec.id).write_text("printed")
+    return job.spec.id
+
+
+def hours_ago(spool: Spool, job_id: str, hours: float) -> None:
+    """Makes an ended job as old as this."""
+    (path,) = spool.root.glob(f"jobs/*/*/*,{job_id}.json")
+    os.utime(path, (time.time() - hours * 3600,) * 2)
+
+
+def steps_after(spool: Spool, keep: Keep, run: str = "r") -> list[int]:
+    prune(spool, keep)
+    return spool.checkpoints.steps(run)
+
+
+def files_of_jobs(spool: Spool) -> set[str]:
+    kinds = ("ids", "events", "logs", "data", "work", "leases", "cancel")
+    paths = [path for kind in kinds for path in (spool.paths.jobs / kind).iterdir()]
+    return {path.name.removesuffix(".jsonl").removesuffix(".log").removesuffix(".json") for path in paths}
+
+
+def test_everything_stays_unless_it_is_asked_for(spool):
+    for _ in range(3):
+        train_logged(spool)
+    spool.checkpoints.rollback("r", 2)
+    before = tree(spool.root)
+    prune(spool, Keep())
+    assert tree(spool.root) == before
+
+
+def test_the_newest_every_mth_and_step_0_stay(spool):
+    for _ in range(9):
+        train_one(spool)
+    assert steps_after(spool, Keep(newest=20)) == list(range(10))
+    assert steps_after(spool, Keep(newest=2, every=3)) == [0, 3, 6, 8, 9]
+    assert steps_after(spool, Keep(newest=2)) == [0, 8, 9]
+    with refused(NotFound, "step", "0 to 9 without those that were removed"):
+        spool.checkpoints.path("r", 3)
+    assert train_one(spool).spec.base_step == 9
+    assert steps_after(spool, NEWEST) == [0, 10]
+    spool.checkpoints.rollback("r", 0)
+    assert train_one(spool).spec.base_step == 0
+
+
+def serve(spool: Spool) -> None:
+    served = Served(step=2, model="r@2", checkpoint="ab", verified=1.0, mean_abs_logprob_error=0.0, tokens_checked=1)
+    spool.served.put("r", served)
+
+
+def queue_with_reference(spool: Spool) -> None:
+    spool.queue.submit(maker(loss=RLLoss(kl_coef=0.1, kl_reference=2)), run="r", job_id="j", fingerprint="f",
+                       base_step=None)  # fmt: skip
+
+
+def run_with_reference(spool: Spool) -> None:
+    queue_with_reference(spool)
+    assert spool.queue.claim("me").spec.id == "j"
+
+
+def stale_base(spool: Spool) -> None:
+    """A queued job on a step that is not the newest any more, as after a restore of a backup."""
+    job = submit(spool, "j")
+    path = spool.paths.job_file("queued", spool.jobs.find("j"))
+    path.unlink()
+    path.parent.rmdir()
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"base_step": 2})})
+    spool.queue._write("queued", job)
+
+
+@pytest.mark.parametrize(
+    ("need", "stays"),
+    [
+        (serve, {2}),
+        (lambda spool: spool.checkpoints.pin("r", 2), {2}),
+        (queue_with_reference, {2}),
+        (run_with_reference, {2}),
+        (stale_base, {2, 3}),
+    ],
+    ids=["served", "pinned", "queued reference", "running reference", "base"],
+)
+def test_what_something_needs_stays(spool: Spool, need: Callable[[Spool], object], stays: set[int]):
+    for _ in range(5):
+        train_one(spool)
+    need(spool)
+    assert steps_after(spool, NEWEST) == sorted({0, 5} | stays)
+
+
+def test_a_pin_ends_by_hand_and_by_a_rollback(spool):
+    for _ in range(4):
+        train_one(spool)
+    for step in (1, 2, 3):
+        spool.checkpoints.pin("r", step)
+    spool.checkpoints.unpin("r", 1)
+    spool.checkpoints.unpin("r", 1)
+    with refused(NotFound, "step"):
+        spool.checkpoints.pin("r", 7)
+    assert steps_after(spool, NEWEST) == [0, 2, 3, 4]
+    spool.checkpoints.rollback("r", 2)
+    assert spool.checkpoints.pinned("r") == [2]
+
+
+def test_a_reference_that_was_removed_is_refused_at_the_door(spool):
+    for _ in range(3):
+        train_one(spool)
+    prune(spool, NEWEST)
+    before = tree(spool.root)
+    with refused(InvalidInput, "loss.kl_reference", "step 1"):
+        spool.queue.submit(maker(loss=RLLoss(kl_coef=0.1, kl_reference=1)), run="r", job_id="j", fingerprint="f",
+                           base_step=None)  # fmt: skip
+    assert tree(spool.root) == before
+
+
+def test_discarded_checkpoints_go_by_the_age_of_the_rollback(spool):
+    for _ in range(3):
+        train_one(spool)
+    spool.checkpoints.rollback("r", 1)
+    prune(spool, Keep(days=1.0))
+    old, young = spool.checkpoints.discarded("r")
+    old.rename(old.with_name("00000002-" + "0" * 26))
+    old.with_name("by-hand").mkdir()
+    prune(spool, Keep(days=1.0))
+    assert [path.name for path in spool.checkpoints.discarded("r")] == [young.name, "by-hand"]
+    assert spool.checkpoints.steps("r") == [0, 1]
+
+
+def test_the_age_of_a_job_counts_from_its_end(spool):
+    long_ago = time.time() - 72 * 3600
+    for job_id in ("old", "young"):
+        job = start(spool, job_id, created=long_ago)
+        commit(spool, job)
+        spool.queue.finish(job, succeeded(job))
+    hours_ago(spool, "old", 30)
+    prune(spool, Keep(days=1.0))
+    assert [job.spec.id for _, job in spool.jobs.list()] == ["young"]
+    with refused(NotFound, "id"):
+        spool.jobs.get("old")
+
+
+def test_a_removed_jobs_id_is_a_new_job(spool):
+    job = start(spool, "j")
+    spool.queue.finish(job, failed())
+    prune(spool, NOW_OLD)
+    again = start(spool, "j")
+    spool.queue.finish(again, failed())
+    assert [event.type for event in spool.events.read("j")] == ["claimed", "failed"]
+
+
+def test_a_run_with_jobs_is_not_deleted(spool):
+    for number in range(2):
+        job = submit(spool, f"j{number}")
+        before = tree(spool.root)
+        with refused(Conflict, "run", "j0"):
+            delete_run(spool, "r")
+        assert tree(spool.root) == before
+        if not number:
+            spool.queue.claim("me")
+    assert job.spec.base_step == 1
+
+
+def test_a_deleted_run_leaves_nothing_and_another_of_its_name_is_new(spool):
+    add_run(spool, "other")
+    ids = [train_logged(spool) for _ in range(2)]
+    other = train_logged(spool, "other")
+    spool.checkpoints.fork("r", 2, run_spec("copy"))
+    spool.checkpoints.rollback("r", 1)
+    shutil.rmtree(delete_run(spool, "r"))
+    assert spool.runs.names() == ["copy", "other"]
+    assert files_of_jobs(spool) == {other}
+    with refused(NotFound, "run"):
+        delete_run(spool, "r")
+    spool.checkpoints.verify("copy", 0)
+
+    new = add_run(spool, "r")
+    assert Spool(spool.root).runs.get("r") == spool.runs.get("r") == new
+    assert spool.checkpoints.steps("r") == [0]
+    job, is_new = spool.queue.submit(maker(), run="r", job_id=ids[0], fingerprint="f", base_step=None)
+    assert is_new
+    assert job.spec.base_step == 0
+    spool.queue.claim("me")
+    assert [event.type for event in spool.events.read(ids[0])] == ["claimed"]
+
+
+def test_a_job_that_was_packed_for_a_deleted_run_is_not_queued_in_the_next_of_its_name(spool):
+    def make(job_id: str, base_step: int, directory: Path) -> RLJob:
+        shutil.rmtree(delete_run(spool, "r"))
+        add_run(spool, "r", seed=1)
+        return maker()(job_id, base_step, directory)
+
+    with refused(Conflict, "run", "deleted"):
+        spool.queue.submit(make, run="r", job_id="j", fingerprint="f", base_step=None)
+    assert spool.jobs.list() == []
+    assert files_of_jobs(spool) == set()
+
+
+def test_who_waits_for_the_lock_of_a_run_that_goes_does_not_get_it(spool, monkeypatch):
+    from tandem.spool import locks
+
+    real = locks._open_locked
+
+    def deleted_meanwhile(path: Path, blocking: bool) -> int:
+        fd = real(path, blocking)
+        monkeypatch.setattr(locks, "_open_locked", real)
+        (spool.root / "runs/r").rename(spool.root / "runs/.tmp-gone")
+        add_run(spool, "r")
+        return fd
+
+    monkeypatch.setattr(locks, "_open_locked", deleted_meanwhile)
+    with refused(NotFound, "run"), spool.runs.lock("r"):
+        pytest.fail("it got the lock of another run")
+    with spool.runs.lock("r"):
+        pass
+
+
+def test_the_size_of_a_run_follows_its_files(spool):
+    def on_disk() -> int:
+        files = [path for part in ("checkpoints", "discarded") for path in (spool.root / "runs/r" / part).rglob("*")]
+        return sum(path.stat().st_size for path in files if path.is_file())
+
+    def changes() -> None:
+        train_one(spool)
+        job = start(spool)
+        commit(spool, job, b"longer" * 99)
+        spool.queue.finish(job, succeeded(job))
+
+    assert spool.checkpoints.size("r") == on_disk() > 0
+    for change in (changes, lambda: spool.checkpoints.rollback("r", 1), changes, lambda: prune(spool, NOW_OLD)):
+        change()
+        assert spool.checkpoints.size("r") == on_disk()
+    shutil.rmtree(delete_run(spool, "r"))
+    add_run(spool, "r")
+    assert spool.checkpoints.size("r") == on_disk()
+
+
+def whole(spool: Spool) -> dict:
+    """What everybody sees. Fails where a run, checkpoint or job is there by half."""
+    seen: dict = {"runs": {}, "discarded": {}, "jobs": set()}
+    for spec in spool.runs.list():
+        seen["runs"][spec.name] = spool.checkpoints.steps(spec.name)
+        for step in seen["runs"][spec.name]:
+            spool.checkpoints.verify(spec.name, step)
+        seen["discarded"][spec.name] = len(found := spool.checkpoints.discarded(spec.name))
+        for path in found:
+            verify_files(path, Manifest.model_validate_json((path / "manifest.json").read_bytes()))
+    for state, job in spool.jobs.list():
+        assert spool.jobs.get(job.spec.id) == (state, job)
+        assert spool.events.ended(job.spec.id)
+        assert spool.paths.log_file(job.spec.id).exists()
+        seen["jobs"].add(job.spec.run)
+    return seen
+
+
+def remove_run(spool: Spool) -> None:
+    try:
+        shutil.rmtree(delete_run(spool, "r"))
+    except NotFound:
+        prune(spool, Keep())  # what the sweeper does
+
+
+OPERATIONS: dict[str, Callable[[Spool], object]] = {
+    "delete": remove_run,
+    "checkpoints": lambda spool: prune(spool, NEWEST),
+    "jobs and discarded": lambda spool: prune(spool, NOW_OLD),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_dying_anywhere(memory_path, monkeypatch, name):
+    monkeypatch.setattr(Log, "info", lambda *_, **__: None)  # the log's writes are none of the volume's
+    operate = OPERATIONS[name]
+    template, undisturbed, dead = (memory_path / part for part in ("template", "undisturbed", "dead"))
+    spool = spool_with_run(template)
+    add_run(spool, "other")
+    train_logged(spool, "other")
+    for _ in range(4):
+        train_logged(spool)
+    spool.checkpoints.rollback("r", 3)
+    shutil.copytree(template, undisturbed)
+    operate(Spool(undisturbed))
+    sweep(Spool(undisturbed))
+    after, files = whole(Spool(undisturbed)), tree(undisturbed).keys()
+    assert after != whole(Spool(template))
+    deaths = 0
+    for count in range(1, 1000):
+        shutil.copytree(template, dead)
+        try:
+            with dying_at(count):
+                operate(Spool(dead))
+        except DiedError:
+            deaths += 1
+            whole(Spool(dead))
+            operate(Spool(dead))
+            sweep(Spool(dead))
+            assert whole(Spool(dead)) == after, count
+            assert tree(dead).keys() == files, count
+        else:
+            break
+        shutil.rmtree(dead)
+    assert deaths > 20
