@@ -56,6 +56,7 @@ SHARED = {"TANDEM_GPU_MODE": "shared"}
         (SHARED | {"TANDEM_TRAINER_DEVICES": "0"}, "must name the same GPUs"),
         (SHARED | {"TANDEM_DEVICE": "cpu"}, "no GPU to share"),
         ({"TANDEM_TRAINER_RANKS": "3", "TANDEM_TENSOR_PARALLEL": "2"}, "TANDEM_TENSOR_PARALLEL"),
+        ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         ({"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"}, "_JOB=0 contradicts TANDEM_LAUNCH=fork"),
     ],
 )

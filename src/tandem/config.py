@@ -128,6 +128,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.keep_every is not None and self.keep_checkpoints is None:
+            raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
         if self.trainer_ranks % self.tensor_parallel:
             ranks = f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
             raise ValueError(f"{ranks} is not a multiple of TANDEM_TENSOR_PARALLEL={self.tensor_parallel}")

@@ -188,6 +188,19 @@ def test_a_removed_jobs_id_is_a_new_job(spool):
     assert [event.type for event in spool.events.read("j")] == ["claimed", "failed"]
 
 
+def test_a_removed_job_does_not_come_back_from_a_file_that_a_dead_process_left(spool):
+    queued = submit(spool, "j")
+    path = spool.paths.job_file("queued", spool.jobs.find("j"))
+    content = path.read_bytes()
+    assert spool.queue.claim("me").spec.id == queued.spec.id
+    spool.queue.finish(spool.jobs.get("j")[1], failed())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    prune(spool, NOW_OLD)
+    assert spool.jobs.list() == []
+    assert spool.queue.claim("me") is None
+
+
 def test_a_run_with_jobs_is_not_deleted(spool):
     for number in range(2):
         job = submit(spool, f"j{number}")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,13 @@ class Runs:
                 pass
         return found
 
-    @contextmanager
-    def lock(self, name: str) -> Iterator[None]:
+    def lock(self, name: str) -> AbstractContextManager[None]:
         """Serialises changes of the run's chain: submit, rollback, fork, removal. NotFound (field `run`) if the run is
         deleted while this waits."""
-        path = self.directory(name) / "lock"
+        return self._hold(self.directory(name) / "lock", name)
+
+    @contextmanager
+    def _hold(self, path: Path, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             try:
                 held = os.fstat(stack.enter_context(file_lock(path)))
