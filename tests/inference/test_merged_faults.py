@@ -18,6 +18,7 @@ import tiny_model
 from inference import publish_and_stop
 from inference.test_merged_vllm import MergedTrainer, complete
 from policies import write_random_adapter
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool.schema import LoraShape
 from tandem.system import processes
@@ -201,19 +202,26 @@ def memory(vllm: VllmServer) -> dict[str, int]:
     return found
 
 
+def publication(path: Path, adapter: Path) -> Path:
+    """The adapter in a directory of its own, as each checkpoint has one."""
+    path.mkdir()
+    (path / WEIGHTS_FILE).hardlink_to(adapter / WEIGHTS_FILE)
+    return path
+
+
 def test_500_publications_cost_no_memory(vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path) -> None:
     """An adapter has 1.2 MB, so that its copies would show."""
     trainer.step(1)
     trainer.publish(trainer.run)
     lora = LoraShape(rank=128, alpha=1.0)
     paths = [write_random_adapter(tmp_path / f"big-{seed}", vllm.model, lora, seed=seed) for seed in range(3)]
-    size = (paths[0] / "adapter_model.safetensors").stat().st_size
+    size = (paths[0] / WEIGHTS_FILE).stat().st_size
     assert size > 1_000_000
     begin = time.monotonic()
     for number in range(550):
         if number == 50:
             before = memory(vllm)
-        path = str(paths[number % 3])
+        path = str(publication(tmp_path / str(number), paths[number % 3]))
         trainer.client.swap_merged(f"{trainer.run}@{number}", path, 0.01, "keep", 60)
         trainer.client.announce_merged(path)
         if number % 10 == 0:

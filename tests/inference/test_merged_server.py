@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from tandem.config import Settings
+from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.server import merged_server
 from tandem.inference.server.guard import ADMIN
 from tandem.inference.server.merged_server import MergedServer
@@ -771,3 +772,28 @@ def test_a_client_that_leaves_while_it_waits_is_not_sampled_for(over_http: tuple
     stays.join(10)
     until("both have ended", lambda: client.merged()["in_flight"] == 0)
     assert len(world.engine.generated) == 1
+
+
+def test_the_publisher_counts_only_announced_weights(over_http: tuple[World, VllmClient]) -> None:
+    """Others were not verified, or are torn: it must write and check them again."""
+    world, client = over_http
+    transport = MergedTransport(client, None, Settings(), None)
+
+    def listed() -> dict[str, str]:
+        transport.refresh()
+        return transport.listed
+
+    assert listed() == {}
+    client.swap_merged("run@1", "/1", 2.0, "keep", 5)
+    assert listed() == {}
+    client.announce_merged("/1")
+    assert listed() == {"run@1": "/1"}
+    client.swap_merged("run@2", "/2", 2.0, "keep", 5)
+    transport.listed = {"run@2": "/2"}
+    transport.unload("run@2")
+    assert listed() == {"run@1": "/1"}
+    fail(world.engine, "tandem_swap", "torn")
+    with pytest.raises(InferenceUnavailable):
+        client.swap_merged("run@2", "/2", 2.0, "keep", 5)
+    assert client.merged()["name"] == "run@1"
+    assert listed() == {}
