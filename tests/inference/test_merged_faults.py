@@ -210,7 +210,7 @@ def publication(path: Path, adapter: Path) -> Path:
 
 
 def test_500_publications_cost_no_memory(vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path) -> None:
-    """An adapter has 1.2 MB, so that its copies would show."""
+    """An adapter has 1 MB, so that its copies would show."""
     trainer.step(1)
     trainer.publish(trainer.run)
     lora = LoraShape(rank=128, alpha=1.0)

@@ -361,7 +361,9 @@ def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_merge_that_fails_restores_the_old_bits_on_all_workers(
     model: Model, tmp_path: Path, breakable: list[int], where: str
 ) -> None:
-    old, new = (model.adapter(tmp_path, seed) for seed in (1, 2))
+    """The old adapter leaves out what the failing merge writes."""
+    old = model.adapter(tmp_path, 1, LoraShape(rank=2, alpha=5.0, targets=("q_proj", "o_proj")))
+    new = model.adapter(tmp_path, 2)
     workers = model.workers(2)
     core = Core([weights for _, weights in workers])
     for _, weights in workers:
