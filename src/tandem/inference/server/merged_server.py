@@ -171,9 +171,9 @@ class MergedServer:
         """The publisher refuses the weights of `path`: those that were announced last are served again. `to_base`:
         their run was deleted, so the base model's weights come back, and nothing is served."""
         async with self._swap:
-            if order["path"] != self.current.path or (self.phase == "served" and not order["to_base"]):
+            if order["path"] != self.current.path or (self.phase == "served" and not order.get("to_base")):
                 return {}
-            if order["to_base"]:
+            if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
             told = await self._write(state, self.verified, "keep", time.monotonic() + HOLD_SECONDS)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
