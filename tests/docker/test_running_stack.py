@@ -139,7 +139,11 @@ def test_prometheus_reaches_every_target(stack):
 # Metrics that need a GPU. tests/monitoring/recorded has a scrape with them.
 GPU_ONLY = re.compile(r"tandem_gpu_|tandem_torch_|tandem_job_gpu_")
 # Metrics that a healthy stack's training does not export.
-NOT_HERE = {"tandem_train_kl": "only where a job measures KL to a reference"}
+NOT_HERE = {
+    "tandem_train_kl": "only where a job measures KL to a reference",
+    "tandem_merged_phase": "only with merged weights",
+    "tandem_merged_runs": "only with merged weights",
+}
 
 
 def test_every_metric_of_rules_and_dashboards_exists(stack):

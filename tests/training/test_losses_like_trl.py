@@ -2,6 +2,7 @@
 
 import functools
 from collections import defaultdict
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,8 @@ SEQUENCES = 6
 @functools.cache
 def trainer_class() -> Any:
     """TRL's. TRL would import vLLM, which what is used here does not need."""
-    import trl.import_utils
-
-    trl.import_utils.is_vllm_available = lambda *_, **__: False
+    utils: Any = import_module("trl.import_utils")
+    utils.is_vllm_available = lambda *_, **__: False
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     return GRPOTrainer

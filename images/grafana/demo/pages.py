@@ -66,6 +66,7 @@ def gauges(world: World, exporter: Exporter) -> Samples:
     step = world.newest if exporter == "trainer" else world.served
     samples.set("tandem_policy_version", step, side=exporter, run=RUN)
     if exporter == "trainer":
+        samples.set("tandem_run_bytes", 525e6 * (step + 1), run=RUN)
         _set_training(samples, world)
     else:
         samples.set("tandem_policy_refused", 0, run=RUN)
