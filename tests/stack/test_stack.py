@@ -237,7 +237,7 @@ def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
     noticed = "has stalled: 1 requests wait, and no token came"
     until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"), 60)
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
-    assert processes.read(engine) is None
+    until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
     stack.wait_ready()
     serves_all_steps(stack)
 
