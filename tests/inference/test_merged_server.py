@@ -598,12 +598,17 @@ def test_several_swaps_in_one_request() -> None:
     play(scene)
 
 
-def test_the_same_weights_written_again_are_no_swap_to_a_request() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "step"),
+    [({"cmpl-mine-0": 5}, 1), ({}, 2)],
+    ids=["the same weights are written again", "its sequences have ended"],
+)
+def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(tokens: dict[str, int], step: int) -> None:
     async def scene(world: World) -> None:
         await world.publish(1)
         running = await world.running()
-        world.engine.tokens = {"cmpl-mine-0": 5}
-        await world.publish(1)
+        world.engine.tokens = tokens
+        await world.publish(step)
         world.proceed.set()
         answer = await running
         assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
@@ -621,19 +626,6 @@ def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights() -> None
         world.tokenised.set()
         answer = await early
         assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
-
-    play(scene)
-
-
-def test_a_request_whose_sequences_have_ended_has_only_the_old_weights() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        world.engine.tokens = {}
-        await world.publish(2)
-        world.proceed.set()
-        answer = await running
-        assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
 
     play(scene)
 

@@ -13,13 +13,13 @@ from fake_vllm import FakeVllm
 from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.config import Settings
-from tandem.inference.server.merged_server import Phase
 from tandem.metrics import policy
 from tandem.metrics.merged import PHASES, MergedCollector
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
 from tandem.spool import Spool
 from tandem.spool.schema import Job, Served
+from tandem.vllm_client.names import MergedPhase as Phase
 
 SECONDS = {"copy": 0.1, "load": 0.2, "swap": 0.15, "verify": 0.3, "since_checkpoint": 2.0}
 

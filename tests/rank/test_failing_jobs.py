@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from rank import jobs
-from tandem.data.inputs import Group, Trajectory, Turn
+from tandem.data import prepare
+from tandem.data.inputs import Group, SFTExample, Trajectory, Turn
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.spool import Spool
@@ -97,20 +99,47 @@ def test_a_log_prob_that_no_sampler_gives_fails_the_job(spool: Spool, policy, ol
     assert spool.checkpoints.steps("r") == [0]
 
 
+@pytest.fixture
+def no_float32_check(monkeypatch) -> None:
+    """The door lets numbers through that vanish in float32."""
+    monkeypatch.setattr(prepare, "_check_float32", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("advantages", "logprob", "says"),
     [
         ([1e-30, -1e-30], -5.0, "advantage_std is 1e-30"),
+        ([1e-50, -1e-50], -5.0, "norm 0,"),  # 0 in float32
         ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # the tokens' ratios are below PPO's lower bound
     ],
 )
-def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, advantages, logprob, says) -> None:
+def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, no_float32_check, advantages, logprob, says) -> None:
     groups = one_token_each(advantages, logprob)
     error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=groups, loss=RLLoss(policy="ppo")))
     assert (error.type, error.retriable) == ("nothing_to_learn", False)
     assert "the policy did not move" in error.message
     assert says in error.message
     assert spool.checkpoints.steps("r") == [0]
+
+
+def test_an_example_whose_weight_is_lost_in_float32_fails_the_job(spool: Spool, no_float32_check) -> None:
+    examples = jobs.random_examples(0)
+    examples[3] = SFTExample.model_construct(**dict(examples[3]) | {"weight": 1e-50})
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, examples=examples))
+    assert (error.type, error.retriable) == ("nothing_to_learn", False)
+    assert "weight of an example" in error.message
+    assert spool.checkpoints.steps("r") == [0]
+
+
+def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:
+    """The door refuses one that it can't find."""
+    jobs.run_here(spool, jobs.submit_sft(spool))
+    job = jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=0))
+    shutil.rmtree(spool.checkpoints.path("r", 0))
+    error = jobs.fail_here(spool, job)
+    assert error.type == "invalid_input"
+    assert "loss.kl_reference" in error.message
+    assert "checkpoint 0" in error.message
 
 
 def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, monkeypatch) -> None:

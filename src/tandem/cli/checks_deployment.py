@@ -145,8 +145,9 @@ def weights_checks(settings: Settings) -> Iterator[Check]:
         yield Check("warn", "weights: runs", found, "TANDEM_WEIGHTS chooses for the deployment; use another for them")
     merged = [run.name for run in runs if run.weights == "merged"]
     if settings.weights == "merged" and len(merged) > 1:
-        found = f"one vLLM serves one run with merged weights, and these would replace one another: {', '.join(merged)}"
-        yield Check("fail", "weights: runs", found, "keep one on this volume, the others on volumes of their own")
+        found = f"one vLLM serves one run with merged weights, the one created last of these: {', '.join(merged)}"
+        remedy = "delete the others (`tandem run delete`), or keep them on volumes of their own"
+        yield Check("fail", "weights: runs", found, remedy)
 
 
 def _second_copy(settings: Settings) -> str:

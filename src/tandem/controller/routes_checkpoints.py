@@ -75,8 +75,8 @@ def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> Checkpoi
     except CheckpointDamaged as error:
         return CheckpointInfo(step=step, pinned=pinned, damage=error.message)
     size = sum(entry.size for entry in manifest.files.values())
-    told = manifest.model_dump(include={"job", "created", "metrics", "origin"})
-    return CheckpointInfo(step=step, size=size, pinned=pinned, **told)
+    fields = manifest.model_dump(include={"job", "created", "metrics", "origin"})
+    return CheckpointInfo(step=step, size=size, pinned=pinned, **fields)
 
 
 class CheckpointArchive:

@@ -80,7 +80,8 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
         if others:
             problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"
-            raise Conflict(f"{problem}; use another deployment, or TANDEM_WEIGHTS=adapter", field="weights")
+            remedy = "delete it first (`tandem run delete`), or use another deployment or TANDEM_WEIGHTS=adapter"
+            raise Conflict(f"{problem}; {remedy}", field="weights")
     if spec.lora.rank > settings.max_lora_rank:
         problem = (
             f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"

@@ -8,8 +8,12 @@ from typing import Any, Self
 from tandem.errors import InvalidInput, UnknownArchitecture
 
 
-def model_directory(model: str, files: tuple[str, ...] = ("config.json", "model*.safetensors*")) -> Path:
+def model_directory(
+    model: str, files: tuple[str, ...] = ("config.json", "model*.safetensors*"), *, cached: bool = False
+) -> Path:
     """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once.
+
+    `cached`: nothing is downloaded, and the hub is not asked.
 
     Raises:
         InvalidInput: no such directory, and the hub doesn't give it.
@@ -19,7 +23,7 @@ def model_directory(model: str, files: tuple[str, ...] = ("config.json", "model*
     from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=cached))
     except Exception as error:  # the client raises a dozen types: bad names, no access, no network, no such file
         problem = f"{model!r} is neither a directory nor a model that the hub gives: {error}"
         raise InvalidInput(problem, field="base_model") from error

@@ -1,5 +1,7 @@
 """Merged serving: whether vLLM has whole and verified weights, as its server says, and which runs want to be served."""
 
+from typing import get_args
+
 from pydantic import ValidationError
 
 from tandem.config import Settings
@@ -8,8 +10,9 @@ from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.names import MergedPhase
 
-PHASES = ("empty", "swapping", "unverified", "served", "torn")
+PHASES: tuple[str, ...] = get_args(MergedPhase)
 _ANSWER_SECONDS = 5.0
 
 

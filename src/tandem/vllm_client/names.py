@@ -1,5 +1,7 @@
 """Names that Tandem and its vLLM server agree on. Standard library only: vLLM's own process imports this."""
 
+from typing import Literal
+
 ADMIN_HEADER = "x-tandem-admin-token"
 """The request header with the admin token. `Authorization` carries the API key, which vLLM checks itself."""
 
@@ -11,3 +13,6 @@ MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
 
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""
+
+MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
+"""What state the server says that its merged weights are in."""

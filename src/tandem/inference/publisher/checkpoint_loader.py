@@ -130,9 +130,9 @@ class CheckpointLoader:
         # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
         self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
-        told: dict[str, float] = {}
+        parts: dict[str, float] = {}
         if not self.transport.has(name, path):
-            told = self.transport.load(name, path, run.lora)
+            parts = self.transport.load(name, path, run.lora)
         loaded = time.monotonic()
         identity = self.transport.identity_reference(name)
         result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
@@ -142,7 +142,7 @@ class CheckpointLoader:
             raise InferenceRefused(result.reason + ("" if self.base_model in (None, wanted) else other))
         self.transport.announce(name, path)
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
-                   "since_checkpoint": time.time() - manifest.created, **told}  # fmt: skip
+                   "since_checkpoint": time.time() - manifest.created, **parts}  # fmt: skip
         record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
                         checkpoint=manifest.files[WEIGHTS_FILE].sha256, verified=time.time(),
                         mean_abs_logprob_error=result.error, tokens_checked=result.tokens,

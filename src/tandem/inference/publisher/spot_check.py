@@ -16,23 +16,18 @@ from numpy.typing import NDArray
 
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile
+from tandem.inference.tensor_file import TensorFile, weight_files
 from tandem.spool.schema import LoraShape
 
 
 class SpotCheck:
     def __init__(self, base_model: str, dtype: str) -> None:
-        """`base_model`: a directory or the name of a hub repository in the cache; `dtype`: in which vLLM serves."""
+        """`base_model`: see `weight_files`; `dtype`: in which vLLM serves."""
         self._model, self._dtype = base_model, dtype
 
     @cached_property
     def _base(self) -> dict[str, TensorFile]:
-        directory = Path(self._model)
-        if not directory.is_dir():
-            from huggingface_hub import snapshot_download
-
-            directory = Path(snapshot_download(self._model, local_files_only=True))
-        return {name: file for file in map(TensorFile, sorted(directory.glob("*.safetensors"))) for name in file}
+        return {name: file for file in map(TensorFile, weight_files(self._model)) for name in file}
 
     def rows(self, lora: LoraShape) -> dict[str, int]:
         """A random row of each tensor that adapters of this shape touch."""
@@ -66,12 +61,15 @@ class SpotCheck:
 
 def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
     """The base weights as vLLM has them, in float32."""
-    floats = (values.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else values.astype(np.float32)
-    return (
-        floats
-        if served == "float32" or dtype == "BF16"
-        else (_bfloat16(floats).astype(np.uint32) << 16).view(np.float32)
-    )
+    if dtype == "BF16":
+        return _widened(values)
+    floats = values.astype(np.float32)
+    return floats if served == "float32" else _widened(_bfloat16(floats))
+
+
+def _widened(values: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16 as float32."""
+    return (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

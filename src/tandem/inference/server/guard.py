@@ -89,10 +89,21 @@ class AdminGuard:
             message = "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN for vLLM"
         else:
             message = f"{route_path(scope)} is not a public route: send the admin token in the header {ADMIN_HEADER}"
-        body = json.dumps({"error": {"type": "unauthorized", "message": message, "field": None}}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+        await answer_json(send, 401, error_body("unauthorized", message), head=scope["method"] == "HEAD")
+
+
+def error_body(kind: str, message: str) -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message, "field": None}}
+
+
+async def answer_json(
+    send: Send, status: int, content: dict[str, Any], headers: Iterable[tuple[bytes, bytes]] = (), *, head: bool = False
+) -> None:
+    """Answer a request. `head`: without the body, as HEAD wants it."""
+    body = json.dumps(content).encode()
+    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": b"" if head else body})
 
 
 def _read_secret(name: str) -> str:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-from tandem.inference.server.guard import ADMIN, App, Receive, Scope, Send, route_path
-from tandem.inference.server.weight_versions import InFlight, Told, current_request
-from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE
+from tandem.inference.server.guard import ADMIN, App, Receive, Scope, Send, answer_json, error_body, route_path
+from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
+from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
 SAMPLING = frozenset({"/v1/chat/completions", "/v1/completions"})
 HOLD_SECONDS = 60.0
@@ -25,8 +25,6 @@ GRACE_SECONDS = 10.0
 """How long the server waits beyond an order's deadline for the engine to say what came of it."""
 _POLL_SECONDS = 0.01
 _CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is alive
-
-Phase = Literal["empty", "swapping", "unverified", "served", "torn"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Torn(SwapFailed):
 class MergedServer:
     def __init__(self, app: App) -> None:
         self.app = app
-        self.phase: Phase = "empty"
+        self.phase: MergedPhase = "empty"
         self.current = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
         self.verified = self.current
         self._changed = asyncio.Condition()
@@ -90,7 +88,8 @@ class MergedServer:
             reason = reasons.get(self.phase, f"the weights were not verified within {HOLD_SECONDS:.0f} s")
             if self._engine.errored:
                 reason = "vLLM's engine has died"
-            await _answer(send, 503, _error("inference_unavailable", f"{reason}; try again later"), retry_after=5)
+            error = error_body("inference_unavailable", f"{reason}; try again later")
+            await answer_json(send, 503, error, [(b"retry-after", b"5")])
             return
         request = InFlight(self._request_id(scope), self.current.name, asyncio.current_task())
         current_request.set(request)
@@ -98,7 +97,7 @@ class MergedServer:
         headers.append((b"x-request-id", request.id.encode("latin-1")))
         self._in_flight.add(request)
         try:
-            await self.app({**scope, "headers": headers}, receive, Told(send, request).send)
+            await self.app({**scope, "headers": headers}, receive, VersionedAnswer(send, request).send)
         finally:
             self._in_flight.discard(request)
             async with self._changed:
@@ -106,11 +105,10 @@ class MergedServer:
 
     def _request_id(self, scope: Scope) -> str:
         """The client's own, unless a request with the same one runs."""
-        given = next((value for key, value in scope["headers"] if key.lower() == b"x-request-id"), b"").decode(
-            "latin-1"
-        )
+        header = next((value for key, value in scope["headers"] if key.lower() == b"x-request-id"), b"")
+        given: str = header.decode("latin-1")
         if given and all(other.id != given for other in self._in_flight):
-            return str(given)
+            return given
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
     async def _wait_until_served(self) -> bool:
@@ -150,10 +148,10 @@ class MergedServer:
             else:
                 raise SwapFailed(f"there is no route {scope['method']} {MERGED_ROUTE}{action}", 404)
         except SwapFailed as error:
-            await _answer(send, error.status, _error("inference_refused", str(error)))
+            await answer_json(send, error.status, error_body("inference_refused", str(error)))
             return
         state = {"phase": self.phase, "name": self.current.name, "path": self.current.path}
-        await _answer(send, 200, {**state, "in_flight": len(self._in_flight), **result})
+        await answer_json(send, 200, {**state, "in_flight": len(self._in_flight), **result})
 
     async def _rows(self, _: Any, order: dict[str, Any]) -> dict[str, Any]:
         answers = await self._call("tandem_rows", time.monotonic() + 60, order["rows"])
@@ -175,9 +173,9 @@ class MergedServer:
                 return {}
             if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
-            told = await self._write(state, self.verified, "keep", time.monotonic() + HOLD_SECONDS)
+            seconds = await self._write(state, self.verified, "keep", time.monotonic() + HOLD_SECONDS)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
-        return told
+        return seconds
 
     async def _swap_to(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
         """Stage the adapter at `path`, then swap. The old weights stay in use until all of it is on the devices."""
@@ -190,25 +188,25 @@ class MergedServer:
                 while not all(worker["ready"] for worker in await self._call("tandem_staged", deadline, version.path)):
                     await asyncio.sleep(_POLL_SECONDS)
                 staged = time.monotonic()
-                told = await self._write(state, version, order["requests"], deadline)
+                seconds = await self._write(state, version, order["requests"], deadline)
                 await self._set("unverified")
             finally:
                 # Its failure costs memory until the next swap, no more.
                 with suppress(SwapFailed):
                     keep = [self.verified.path, self.current.path]
                     await self._call("tandem_discard", time.monotonic() + GRACE_SECONDS, keep)
-        return {"stage_seconds": staged - begin, **told}
+        return {"stage_seconds": staged - begin, **seconds}
 
     async def _write(self, state: Any, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap between two steps. If that fails the old weights are in use, or the phase is `torn`."""
-        before: Phase = self.phase
+        before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
         try:
             if requests == "wait":
                 await self._drain(deadline)
             swapped = time.monotonic()
-            told = await self._order_swap(version, requests, deadline)
+            outcome = await self._order_swap(version, requests, deadline)
         except Torn:
             await self._set("torn")
             for request in self._in_flight:
@@ -220,24 +218,24 @@ class MergedServer:
             raise
         self._rename(state, version)
         self.current = version
-        return {"drain_seconds": swapped - begin, "swap_seconds": told["seconds"]}
+        return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
     async def _order_swap(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """The engine begins no swap after the deadline, so a missing answer means that it hangs."""
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, requests, version.name, deadline)
         try:
-            [told] = await self._call("tandem_swap", deadline + GRACE_SECONDS, *arguments)
+            [outcome] = await self._call("tandem_swap", deadline + GRACE_SECONDS, *arguments)
         except SwapFailed as error:
             raise error if error.status != 503 else Torn(str(error)) from error
-        if "torn" in told:
-            raise Torn(told["torn"])
-        if "late" in told:
+        if "torn" in outcome:
+            raise Torn(outcome["torn"])
+        if "late" in outcome:
             raise SwapFailed("the engine was busy until the deadline; the old weights stay")
         if version != self.current:
             for request in self._in_flight:
-                request.swapped(version.name, told["tokens"], in_engine=in_engine.get(request, False))
-        return dict(told)
+                request.swapped(version.name, outcome["tokens"], in_engine=in_engine.get(request, False))
+        return dict(outcome)
 
     async def _drain(self, deadline: float) -> None:
         while self._in_flight:
@@ -258,11 +256,11 @@ class MergedServer:
         if (error := call.exception()) is not None:
             raise SwapFailed(f"{method} failed in vLLM: {type(error).__name__}: {error}") from error
         answers = list(call.result())
-        if told := next((answer["error"] for answer in answers if answer and "error" in answer), ""):
-            raise SwapFailed(f"{method} failed in vLLM: {told}", 422)
+        if problem := next((answer["error"] for answer in answers if answer and "error" in answer), ""):
+            raise SwapFailed(f"{method} failed in vLLM: {problem}", 422)
         return answers
 
-    async def _set(self, phase: Phase) -> None:
+    async def _set(self, phase: MergedPhase) -> None:
         async with self._changed:
             self.phase = phase
             self._changed.notify_all()
@@ -273,16 +271,3 @@ class MergedServer:
         kind = type(paths[0])
         names = [version.name, version.name.rpartition("@")[0]] if "@" in version.name else [version.name]
         paths[:] = [kind(name=name, model_path=version.path) for name in names]
-
-
-async def _answer(send: Send, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
-    content = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    if retry_after is not None:
-        headers.append((b"retry-after", str(retry_after).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
-def _error(kind: str, message: str) -> dict[str, Any]:
-    return {"error": {"type": kind, "message": message, "field": None}}

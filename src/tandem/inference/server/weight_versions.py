@@ -66,7 +66,7 @@ class InFlight:
         ]
 
 
-class Told:
+class VersionedAnswer:
     """Passes on vLLM's answer to a request, and adds the versions. Errors pass unchanged."""
 
     def __init__(self, send: Send, request: InFlight) -> None:

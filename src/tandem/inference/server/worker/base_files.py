@@ -1,29 +1,19 @@
 """The base model's safetensors files, by tensor."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from tandem.inference.tensor_file import weight_files
 
 
 class BaseFiles:
     """Reads blocks of tensors. Files stay open, memory-mapped."""
 
     def __init__(self, model: str) -> None:
-        """`model`: a directory, or the name of a hub repository that is in the local cache."""
-        directory = Path(model)
-        if not directory.is_dir():
-            from huggingface_hub import snapshot_download
-
-            directory = Path(snapshot_download(model, local_files_only=True))
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            files = [path.name for path in sorted(directory.glob("*.safetensors"))]
-        opened = [safe_open(directory / name, framework="pt") for name in files]
+        """`model`: see `weight_files`."""
+        opened = [safe_open(path, framework="pt") for path in weight_files(model)]
         self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def shape(self, name: str) -> tuple[int, ...]:

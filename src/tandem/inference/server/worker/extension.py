@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from tandem.inference.server.second_copy import automatic_copy
 from tandem.inference.server.worker.merged_weights import BASE, MergedWeights
@@ -15,7 +15,7 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
 
 
-def told[**P](method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+def answers_errors[**P](method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
     """An error becomes an answer. vLLM's executor stops at the first worker that raises and takes the answers of the
     others for those of the next call."""
 
@@ -34,25 +34,25 @@ class MergedWorker:
 
     tandem_weights: MergedWeights
 
-    @told
+    @answers_errors
     def tandem_stage(self, version: str, directory: str, scale: float) -> dict[str, Any]:
         self.tandem_weights.stage(version, directory, scale)
         return {}
 
-    @told
+    @answers_errors
     def tandem_staged(self, version: str) -> dict[str, Any]:
         return {"ready": self.tandem_weights.staged(version)}
 
-    @told
+    @answers_errors
     def tandem_swap(self, version: str) -> dict[str, Any]:
         return self.tandem_weights.swap(version)
 
-    @told
+    @answers_errors
     def tandem_discard(self, keep: list[str]) -> dict[str, Any]:
         self.tandem_weights.discard(keep=keep)
         return {}
 
-    @told
+    @answers_errors
     def tandem_rows(self, wanted: dict[str, int]) -> dict[str, Any]:
         return {"rows": self.tandem_weights.rows(wanted)}
 
@@ -61,18 +61,17 @@ def attach(worker: Any) -> None:
     """Give a worker that has just loaded its model its second copy of the weights, and have vLLM count the copy as part
     of the model, so that it does not plan that memory for the KV cache."""
     options = json.loads(os.environ[MERGED_VARIABLE])
-    copy = options["second_copy"]
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
+    copy: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
     if copy == "auto":
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        copy = automatic_copy(_left_for_kv_cache(worker), weights) if on_gpu else "device"
+        copy = automatic_copy(_left_for_kv_cache(worker), weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
     with worker._maybe_get_memory_pool_context(tag="weights"):
-        worker.tandem_weights = MergedWeights(
-            model, worker.model_config.model, frozenset(options["targets"]), copy if on_gpu else "device"
-        )
+        targets = frozenset(options["targets"])
+        worker.tandem_weights = MergedWeights(model, worker.model_config.model, targets, copy)
     if on_gpu:
         runner.model_memory_usage += worker.tandem_weights.device_bytes
 

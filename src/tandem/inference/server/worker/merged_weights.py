@@ -26,7 +26,7 @@ BASE = "base"
 
 @dataclass
 class Factors:
-    """The adapter of one version on this worker's device: for each block A, B and the scale; None: no adapter there."""
+    """The adapter of one version on this worker's device: A, B and the scale of each block that it adapts."""
 
     of_block: dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     error: str = ""
