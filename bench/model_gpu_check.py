@@ -183,7 +183,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_model(directory, SMALL_EXPERTS if arguments.experts else SMALL)
-        subprocess.run([sys.executable, __file__, "--cpu-side", name], check=True)
+        subprocess.run([sys.executable, "-m", "bench.model_gpu_check", "--cpu-side", name], check=True)
         device.activate("cuda")
         parallel.init_parallel()
         good = parity(directory)

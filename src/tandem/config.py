@@ -65,7 +65,9 @@ class Settings(BaseSettings):
     tensor_parallel: int = Field(default=1, ge=1)
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """CUDA indices or UUIDs for the ranks, comma separated; empty: as the container was given."""
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """What a layer computes again in the backward pass: auto: what the GPU's memory can't keep; none: nothing; full:
+    all but the attention."""
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
     """If the runner does not renew a running job's lease for this long, the job goes back to the queue."""

@@ -67,17 +67,6 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path):
     assert (by_kernel["flex"] - by_kernel["sdpa"]).abs().max() <= 1e-4
 
 
-def test_rope_multiplies_complex_numbers():
-    """Dimensions i and i + head_dim / 2 of a head are a complex number, turned by position * frequency."""
-    generator = torch.Generator().manual_seed(3)
-    heads = torch.randn(7, 1, 3, 10, generator=generator, dtype=torch.float64)
-    positions, frequencies = torch.tensor([0, 1, 2, 3, 0, 1, 2]), torch.rand(5, generator=generator)
-    actual = attention.rotated(heads, *attention.rotation(positions, frequencies, torch.float64))
-    numbers = torch.complex(*heads.chunk(2, -1))
-    expected = numbers * torch.exp(1j * torch.outer(positions.double(), frequencies.double()))[:, None, None]
-    torch.testing.assert_close(actual, torch.cat((expected.real, expected.imag), -1), atol=1e-6, rtol=1e-6)
-
-
 def test_a_long_probe_has_the_log_probs_of_some_of_its_tokens(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path))
     tokens = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(0)).tolist()

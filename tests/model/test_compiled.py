@@ -89,15 +89,14 @@ def test_what_makes_another_kind():
 # the dense mask.
 ATTENTION = """
 import sys, torch
-from types import SimpleNamespace
+from torch.nn.functional import pad
 calls, compile_function = [], torch.compile
 torch.compile = lambda *args, **options: calls.append(args) or compile_function(*args, **options)
-from tandem.model.attention import TreeAttention, rotation, tree_params
+from tandem.model.attention import attend, rotation, tree_params
 generator = torch.Generator().manual_seed(0)
-query = torch.randn(300, 1, 4, 16, generator=generator).to(sys.argv[1])
-key, value = torch.randn(300, 1, 2, 32, generator=generator).to(sys.argv[1]).chunk(2, -1)
+query = torch.randn(300, 4, 16, generator=generator).to(sys.argv[1])
+key, value = torch.randn(300, 2, 32, generator=generator).to(sys.argv[1]).chunk(2, -1)
 ends = torch.arange(300) // 100 * 100 + 100
-attention = TreeAttention(SimpleNamespace(kv_channels=16))
 furthest = 0.0
 with torch.no_grad():
     for slots in (300, 300, 200):
@@ -105,10 +104,10 @@ with torch.no_grad():
         rotations = rotation(positions.to(query.device), frequencies.to(query.device), torch.float32)
         first = [tensor[:slots] for tensor in (query, key, value)]
         flex, dense = (
-            attention(*first, None, packed_seq_params=tree_params(ends, kernel, rotations))
-            for kernel in ("flex", "sdpa")
+            attend(*(pad(t, (0, 0, 0, 0, 0, row.length - slots)) for t in first), row, 0.25)[:slots]
+            for row in (tree_params(ends, kernel, rotations) for kernel in ("flex", "sdpa"))
         )
-        assert flex.shape == dense.shape == (slots, 1, 64)
+        assert flex.shape == dense.shape == (slots, 4, 16)
         furthest = max(furthest, float((flex - dense).abs().max()))
 print(len(calls), furthest < (1e-5 if sys.argv[1] == "cpu" else 1e-2))
 """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tandem.model.compiled import Compiled
-from tandem.model.mcore import MegatronModule, PackedSeqParams, TransformerConfig
+from tandem.model.mcore import PackedSeqParams
 
 Kernel = Literal["sdpa", "flex"]
 
@@ -26,7 +26,7 @@ class TreeParams(PackedSeqParams):
     """What all layers need to know of a row."""
 
     mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
-    length: int = 0  # S, to which the layers' slots are padded
+    length: int = 0  # of the attention's row: the mask's, to which the layers' slots are padded
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
 
 
@@ -49,18 +49,12 @@ def tree_params(subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch
 
 
 def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cosines and sines for `rotated` (Su et al., 2021, arXiv:2104.09864): [S, 1, 1, head_dim] each.
+    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864): [S, head_dim / 2] each.
 
     `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
     """
-    angles = torch.outer(positions.float(), inv_freq)[:, None, None]
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Queries or keys [S, 1, heads, head_dim] with RoPE applied; dimension i is paired with i + head_dim / 2."""
-    return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+    angles = torch.outer(positions.float(), inv_freq)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
@@ -141,45 +135,15 @@ flex = Compiled(_attend)
 """softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks."""
 
 
-class TreeAttention(MegatronModule):
-    """Megatron's core attention for packed rows: softmax(q k^T / sqrt(head_dim)) v under the row's mask, no dropout."""
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-
-    def forward(
-        self,
-        query: torch.Tensor,  # [S, 1, heads, head_dim]
-        key: torch.Tensor,  # [S, 1, kv_heads, head_dim]
-        value: torch.Tensor,
-        _attention_mask: None,  # Megatron's own; the tree's is in packed_seq_params
-        *,
-        packed_seq_params: TreeParams,
-        **_: Any,
-    ) -> torch.Tensor:
-        """[S, 1, heads * head_dim], of this rank's heads."""
-        slots, length = len(query), packed_seq_params.length
-        assert packed_seq_params.rotation is not None
-        query, key = (rotated(heads, *packed_seq_params.rotation) for heads in (query, key))
-        if slots < length:
-            query, key, value = (_padded(tensor, length) for tensor in (query, key, value))
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        mask = packed_seq_params.mask
-        if isinstance(mask, Blocks):
-            output = flex(query, key, value, self.scale, *mask)
-        else:
-            # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
-            repeat = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-            output = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=self.scale
-            )
-        return output.permute(2, 0, 1, 3)[:slots].flatten(2)
-
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """[S, ...] -> [length, ...], with zeros at the end and the same strides, for which kernels are compiled."""
-    whole = tensor.new_empty_strided((length, *tensor.shape[1:]), tensor.stride())
-    whole[: len(tensor)], whole[len(tensor) :] = tensor, 0
-    return whole
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float) -> torch.Tensor:
+    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value [length, key heads,
+    head_dim] -> [length, heads, head_dim]."""
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    if isinstance(row.mask, Blocks):
+        output = flex(query, key, value, scale, *row.mask)
+    else:
+        # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=row.mask, scale=scale)
+    return output[0].transpose(0, 1)

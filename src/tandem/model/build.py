@@ -11,15 +11,17 @@ import torch
 
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import check_cut
-from tandem.model import device, mcore, recompute_fix
-from tandem.model.attention import TreeAttention
+from tandem.model import device, mcore
 from tandem.model.experts import Experts, ExpertsLayer
-from tandem.model.lora import AdapterSwitch, LoraLinear, join_qkv, join_stacked
+from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
+from tandem.model.layer.decoder_layer import DecoderLayer
+from tandem.model.layer.kernels import HeadShape
+from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool.schema import LoraShape
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["auto", "none", "full"]
 
 # GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -41,7 +43,8 @@ def build_policy(
 
     Args:
         dtype: of base weights and activations (LoRA is fp32); the default is the device's.
-        recompute: "full" keeps only each layer's input and computes the layer again in the backward pass.
+        recompute: "full" keeps only each layer's input and its attention's output for the backward pass. The others
+            keep everything, until `recompute.fit` chooses.
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
 
     Raises:
@@ -51,7 +54,7 @@ def build_policy(
     check_cut(arch, tp)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
-        _transformer_config(arch, dtype, recompute),
+        _transformer_config(arch, dtype),
         _layer_spec(arch),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -66,20 +69,26 @@ def build_policy(
     gate_up = dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
     for layer in gpt.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_qkv = adapted(attention.linear_qkv, qkv, join_qkv(arch.num_kv_heads // tp))
-        attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size}, join_stacked)
+        attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
+        attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
+        heads = HeadShape(
+            arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
+            getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
+        )  # fmt: skip
+        layer.blocks = [AttentionBlock(layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads)]
+        layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
         if arch.moe:
             mlp.experts.add_adapters(lora, switch)
             continue
-        mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up, join_stacked)
-        mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size}, join_stacked)
-    recompute_fix.install(gpt)
+        mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
+        mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
+        layer.blocks.append(MlpBlock(layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2))
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
     policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
     return policy
 
 
-def _transformer_config(arch: Arch, dtype: torch.dtype, recompute: Recompute) -> mcore.TransformerConfig:
+def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
     return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -101,9 +110,6 @@ def _transformer_config(arch: Arch, dtype: torch.dtype, recompute: Recompute) ->
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=True,
-        recompute_granularity="full" if recompute == "full" else None,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
         **_moe_options(arch),
     )
 
@@ -146,7 +152,7 @@ def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
     qk_norm = mcore.WrappedTorchNorm if arch.qk_norm else mcore.IdentityOp
     column, row = mcore.ColumnParallelLinear, mcore.RowParallelLinear
     attention = mcore.SelfAttentionSubmodules(
-        linear_qkv=column, core_attention=TreeAttention, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
+        linear_qkv=column, core_attention=mcore.IdentityOp, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
     )
     if arch.moe:
         mlp = partial(ExpertsLayer, submodules=mcore.MoESubmodules(experts=Experts))
@@ -162,4 +168,4 @@ def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
         mlp=mlp,
         mlp_bda=mcore.get_bias_dropout_add,
     )
-    return mcore.ModuleSpec(module=mcore.TransformerLayer, submodules=layer)
+    return mcore.ModuleSpec(module=DecoderLayer, submodules=layer)

@@ -1,31 +1,26 @@
 """Log-probs and entropies of items from hidden states, with the vocabulary cut over tensor-parallel ranks.
 
-All logits [items, vocabulary] never exist at once: items are computed in chunks, and with gradients each chunk's logits
-are computed again in the backward pass.
+All logits [items, vocabulary] never exist at once: items are computed in chunks, and each chunk's logits are computed
+again in the backward pass.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import linear
 
 from tandem.model import parallel
-from tandem.model.mcore import reduce_from_tensor_model_parallel_region
 
-CHUNK_ELEMENTS = 2**26  # of one chunk's logits on this rank: 256 MiB in fp32, and a few times that in use meanwhile
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states [n, hidden] -> logits [n, vocabulary of this rank], in the activations' dtype."""
+CHUNK_ELEMENTS = 2**27  # of one chunk's logits on this rank: 256 MiB in bf16, and a few times that in fp32 on the CPU
 
 
 def item_logprobs(
     hidden: torch.Tensor,
     targets: torch.Tensor,
-    head: Head,
+    weight: torch.Tensor,
     *,
     vocab_start: int,
-    vocab_size: int,
     temperature: float,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,45 +29,100 @@ def item_logprobs(
     Args:
         hidden: [n, hidden], the state each item is predicted from.
         targets: int64 [n], token ids.
-        vocab_start, vocab_size: this rank has the tokens vocab_start ... vocab_start + vocab_size - 1.
-        group: the tensor-parallel ranks; all of them call this with the same arguments.
+        weight: [vocabulary of this rank, hidden], frozen; logits are `hidden @ weight.T` in hidden's dtype.
+        vocab_start: the first token of this rank.
+        group: the tensor-parallel ranks; all of them call this with the same hidden states and targets.
     """
-
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(hidden).float() / temperature
-        return _softmax_statistics(logits, targets - vocab_start, group)
-
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
-    logprobs, entropies = [], []
-    for start in range(0, len(targets), size):
-        arguments = hidden[start : start + size], targets[start : start + size]
-        if torch.is_grad_enabled():
-            results = checkpoint(chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            results = chunk(*arguments)
-        logprobs.append(results[0])
-        entropies.append(results[1])
-    if not logprobs:
+    if not len(targets):
         # Still a function of `hidden`, so that a rank whose row has no items takes part in the backward pass.
         empty = hidden.sum(-1).float()
         return empty, empty
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropy = _Statistics.apply(hidden, targets - vocab_start, weight, temperature, group)
+    return logprobs, entropy
 
 
-def _softmax_statistics(
-    logits: torch.Tensor, local_targets: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy, from logits fp32 [n, vocabulary of this rank] and int64 indices into them, which are
-    out of range on all ranks but one."""
-    largest = logits.detach().amax(-1)
-    parallel.all_reduce(largest, dist.ReduceOp.MAX, group)
-    logits = logits - largest[:, None]
-    weights = logits.exp()
-    mine = (local_targets >= 0) & (local_targets < logits.shape[-1])
-    index = torch.where(mine, local_targets, 0)
-    target = torch.where(mine, logits.gather(-1, index[:, None]).squeeze(-1), 0.0)
-    # One collective for three sums. Its backward is the identity, because every rank computes the same loss from them.
-    sums = torch.stack([weights.sum(-1), (weights * logits).sum(-1), target])
-    total, weighted, target = reduce_from_tensor_model_parallel_region(sums, group=group)
+class _Statistics(torch.autograd.Function):
+    """With l = logits / temperature, m = max l, Z = sum exp(l - m):
+
+    log p = l - m - log Z, H = log Z - sum exp(l - m) (l - m) / Z, d log p(t) / d l_j = [j = t] - p_j and
+    d H / d l_j = -p_j (log p_j + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, temperature: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        parts = []
+        for chunk in _chunks(len(targets), len(weight)):
+            logits = linear(hidden[chunk], weight)
+            parts.append(_statistics(logits, targets[chunk], temperature, group))
+        logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
+        ctx.temperature, ctx.group = temperature, group
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor) -> Any:
+        hidden, targets, weight, normaliser, entropy = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        for chunk in _chunks(len(targets), len(weight)):
+            of_logits = _logits_gradient(
+                linear(hidden[chunk], weight), targets[chunk], normaliser[chunk], entropy[chunk], of_logprobs[chunk],
+                of_entropy[chunk], ctx.temperature,
+            )  # fmt: skip
+            torch.mm(of_logits, weight, out=of_hidden[chunk])
+        parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
+        return of_hidden, None, None, None, None
+
+
+def _chunks(items: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, start + size) for start in range(0, items, size)]
+
+
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank] and indices into them,
+    int64 [n], which are out of range on all ranks but one."""
+    if logits.is_cuda:
+        from tandem.model.layer import triton_softmax
+
+        largest, total, weighted, target = triton_softmax.statistics(logits, targets, temperature)
+    else:
+        scaled = logits.float() / temperature
+        largest = scaled.amax(-1)
+        mine = (targets >= 0) & (targets < scaled.shape[-1])
+        target = torch.where(mine, scaled.gather(-1, torch.where(mine, targets, 0)[:, None]).squeeze(-1), 0.0)
+        shifted = scaled - largest[:, None]
+        weights = shifted.exp()
+        total, weighted = weights.sum(-1), (weights * shifted).sum(-1)
+    if group.size() > 1:
+        local, largest = largest, largest.clone()
+        parallel.all_reduce(largest, dist.ReduceOp.MAX, group)
+        shift = local - largest
+        sums = torch.stack([total * shift.exp(), (weighted + shift * total) * shift.exp(), target])
+        parallel.all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, target = sums.unbind()
     log_total = total.log()
-    return target - log_total, log_total - weighted / total
+    return target - largest - log_total, log_total - weighted / total, largest, log_total
+
+
+def _logits_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor,
+    of_logprobs: torch.Tensor, of_entropy: torch.Tensor, temperature: float,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of `logits`, in their dtype; on CUDA it is written over them. `normaliser`: m + log Z."""
+    if logits.is_cuda:
+        from tandem.model.layer import triton_softmax
+
+        return triton_softmax.logits_gradient(
+            logits, targets, normaliser, entropy, of_logprobs, of_entropy, temperature
+        )
+    log_p = logits.float() / temperature - normaliser[:, None]
+    gradient = -log_p.exp() * (of_logprobs[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))
+    mine = (targets >= 0) & (targets < logits.shape[-1])
+    rows = torch.arange(len(logits), device=logits.device)
+    gradient[rows, torch.where(mine, targets, 0)] += torch.where(mine, of_logprobs, 0.0)
+    return (gradient / temperature).to(logits.dtype)

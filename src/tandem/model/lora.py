@@ -3,21 +3,21 @@
 Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, also where Megatron fuses
 the base weights. All are fp32 and cast to the activations' dtype in use, so they are their own master weights.
 
-Across tensor-parallel ranks:
+Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is kept for them. Across
+tensor-parallel ranks:
 
 | layer | A | B | collective |
 |---|---|---|---|
-| column parallel (q, k, v, gate, up) | replicated | cut along out | A x: forward none, backward sum |
-| row parallel (o, down) | cut along in | replicated | A x: forward sum, backward none |
+| column parallel (q, k, v, gate, up) | replicated | cut along out | backward sums the gradients of x and A x |
+| row parallel (o, down) | cut along in | replicated | forward sums the output and A x |
 
-So autograd leaves every rank's gradient complete: a replicated tensor's gradient is already the sum over the ranks, and
-the same on all of them.
+So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
@@ -41,27 +41,25 @@ class LoraTensor:
     cut: Cut
 
 
-Join = Callable[[list[torch.Tensor]], torch.Tensor]
-"""From each target's output [S, 1, out of the target] to the fused output [S, 1, sum]."""
-
-
 class LoraLinear(nn.Module):
-    """A frozen Megatron linear layer with adapters, which are uninitialised; called like the layer itself."""
+    """A frozen Megatron linear layer with adapters, which are uninitialised."""
 
     def __init__(
         self,
         base: mcore.ColumnParallelLinear | mcore.RowParallelLinear,
         out_features: dict[str, int],
-        join: Join,
         lora: LoraShape,
         switch: AdapterSwitch,
+        groups: int = 1,
     ) -> None:
-        """`out_features`: of this rank, for each target that `base` fuses, adapted or not."""
+        """`out_features`: of this rank, for each target that `base` fuses, adapted or not. `groups`: the rows of `base`
+        are that many blocks, each with its share of every target's rows; Megatron's `linear_qkv` has one per key head.
+        """
         super().__init__()
-        self.base, self.out_features, self.join = base, out_features, join
+        self.base, self.out_features, self.groups = base, out_features, groups
         self.scale, self.rank, self.switch = lora.alpha / lora.rank, lora.rank, switch
         self.column = isinstance(base, mcore.ColumnParallelLinear)
-        self.uncut = base.tp_group.size() == 1
+        self.group: dist.ProcessGroup = base.tp_group
         self.targets = [target for target in out_features if target in lora.targets]
         in_features = base.input_size if self.column else base.input_size_per_partition
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
@@ -80,36 +78,86 @@ class LoraLinear(nn.Module):
         cut_b: Cut = "rows" if self.column else "whole"
         return {t: (LoraTensor(self.lora_a[t], cut_a), LoraTensor(self.lora_b[t], cut_b)) for t in self.targets}
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x: [S, 1, in] (of this rank, for a row-parallel layer) -> (output [S, 1, out], Megatron's unadded bias)."""
-        output, bias = self._base(x) if self.uncut else self.base(x)
-        if self.targets and self.switch.on:
-            output = output + self._delta(x)
-        return output, bias
+    def adapter(self) -> list[nn.Parameter]:
+        """A of each adapted target, then B of each."""
+        return [*self.lora_a.values(), *self.lora_b.values()]
 
-    def _base(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What Megatron's forward computes where no other rank has a part of the layer. Megatron's own runs so much
-        Python around that product that the GPU waits for it."""
-        output, bias = linear(x, self.base.weight), self.base.bias
-        if bias is None or self.base.skip_bias_add:
-            return output, bias
-        return output + bias, None
+    @property
+    def adapted(self) -> bool:
+        return bool(self.targets) and self.switch.on
 
-    def _delta(self, x: torch.Tensor) -> torch.Tensor:
-        a = join_stacked([self.lora_a[target] for target in self.targets], dim=0).to(x.dtype)
-        hidden = linear(x, a) * self.scale
-        if not self.uncut:
-            copy, reduce = mcore.copy_to_tensor_model_parallel_region, mcore.reduce_from_tensor_model_parallel_region
-            hidden = (copy if self.column else reduce)(hidden, group=self.base.tp_group)
-        hidden_of = dict(zip(self.targets, hidden.split(self.rank, dim=-1), strict=True))
-        return self.join(
-            [
-                linear(hidden_of[target], self.lora_b[target].to(x.dtype))
-                if target in hidden_of
-                else x.new_zeros(()).expand(*x.shape[:-1], out_features)
-                for target, out_features in self.out_features.items()
-            ]
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
+        [S, targets * rank], for `adapter_gradients`)."""
+        weight, bias, alone = self.base.weight, self.base.bias, self.group.size() == 1
+        if residual is not None and alone:
+            output = torch.addmm(residual, x, weight.t())  # one pass less than the product and a sum
+        else:
+            output = linear(x, weight, bias)
+            if not self.column:
+                self._sum(output)
+            if residual is not None:
+                output += residual
+        if not self.adapted:
+            return output, None
+        inner = linear(x, self._a(x.dtype))
+        if not self.column:
+            self._sum(inner)
+        return output.addmm_(inner, self._b(x.dtype).t()), inner
+
+    def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From the gradient of the output [S, out] those of x and of A x."""
+        of_x, of_inner = gradient @ self.base.weight, gradient @ self._b(gradient.dtype) if self.adapted else None
+        if self.column:
+            self._sum(of_x)
+        if of_inner is None:
+            return of_x, None
+        if self.column:
+            self._sum(of_inner)
+        return of_x.addmm_(of_inner, self._a(gradient.dtype)), of_inner
+
+    def adapter_gradients(
+        self, gradient: torch.Tensor, of_inner: torch.Tensor | None, x: torch.Tensor, inner: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward."""
+        if of_inner is None or inner is None:
+            return [torch.zeros_like(parameter) for parameter in self.adapter()]
+        of_a, of_b = _outer(of_inner, x).split(self.rank), _outer(gradient, inner).mul_(self.scale)
+        parts = self._blocks(of_b.unflatten(0, (self.groups, -1)))
+        return [*of_a, *(part.flatten(0, 1) for part in parts)]
+
+    def _a(self, dtype: torch.dtype) -> torch.Tensor:
+        """A of all adapted targets, stacked: [targets * rank, in]."""
+        return join_stacked(list(self.lora_a.values()), dim=0).to(dtype)
+
+    def _b(self, dtype: torch.dtype) -> torch.Tensor:
+        """alpha / rank * B of all targets, [out, targets * rank] in the order of `base`'s rows: zero where a row is of
+        one target and a column of another."""
+        first = next(iter(self.lora_b.values()))
+        whole = first.new_zeros(
+            self.groups, sum(self.out_features.values()) // self.groups, len(self.targets) * self.rank
         )
+        for target, part in zip(self.targets, self._blocks(whole), strict=True):
+            torch.mul(self.lora_b[target].view(part.shape), self.scale, out=part)
+        return whole.flatten(0, 1).to(dtype)
+
+    def _blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Of [groups, out / groups, targets * rank], each adapted target's rows and columns."""
+        blocks: list[torch.Tensor] = []
+        begin = 0
+        for target, features in self.out_features.items():
+            rows = features // self.groups
+            if target in self.targets:
+                column = len(blocks) * self.rank
+                blocks.append(whole[:, begin : begin + rows, column : column + self.rank])
+            begin += rows
+        return blocks
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        if self.group.size() > 1:
+            dist.all_reduce(tensor, group=self.group)
 
 
 def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
@@ -117,10 +165,8 @@ def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=dim)
 
 
-def join_qkv(groups: int) -> Join:
-    """Megatron's order for `groups` key heads (of this rank): each group's queries, its key, its value."""
-
-    def join(outputs: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1).flatten(-2)
-
-    return join
+def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^T right, fp32: summed over [S]."""
+    if left.is_cuda and left.dtype is not torch.float32:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return left.t() @ right

@@ -172,37 +172,31 @@ class Policy(nn.Module):
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
-        return self._outputs(row, self.gpt.decoder(**self._decoder_inputs(row))[:, 0], temperature)
+        return self._outputs(row, self.gpt.decoder(**self.decoder_inputs(row))[:, 0], temperature)
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
         the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
         decoder = self.gpt.decoder
-        hidden, _ = decoder.layers[0](**self._decoder_inputs(row))
+        hidden, _ = decoder.layers[0](**self.decoder_inputs(row))
         self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
         """`hidden`: the final hidden states [S, hidden]."""
-        vocab = self.arch.vocab_size // self._tp
         logprobs, entropy = item_logprobs(
             hidden[row.item_source],
             row.tokens[row.item_target],
-            self._head,
-            vocab_start=self._tp_rank * vocab,
-            vocab_size=vocab,
+            self.head,
+            vocab_start=self._tp_rank * len(self.head),
             temperature=temperature,
             group=self._tp_group,
         )
         return ItemOutputs(logprobs, entropy)
 
-    def _decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
+    def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
-        if torch.is_grad_enabled():
-            # Under full recompute Megatron runs a layer whose input needs no gradient without a graph. The embedding is
-            # frozen, so nothing would be trained, silently.
-            embedded = embedded.detach().requires_grad_()
         rotations = rotation(row.positions, self._inv_freq, embedded.dtype)
         return {
             "hidden_states": embedded,
@@ -210,9 +204,11 @@ class Policy(nn.Module):
             "packed_seq_params": tree_params(row.subtree_end, self.attention_kernel, rotations),
         }
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.gpt.shared_embedding_or_output_weight() if self.arch.tie_embeddings else None
-        return self.gpt.output_layer(hidden, weight=weight)[0]
+    @property
+    def head(self) -> torch.Tensor:
+        """The output layer's weight [vocabulary of this rank, hidden]."""
+        tied = self.arch.tie_embeddings
+        return self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
 
     def _find_lora(self) -> dict[str, LoraTensor]:
         tensors: dict[str, LoraTensor] = {}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
+from tandem.model import recompute
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
@@ -47,6 +48,8 @@ class Training:
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
     """Within it the policy computes as that KL reference does; afterwards it is exactly what it was before."""
+    fit: bool = False
+    """Choose what layers keep for the backward pass by the device's memory (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
         self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
@@ -140,6 +143,9 @@ class Training:
         maxima: dict[str, Tensor] = {}
         for index, counts in self.plan.micro_steps(step, self.topology.dp_rank):
             self.phases.announce("forward_backward")
+            if self.fit:
+                self.fit = False
+                recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
             output = self._loss(self.batch.row(index), denominator if counts else None)
             output.loss.backward()
             for name, value in output.sums.items():

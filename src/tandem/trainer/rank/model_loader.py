@@ -168,7 +168,6 @@ def _load_softmax_kernels(vocabulary: int) -> None:
     """Load the kernels that compute log-probs from logits. Without a collective, so that it may run beside any."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
-        hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
-        lambda hidden: hidden.new_zeros(len(hidden), vocabulary),
-        vocab_start=0, vocab_size=vocabulary, temperature=1.0, group=parallel_state.get_context_parallel_group(),
+        hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
+        vocab_start=0, temperature=1.0, group=parallel_state.get_context_parallel_group(),
     )  # fmt: skip

@@ -100,6 +100,7 @@ class _Session:
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
             reference=partial(checkpoint.reference_policy, self._spool, run.name, policy),
+            fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
         logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)

@@ -1,0 +1,204 @@
+"""Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on the same rows.
+
+    python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none peft]
+                          [--limit 40] [--steps 5]
+
+Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q, k, v and o), and
+every token but each sequence's first is trained. A row is one sequence (`8192`), several (`4x1024`), or `tree`: a group
+of 16 completions of 512 tokens after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU that may
+be used.
+
+Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and token, and 3.5
+times the forward of causal attention. Recomputation is not counted. Each way runs in a process of its own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.model_gpu_check import QWEN3_8B, QWEN3_30B_A3B_8L
+from bench.report import report
+from tandem.families.arch import Arch
+from tandem.families.registry import arch_from_config
+from tandem.spool.schema import LoraShape
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B_8L | {"num_hidden_layers": 48},
+    "llama-1b": {
+        "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64,
+        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rope_theta": 5e5, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def shape_of(row: str) -> tuple[list[int], int]:
+    """(lengths of the sequences, tokens that they would be one by one)."""
+    if row == "tree":
+        return [2048 + 16 * 512], 16 * (2048 + 512)
+    count, _, length = row.rpartition("x")
+    lengths = [int(length)] * int(count or 1)
+    return lengths, sum(lengths)
+
+
+def model_flops(arch: Arch, lengths: list[int]) -> float:
+    """Of one forward and backward pass; see the module's text."""
+    hidden, tokens = arch.hidden_size, sum(lengths)
+    mlp = 3 * hidden * arch.ffn_hidden_size
+    if arch.moe:
+        mlp = 3 * hidden * arch.moe.ffn_hidden_size * arch.moe.experts_per_token + hidden * arch.moe.num_experts
+    weights = arch.num_layers * (hidden * (2 * arch.query_size + 2 * arch.kv_size) + mlp) + hidden * arch.vocab_size
+    attention = sum(2 * length**2 * arch.query_size for length in lengths) * arch.num_layers
+    return 4.0 * weights * tokens + 3.5 * attention
+
+
+def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]) -> Callable[[], None]:
+    from tandem.model import device, parallel, recompute
+    from tandem.model.build import build_policy
+    from tandem.model.policy import RowTensors
+
+    device.activate("cuda")
+    parallel.init_parallel()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    policy = build_policy(
+        arch_from_config(config), LoraShape(rank=16, alpha=32.0, targets=targets), dtype=torch.bfloat16,
+        recompute="full" if way == "full" else "none",
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(0.0, 0.02)
+    lengths, _ = shape_of(row)
+    slots = torch.arange(sum(lengths))
+    if row == "tree":
+        begin = torch.where(slots < 2048, 0, (slots - 2048) // 512 * 512 + 2048)
+        positions = torch.where(slots < 2048, slots, slots - begin + 2048)
+        end = torch.where(slots < 2048, len(slots), begin + 512)
+        first = slots == 0
+        source = torch.where(slots == begin, 2047, slots - 1)
+    else:
+        begin = torch.repeat_interleave(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths))
+        positions, end, first = slots - begin, begin + lengths[0], slots == begin
+        source = slots - 1
+    tensors = RowTensors(
+        torch.randint(0, config["vocab_size"], (len(slots),)).cuda(), positions.cuda(), end, source[~first].cuda(),
+        slots[~first].cuda(),
+    )  # fmt: skip
+    if way == "auto":
+        levels = recompute.fit(policy, tensors)
+        print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
+
+    def step() -> None:
+        policy(tensors).logprobs.mean().backward()
+        for parameter in policy.lora_parameters().values():
+            parameter.grad = None
+
+    return step
+
+
+def peft_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]) -> Callable[[], None]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **options), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    model.config.use_cache = False
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=list(targets), lora_dropout=0.0)
+    model = get_peft_model(model, lora)
+    model.train()
+    if way == "peft-checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    lengths, _ = shape_of(row)
+    tokens = torch.randint(0, config["vocab_size"], (len(lengths), lengths[0]), device="cuda")
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def one(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one way on one row in this process."""
+    config, row, way = MODELS[arguments.model], arguments.rows[0], arguments.ways[0]
+    if arguments.limit:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.limit * 2**30 / total)
+    targets = ATTENTION if arguments.targets == "attention" else DENSE
+    make = peft_step if way.startswith("peft") else tandem_step
+    step = make(config, row, way, targets)
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(arguments.steps):
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    median, (lengths, effective) = sorted(seconds)[len(seconds) // 2], shape_of(row)
+    if arguments.profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        print(
+            profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70),
+            file=sys.stderr,
+        )
+    return {
+        "model": arguments.model, "targets": arguments.targets, "row": row, "way": way, "limit GiB": arguments.limit,
+        "tokens/s": sum(lengths) / median, "effective tokens/s": effective / median, "seconds": median,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "model TFLOP/s": model_flops(arch_from_config(config), lengths) / median / 1e12,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--targets", choices=["all", "attention"], default="all")
+    parser.add_argument("--rows", nargs="+", default=["8192"])
+    parser.add_argument("--ways", nargs="+", default=["full", "auto", "none", "peft-checkpoint", "peft"])
+    parser.add_argument("--limit", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
+    parser.add_argument("--name", default="train", help="of the file under bench/results")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(one(arguments)))
+        return
+    rows = []
+    for row in arguments.rows:
+        for way in arguments.ways:
+            if row == "tree" and way.startswith("peft"):
+                continue
+            command = [sys.executable, "-m", "bench.train", "--child", "--model", arguments.model, "--rows", row,
+                       "--targets", arguments.targets, "--ways", way, "--limit", str(arguments.limit),
+                       "--steps", str(arguments.steps), *(["--profile"] if arguments.profile else [])]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            sys.stderr.write(
+                done.stderr[-200:] if done.returncode == 0 and not arguments.profile else done.stderr[-12000:]
+            )
+            if done.returncode == 0:
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                print(rows[-1], flush=True)
+    report(arguments.name, f"Training speed on {torch.cuda.get_device_name()}, torch {torch.__version__}", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The two blocks of a decoder layer, each with its residual connection: attention, and a dense MLP.
+
+Each computes its own backward pass, from what its forward kept. So what is kept is a choice (`Keep`), not autograd's,
+and what was not kept is computed again, to the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import Parameter
+from torch.nn.functional import pad
+
+from tandem.model.attention import TreeParams, attend
+from tandem.model.layer import kernels
+from tandem.model.layer.kernels import Heads, HeadShape
+from tandem.model.lora import LoraLinear
+
+
+class Keep(IntEnum):
+    """What a layer keeps for its backward pass, from little to much. Each level keeps what those before it keep."""
+
+    INPUT = 0  # the layer's input and the attention's output
+    ATTENTION = 1  # the MLP's input, and what the attention block computes
+    ALL = 2  # gate and up
+
+
+@dataclass
+class Kept:
+    """What a block's forward keeps for its backward: the block's input, and tensors by name."""
+
+    x: torch.Tensor | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    graph: "_HeadsGraph | None" = None
+
+
+class AttentionBlock:
+    """`x + W_o attention(heads(W_qkv norm(x)))`."""
+
+    def __init__(self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape) -> None:
+        self._norm, self._qkv, self._proj, self._shape = norm, qkv, proj, shape
+        self._scale = shape.size**-0.5
+
+    def parameters(self) -> list[Parameter]:
+        """In the order of `backward`'s gradients."""
+        return [*self._qkv.adapter(), *self._proj.adapter()]
+
+    def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+        """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
+        kept = Kept(x)
+        qkv, inner, heads = self._heads(x, row)
+        if keep is None:
+            output = attend(*heads, row, self._scale)
+        else:
+            kept.graph = _HeadsGraph()
+            with kept.graph.holding(heads, forget=keep < Keep.ATTENTION) as entered:
+                output = attend(*entered, row, self._scale)
+            kept.tensors = {"output": output}
+            if keep >= Keep.ATTENTION:
+                kept.tensors |= {"qkv": qkv} | _named("qkv_inner", inner)
+        y, inner = self._proj(_flat(output.detach(), len(x)), x)
+        if keep is not None:
+            kept.tensors |= _named("proj_inner", inner)
+        return y, kept
+
+    def output_again(self, kept: Kept) -> torch.Tensor:
+        """What `forward` returned."""
+        assert kept.x is not None
+        y: torch.Tensor = self._proj(_flat(kept.tensors["output"].detach(), len(kept.x)), kept.x)[0]
+        return y
+
+    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+        x, graph, output = kept.x, kept.graph, kept.tensors.pop("output")
+        assert x is not None
+        assert graph is not None
+        of_output, of_inner = self._proj.input_gradient(gradient)
+        inner = kept.tensors.pop("proj_inner", None)
+        of_proj = self._proj.adapter_gradients(gradient, of_inner, _flat(output.detach(), len(x)), inner)
+        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        if "qkv" in kept.tensors:
+            qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
+        else:
+            qkv, inner, heads = self._heads(x, row, normalised)
+            graph.again(heads)
+        of_heads = graph.gradients(output, _padded(of_output.view(len(x), *output.shape[1:]), len(output)))
+        of_qkv = kernels.split_heads_backward(of_heads, qkv, self._shape, *_rotation(row))
+        of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
+        of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
+        del of_qkv, normalised
+        of_x = kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
+        return of_x, of_parameters
+
+    def _heads(
+        self, x: torch.Tensor, row: TreeParams, normalised: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
+        if normalised is None:
+            normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        qkv, inner = self._qkv(normalised)
+        return qkv, inner, kernels.split_heads(qkv, self._shape, *_rotation(row), row.length)
+
+
+class MlpBlock:
+    """`x + W_down swiglu(W_gate_up norm(x))`."""
+
+    def __init__(self, norm: Any, gate_up: LoraLinear, down: LoraLinear) -> None:
+        self._norm, self._gate_up, self._down = norm, gate_up, down
+
+    def parameters(self) -> list[Parameter]:
+        """In the order of `backward`'s gradients."""
+        return [*self._gate_up.adapter(), *self._down.adapter()]
+
+    def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+        """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
+        gate_up, inner = self._gate_up(kernels.rms_norm(x, self._norm.weight, self._norm.eps))
+        y, down_inner = self._down(kernels.swiglu(gate_up), x)
+        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, _named("down_inner", down_inner))
+        if keep is Keep.ALL:
+            kept.tensors |= {"gate_up": gate_up} | _named("inner", inner)
+        return y, kept
+
+    def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+        x = kept.x
+        assert x is not None
+        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        if "gate_up" in kept.tensors:
+            gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
+        else:
+            gate_up, inner = self._gate_up(normalised)
+        of_activated, of_inner = self._down.input_gradient(gradient)
+        of_gate_up, activated = kernels.swiglu_backward(of_activated, gate_up)
+        of_down = self._down.adapter_gradients(gradient, of_inner, activated, kept.tensors.pop("down_inner", None))
+        del of_activated, activated, gate_up
+        of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
+        of_parameters = [*self._gate_up.adapter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
+        del of_gate_up, normalised
+        of_x = kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
+        return of_x, of_parameters
+
+
+class _HeadsGraph:
+    """Autograd's graph of the attention alone, from queries, keys and values to its output."""
+
+    @contextmanager
+    def holding(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
+        """Within it the graph is recorded, of tensors equal to `heads`. `forget`: it does not keep them, so `again`
+        must be called before `gradients`."""
+        place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
+        self._heads: Heads | None = None
+
+        def pack(tensor: torch.Tensor) -> Any:
+            index = place.get(tensor.data_ptr()) if forget else None
+            return tensor if index is None else (index, tensor.size(), tensor.stride())
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            assert self._heads is not None
+            index, size, stride = packed
+            return self._heads[index].as_strided(size, stride)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            entered = _Enter.apply(torch.empty((), requires_grad=True), *heads)
+            # An edge does not keep its tensor.
+            self._edges = [get_gradient_edge(tensor) for tensor in entered]
+            yield entered
+
+    def again(self, heads: Heads) -> None:
+        self._heads = heads
+
+    def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
+        """Of queries, keys and values, from that of the attention's output. Uses up the graph."""
+        q, k, v = torch.autograd.grad(output, self._edges, gradient)
+        self._heads = None
+        return q, k, v
+
+
+class _Enter(torch.autograd.Function):
+    """Gives tensors a place in a graph, without being leaves, which would be kept."""
+
+    @staticmethod
+    def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:
+        return heads
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return None, *gradients
+
+
+def _flat(output: torch.Tensor, slots: int) -> torch.Tensor:
+    """The attention's output [length, heads, size] without its padding: [slots, heads * size]."""
+    return output[:slots].flatten(1)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """[S, heads, size] -> [length, heads, size], with zeros at the end."""
+    return pad(tensor, (0, 0, 0, 0, 0, length - len(tensor))) if len(tensor) < length else tensor
+
+
+def _named(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {} if tensor is None else {name: tensor}
+
+
+def _rotation(row: TreeParams) -> tuple[torch.Tensor, torch.Tensor]:
+    assert row.rotation is not None
+    return row.rotation

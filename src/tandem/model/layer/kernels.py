@@ -1,0 +1,125 @@
+"""What a layer computes between its matrix products, forward and backward: on CUDA one kernel each, elsewhere torch's.
+
+Both compute in fp32 and round once. Tensors are contiguous unless noted; S is the number of slots.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad, silu
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key, its value."""
+
+    groups: int
+    queries: int  # per group
+    size: int  # of a head
+    eps: float
+    q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
+    k_norm: torch.Tensor | None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S, features]."""
+    if x.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.rms_norm(x, weight, eps)
+    return _normalised(x, eps)[0] * weight
+
+
+def rms_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
+    if x.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.rms_norm_backward(gradient, x, weight, eps, plus)
+    return plus + _norm_gradient(gradient * weight, *_normalised(x, eps))
+
+
+def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
+    """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
+
+    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2. Slots
+    from S to `length` become zero.
+    """
+    if qkv.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.split_heads(qkv, shape, cos, sin, length)
+    parts = list(_grouped(qkv, shape).split([shape.queries, 1, 1], 2))
+    for index, weight in enumerate((shape.q_norm, shape.k_norm)):
+        if weight is not None:
+            parts[index] = _normalised(parts[index], shape.eps)[0] * weight
+        parts[index] = _rotated(parts[index], cos, sin)
+    q, k, v = (pad(part.flatten(1, 2), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
+    return q, k, v
+
+
+def split_heads_backward(
+    gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
+    if qkv.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.split_heads_backward(gradients, qkv, shape, cos, sin)
+    inputs = _grouped(qkv, shape).split([shape.queries, 1, 1], 2)
+    parts = [gradient[: len(qkv)].unflatten(1, (shape.groups, -1)) for gradient in gradients]
+    for index, weight in enumerate((shape.q_norm, shape.k_norm)):
+        parts[index] = _rotated(parts[index], cos, -sin)
+        if weight is not None:
+            parts[index] = _norm_gradient(parts[index] * weight, *_normalised(inputs[index], shape.eps))
+    return torch.cat(parts, 2).flatten(1)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S, features]."""
+    if gate_up.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return silu(gate) * up
+
+
+def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over `gate_up`."""
+    if gate_up.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.swiglu_backward(gradient, gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    activated = gate * sigmoid
+    of_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
+    return torch.cat((of_gate, gradient * activated), -1), activated * up
+
+
+def _grouped(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
+    return qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
+
+
+def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, and 1 / sqrt(...)."""
+    inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * inverse, inverse
+
+
+def _norm_gradient(gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """From the gradient of `normalised`, that of the input."""
+    return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """heads: [S, groups, heads, size]."""
+    first, second = heads.chunk(2, -1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -1,0 +1,69 @@
+"""`logprobs.py` on a GPU: one pass over the logits forward, one backward. Each program computes whole rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 4096
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _statistics(  # type: ignore[no-untyped-def]
+    logits, targets, largest_out, total_out, weighted_out, target_out, columns, scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * columns
+    largest, total, weighted = -float("inf"), 0.0, 0.0
+    for begin in range(0, columns, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        value = tl.load(at + c, mask=c < columns, other=-float("inf")).to(tl.float32) * scale
+        new = tl.maximum(largest, tl.max(value, 0))
+        # Rescale the sums so far: they are of exp(l - m) and exp(l - m) (l - m).
+        shift = tl.where(largest == -float("inf"), 0.0, largest - new)
+        weighted = (weighted + shift * total) * tl.exp(shift)
+        total *= tl.exp(shift)
+        weights = tl.exp(value - new)
+        total += tl.sum(weights, 0)
+        weighted += tl.sum(tl.where(weights > 0, weights * (value - new), 0.0), 0)
+        largest = new
+    tl.store(largest_out + row, largest)
+    tl.store(total_out + row, total)
+    tl.store(weighted_out + row, weighted)
+    target = tl.load(targets + row)
+    mine = (target >= 0) & (target < columns)
+    value = tl.load(at + tl.where(mine, target, 0)).to(tl.float32) * scale
+    tl.store(target_out + row, tl.where(mine, value, 0.0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _logits_gradient(  # type: ignore[no-untyped-def]
+    logits, targets, normaliser, entropy, of_logprobs, of_entropy, columns, scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = c < columns, logits + row * columns + c
+    log_p = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(normaliser + row)
+    of_logprob, of_h = tl.load(of_logprobs + row), tl.load(of_entropy + row)
+    gradient = -tl.exp(log_p) * (of_logprob + of_h * (log_p + tl.load(entropy + row)))
+    gradient += tl.where(c == tl.load(targets + row), of_logprob, 0.0)
+    tl.store(at, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    """m, Z, sum exp(l - m) (l - m), and l of the target or 0: fp32 [n]; see `logprobs._Statistics`."""
+    out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    _statistics[(len(logits),)](logits, targets, *out, logits.shape[1], 1 / temperature, BLOCK=_BLOCK, num_warps=8)
+    return tuple(out)
+
+
+def logits_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor,
+    of_logprobs: torch.Tensor, of_entropy: torch.Tensor, temperature: float,
+) -> torch.Tensor:  # fmt: skip
+    """See `logprobs._logits_gradient`."""
+    grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
+    _logits_gradient[grid](
+        logits, targets, normaliser, entropy, of_logprobs.contiguous(), of_entropy.contiguous(), logits.shape[1],
+        1 / temperature, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return logits

@@ -1,0 +1,75 @@
+"""Chooses what each layer keeps for its backward pass, so that a row fits the device's memory (`Keep`).
+
+Levels change neither results nor their bits, only memory and time.
+"""
+
+import torch
+import torch.distributed as dist
+
+from tandem.model import device, parallel
+from tandem.model.device import memory
+from tandem.model.layer.blocks import Keep
+from tandem.model.mcore import parallel_state
+from tandem.model.policy import Policy, RowTensors
+
+HEADROOM = 0.04
+"""Part of the device's memory that stays free: the allocator can't use every gap."""
+HEAD_BYTES = 2**30
+"""For the output layer: a chunk's logits, and the hidden states of a row's items."""
+
+
+def fit(policy: Policy, row: RowTensors) -> list[Keep]:
+    """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by layer.
+
+    It measures one layer at each level on the device, which takes as long as a few layers of a training step. On the
+    CPU everything is kept. A collective of the tensor-parallel ranks, which choose the same.
+    """
+    layers = policy.gpt.decoder.layers
+    if device.is_cuda():
+        kept, transient = _measure(policy, row)
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        total = torch.cuda.get_device_properties(device.device()).total_memory
+        limit = total * torch.cuda.get_per_process_memory_fraction()
+        usable = min(float(free), limit - torch.cuda.memory_allocated())
+        levels = choose(kept, len(layers), usable - transient - HEAD_BYTES - HEADROOM * total)
+    else:
+        levels = [Keep.ALL] * len(layers)
+    counts = torch.tensor([sum(level >= keep for level in levels) for keep in Keep], device=device.device())
+    parallel.all_reduce(counts, dist.ReduceOp.MIN, parallel_state.get_tensor_model_parallel_group())
+    _, attention, everything = counts.tolist()
+    levels = [
+        Keep.ALL if i < everything else Keep.ATTENTION if i < attention else Keep.INPUT for i in range(len(layers))
+    ]
+    for layer, level in zip(layers, levels, strict=True):
+        layer.keep = level
+    return levels
+
+
+def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
+    """As many layers as possible keep everything, and as many of the others as possible their attention block.
+
+    `kept`: bytes that a layer keeps at each level; `budget`: bytes for all layers. Keeping everything saves more
+    time per byte than keeping the attention block alone.
+    """
+    left = budget - layers * kept[Keep.INPUT]
+    counts: list[int] = []
+    for level in (Keep.ALL, Keep.ATTENTION):
+        cost = kept[level] - kept[Keep.INPUT]
+        counts.append(max(0, min(layers - sum(counts), int(left // cost) if cost > 0 else layers)))
+        left -= counts[-1] * cost
+    return [Keep.ALL] * counts[0] + [Keep.ATTENTION] * counts[1] + [Keep.INPUT] * (layers - sum(counts))
+
+
+def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
+    """Bytes that one layer keeps at each level, and those that its passes take beside what other layers keep."""
+    layer, inputs = policy.gpt.decoder.layers[0], policy.decoder_inputs(row)
+    hidden = inputs.pop("hidden_states").detach().requires_grad_()
+    kept, before = {}, torch.cuda.memory_allocated()
+    memory.reset_peaks()
+    for level in Keep:
+        layer.keep = level
+        output, _ = layer(hidden, **inputs)
+        kept[level] = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(output, hidden, torch.zeros_like(output))
+        del output
+    return kept, memory.stats()["allocated_peak"] - before
