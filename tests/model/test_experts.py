@@ -14,7 +14,7 @@ from policies import LORA
 from tandem.errors import InvalidInput
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
-from tandem.model.experts import grouped_linear
+from tandem.model.experts import grouped_outer, grouped_product
 from tandem.model.mcore import parallel_state
 from tiny import write_random_model
 
@@ -29,39 +29,41 @@ def test_more_tensor_parallel_ranks_than_one_are_refused(alone, tmp_path, monkey
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1, 0), (0, 0, 13, 0, 0), (3, 3, 3, 2, 2)])
-def test_grouped_linear(sizes):
+def test_grouped_products(sizes):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(13, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    x, y = (torch.randn(13, size, generator=generator, dtype=torch.float64) for size in (4, 6))
+    matrices = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    expected = torch.cat([part @ matrix.T for part, matrix in zip(x.split(sizes), weight, strict=True)])
-    assert torch.equal(grouped_linear(x, weight, ends), expected)
-    assert torch.autograd.gradcheck(lambda x, weight: grouped_linear(x, weight, ends), (x, weight))
+    assert torch.equal(grouped_product(x, matrices, ends), products(x, matrices, sizes))
+    assert torch.equal(grouped_outer(x, y, ends), outers(x, y, sizes))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("features", [256, 16])
 @pytest.mark.parametrize("sizes", [(300, 0, 700, 1, 23), (0, 0, 1024, 0, 0), (205, 205, 205, 205, 204)])
-def test_grouped_linear_on_a_gpu(sizes, rank):
-    """bf16 through torch's grouped product against fp64, forward and backward, with empty and odd groups."""
+def test_grouped_products_on_a_gpu(sizes, features):
+    """bf16 through torch's grouped product against fp64, with empty and odd groups."""
     generator = torch.Generator().manual_seed(0)
     # Made on the CPU and moved, because where other tests have run before, `device="cuda"` means the CPU.
-    wide = torch.randn(1024, 2 * (rank or 128), generator=generator).cuda().bfloat16()
-    weight = torch.randn(5, 256, rank or 128, generator=generator).cuda().bfloat16()
-    upstream = torch.randn(1024, 2, 256, generator=generator).cuda().bfloat16()
+    x, y = (torch.randn(1024, size, generator=generator).cuda().bfloat16() for size in (features, 512))
+    matrices = torch.randn(5, 512, features, generator=generator).cuda().bfloat16()
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
-    results = []
-    for dtype in (torch.bfloat16, torch.float64):
-        x, w = (tensor.detach().to(dtype).requires_grad_() for tensor in (wide, weight))
-        # A part of wider rows, and a gradient that is one, as LoRA's are.
-        product = grouped_linear(x.chunk(2, dim=-1)[1], w, ends)
-        torch.cat([product, -product], dim=-1).backward(upstream.flatten(1).to(dtype))
-        results.append([product.detach(), x.grad, w.grad])
-    for actual, expected in zip(*results, strict=True):
+    for actual, expected in (
+        (grouped_product(x, matrices.transpose(1, 2), ends), products(x, matrices.transpose(1, 2), sizes)),
+        (grouped_product(y, matrices, ends), products(y, matrices, sizes)),
+        (grouped_outer(x, y, ends), outers(x, y, sizes)),
+    ):
         assert actual.dtype is torch.bfloat16
         assert (actual.double() - expected).norm() <= 0.01 * expected.norm()
-    empty = [group for group, size in enumerate(sizes) if size == 0]
-    assert not results[0][2][empty].any()
+    assert not grouped_outer(x, y, ends)[[group for group, size in enumerate(sizes) if size == 0]].any()
+
+
+def products(x, matrices, sizes):
+    return torch.cat([part @ matrix for part, matrix in zip(x.double().split(sizes), matrices.double(), strict=True)])
+
+
+def outers(x, y, sizes):
+    return torch.stack([a.T @ b for a, b in zip(x.double().split(sizes), y.double().split(sizes), strict=True)])
 
 
 SAME_BITS = """

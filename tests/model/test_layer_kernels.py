@@ -57,6 +57,29 @@ def test_swiglu(random, where, features):
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("features", [64, 768])
+def test_expert_swiglu(random, where, features):
+    gate_up, gradient, probs = random(5, 2 * features), random(5, features), random(5).abs()
+    expected_input, expected_probs = gate_up.double().requires_grad_(), probs.double().requires_grad_()
+    gate, up = expected_input.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up * expected_probs[:, None]
+    expected.backward(gradient.double())
+    gate_up, gradient, probs = (tensor.to(where) for tensor in (gate_up, gradient, probs))
+    close(kernels.expert_swiglu(gate_up, probs), expected.detach(), where)
+    of_input, again, of_probs = kernels.expert_swiglu_backward(gradient, gate_up, probs)
+    close(again, expected.detach(), where)
+    close(of_input, expected_input.grad, where)
+    close(of_probs, expected_probs.grad, where)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_sum_rows(random, where):
+    rows, plus, of = random(20, 48), random(5, 48), torch.randperm(20).view(5, 4)
+    actual = kernels.sum_rows(rows.to(where), of.to(where), plus.to(where))
+    close(actual, plus.double() + rows.double()[of].sum(1), where)
+
+
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("groups", "queries", "size"), [(2, 4, 16), (1, 1, 24), (3, 7, 64)])
 def test_heads(random, where, normalised, groups, queries, size):

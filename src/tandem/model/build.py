@@ -12,10 +12,11 @@ import torch
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import check_cut
 from tandem.model import device, mcore
-from tandem.model.experts import Experts, ExpertsLayer
+from tandem.model.experts import Experts
 from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.kernels import HeadShape
+from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
@@ -79,6 +80,7 @@ def build_policy(
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
         if arch.moe:
             mlp.experts.add_adapters(lora, switch)
+            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe))
             continue
         mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
         mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
@@ -124,9 +126,8 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.experts_per_token,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        # A softmax over the chosen logits equals one over all of them, divided by the sum of the chosen.
+        # Megatron's router and dispatcher are not used; without these values it refuses the model.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",
     }
 
@@ -155,7 +156,7 @@ def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
         linear_qkv=column, core_attention=mcore.IdentityOp, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
     )
     if arch.moe:
-        mlp = partial(ExpertsLayer, submodules=mcore.MoESubmodules(experts=Experts))
+        mlp = partial(mcore.MoELayer, submodules=mcore.MoESubmodules(experts=Experts))
     else:
         linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
         mlp = partial(mcore.MLP.as_mlp_submodule, submodules=linears)

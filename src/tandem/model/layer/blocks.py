@@ -1,4 +1,4 @@
-"""The two blocks of a decoder layer, each with its residual connection: attention, and a dense MLP.
+"""The blocks of a decoder layer, each with its residual connection: attention, and a dense MLP (or `moe_block.py`).
 
 Each computes its own backward pass, from what its forward kept. So what is kept is a choice (`Keep`), not autograd's,
 and what was not kept is computed again, to the same bits.
@@ -61,10 +61,10 @@ class AttentionBlock:
                 output = attend(*entered, row, self._scale)
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
-                kept.tensors |= {"qkv": qkv} | _named("qkv_inner", inner)
+                kept.tensors |= {"qkv": qkv} | named("qkv_inner", inner)
         y, inner = self._proj(_flat(output.detach(), len(x)), x)
         if keep is not None:
-            kept.tensors |= _named("proj_inner", inner)
+            kept.tensors |= named("proj_inner", inner)
         return y, kept
 
     def output_again(self, kept: Kept) -> torch.Tensor:
@@ -118,9 +118,9 @@ class MlpBlock:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         gate_up, inner = self._gate_up(kernels.rms_norm(x, self._norm.weight, self._norm.eps))
         y, down_inner = self._down(kernels.swiglu(gate_up), x)
-        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, _named("down_inner", down_inner))
+        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
-            kept.tensors |= {"gate_up": gate_up} | _named("inner", inner)
+            kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
         return y, kept
 
     def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -202,7 +202,8 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return pad(tensor, (0, 0, 0, 0, 0, length - len(tensor))) if len(tensor) < length else tensor
 
 
-def _named(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def named(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """For `Kept.tensors`."""
     return {} if tensor is None else {name: tensor}
 
 

@@ -4,18 +4,17 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 
 from tandem.model.attention import TreeParams
 from tandem.model.layer.blocks import AttentionBlock, Keep, Kept, MlpBlock
+from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.mcore import TransformerLayer
 
 
 class DecoderLayer(TransformerLayer):
-    """`blocks`: attention, and the MLP unless that is Megatron's mixture of experts. `keep`: see `Keep`; of a mixture
-    of experts `ALL` keeps what autograd keeps, and the others nothing."""
+    """`blocks`: attention, and an MLP or a mixture of experts."""
 
-    blocks: list[AttentionBlock | MlpBlock]
+    blocks: list[AttentionBlock | MlpBlock | MoeBlock]
     keep = Keep.ALL
 
     def forward(
@@ -29,16 +28,7 @@ class DecoderLayer(TransformerLayer):
         else:
             for block in self.blocks:
                 x, _kept = block.forward(x, packed_seq_params, None)
-        x = x[:, None]
-        if len(self.blocks) == 2:
-            return x, None
-        if torch.is_grad_enabled() and self.keep < Keep.ALL:
-            return checkpoint(self._mixture, x, use_reentrant=False, preserve_rng_state=False), None
-        return self._mixture(x), None
-
-    def _mixture(self, x: torch.Tensor) -> torch.Tensor:
-        output, _bias = self.mlp(self.pre_mlp_layernorm(x))
-        return x + output
+        return x[:, None], None
 
 
 class _Blocks(torch.autograd.Function):

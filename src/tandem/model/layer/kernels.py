@@ -103,6 +103,36 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torc
     return torch.cat((of_gate, gradient * activated), -1), activated * up
 
 
+def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
+    if gate_up.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.expert_swiglu(gate_up, probs)
+    return swiglu(gate_up) * probs[:, None]
+
+
+def expert_swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
+    if gate_up.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.expert_swiglu_backward(gradient, gate_up, probs)
+    of_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up)
+    return of_gate_up, activated * probs[:, None], (gradient * activated).sum(-1)
+
+
+def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+    """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64 [S, k]."""
+    if rows.is_cuda:
+        from tandem.model.layer import triton_kernels
+
+        return triton_kernels.sum_rows(rows, of, plus)
+    return plus + rows[of].sum(1)
+
+
 def _grouped(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
     return qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
 

@@ -130,6 +130,45 @@ def _swiglu_backward(gradient, gate_up, out, columns, COLUMNS: tl.constexpr):  #
     tl.store(at + columns, (g * activated).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _expert_swiglu(gate_up, probs, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside, at = c < columns, gate_up + row * 2 * columns + c
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up * tl.load(probs + row)
+    tl.store(out + row * columns + c, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expert_swiglu_backward(  # type: ignore[no-untyped-def]
+    gradient, gate_up, probs, out, of_probs, columns, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside, at = c < columns, gate_up + row * 2 * columns + c
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + row * columns + c, mask=inside, other=0.0).to(tl.float32)
+    p, sigmoid = tl.load(probs + row), tl.sigmoid(gate)
+    activated = gate * sigmoid
+    tl.store(of_probs + row, tl.sum(g * activated * up))
+    tl.store(out + row * columns + c, (activated * up * p).to(out.dtype.element_ty), mask=inside)
+    of_gate = g * p * up * (sigmoid + activated * (1 - sigmoid))
+    tl.store(at, of_gate.to(out.dtype.element_ty), mask=inside)
+    tl.store(at + columns, (g * p * activated).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    token, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = c < columns
+    total = tl.load(plus + token * columns + c, mask=inside, other=0.0).to(tl.float32)
+    for index in tl.static_range(K):
+        row = tl.load(of + token * K + index)
+        total += tl.load(rows + row * columns + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * columns + c, total.to(out.dtype.element_ty), mask=inside)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     _rms_norm[(len(x),)](x, weight, out, x.shape[1], eps, **_row(x.shape[1]))
@@ -178,6 +217,27 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torc
     grid = (len(gradient), triton.cdiv(gradient.shape[1], 2048))
     _swiglu_backward[grid](gradient, gate_up, out, gradient.shape[1], COLUMNS=2048)
     return gate_up, out
+
+
+def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    columns = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), columns)
+    _expert_swiglu[(len(gate_up),)](gate_up, probs, out, columns, **_row(columns))
+    return out
+
+
+def expert_swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, of_probs, columns = torch.empty_like(gradient), torch.empty_like(probs), gradient.shape[1]
+    _expert_swiglu_backward[(len(gradient),)](gradient, gate_up, probs, out, of_probs, columns, **_row(columns))
+    return gate_up, out, of_probs
+
+
+def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(plus)
+    _sum_rows[(len(plus),)](rows, of, plus, out, plus.shape[1], K=of.shape[1], **_row(plus.shape[1]))
+    return out
 
 
 def _row(columns: int) -> dict[str, Any]:

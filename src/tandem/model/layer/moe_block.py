@@ -1,0 +1,108 @@
+"""The block of a decoder layer that is a mixture of experts; see `blocks.py`.
+
+Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would differ from run to
+run. Here every sum has a fixed order, and nothing waits for the device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from tandem.families.arch import MoE
+from tandem.model.attention import TreeParams
+from tandem.model.experts import Experts
+from tandem.model.layer import kernels
+from tandem.model.layer.blocks import Keep, Kept, named
+
+
+@dataclass
+class Routing:
+    """Which experts compute which tokens. A row is one token at one of its experts; rows are ordered by expert."""
+
+    probs: torch.Tensor  # fp32 [S, k], of each token's experts
+    experts: torch.Tensor  # int64 [S, k]
+    all_probs: torch.Tensor | None  # fp32 [S, experts], where those of the chosen don't sum to 1
+    token: torch.Tensor  # int64 [S * k], each row's
+    row: torch.Tensor  # int64 [S, k], each token's
+    ends: torch.Tensor  # int32 [experts], one past each expert's last row
+
+    @property
+    def row_probs(self) -> torch.Tensor:
+        """fp32 [S * k]."""
+        return torch.empty_like(self.probs.view(-1)).scatter_(0, self.row.view(-1), self.probs.view(-1))
+
+
+class MoeBlock:
+    """`x + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
+
+    def __init__(self, norm: Any, router: Parameter, experts: Experts, shape: MoE) -> None:
+        """`router`: weight [experts, hidden], frozen. Its logits have the activations' dtype and their softmax is fp32,
+        as in transformers and vLLM."""
+        self._norm, self._router, self._experts, self._shape = norm, router, experts, shape
+
+    def parameters(self) -> list[Parameter]:
+        """In the order of `backward`'s gradients."""
+        return [*self._experts.adapter("gate_up"), *self._experts.adapter("down")]
+
+    def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+        """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
+        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        routing = self._route(normalised)
+        gate_up, inner = self._experts.product("gate_up", normalised[routing.token], routing.ends)
+        # Down is linear, so probabilities may come before it, where rows are shorter.
+        scaled = kernels.expert_swiglu(gate_up, routing.row_probs)
+        output, down_inner = self._experts.product("down", scaled, routing.ends)
+        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
+        if keep is Keep.ALL:
+            kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
+        return kernels.sum_rows(output, routing.row, x), kept
+
+    def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+        x, experts = kept.x, self._experts
+        assert x is not None
+        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        routing = self._route(normalised)
+        ends, rows = routing.ends, normalised[routing.token]
+        if "gate_up" in kept.tensors:
+            gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
+        else:
+            gate_up, inner = experts.product("gate_up", rows, ends)
+        of_output = gradient[routing.token]
+        of_scaled, of_inner = experts.input_gradient("down", of_output, ends)
+        of_gate_up, scaled, of_probs = kernels.expert_swiglu_backward(of_scaled, gate_up, routing.row_probs)
+        down_inner = kept.tensors.pop("down_inner", None)
+        of_down = experts.adapter_gradients("down", of_output, of_inner, scaled, down_inner, ends)
+        del of_output, of_scaled, scaled, gate_up
+        of_rows, of_inner = experts.input_gradient("gate_up", of_gate_up, ends)
+        of_parameters = [*experts.adapter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
+        del of_gate_up, rows
+        of_logits = self._logits_gradient(routing, of_probs[routing.row])
+        of_normalised = kernels.sum_rows(of_rows, routing.row, of_logits.to(x.dtype) @ self._router)
+        return kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient), of_parameters
+
+    def _route(self, normalised: torch.Tensor) -> Routing:
+        k, experts = self._shape.experts_per_token, self._shape.num_experts
+        logits = linear(normalised, self._router).float()
+        if self._shape.norm_topk_prob:  # a softmax over the chosen logits
+            values, chosen = logits.topk(k)
+            probs, all_probs = values.softmax(-1), None
+        else:
+            all_probs = logits.softmax(-1)
+            probs, chosen = all_probs.topk(k)
+        ordered, pairs = chosen.view(-1).sort(stable=True)
+        row = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)
+        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(chosen), ends.to(torch.int32))
+
+    def _logits_gradient(self, routing: Routing, of_probs: torch.Tensor) -> torch.Tensor:
+        """[S, experts] from the gradient of the chosen experts' probabilities [S, k], both fp32."""
+        whole = of_probs.new_zeros(len(of_probs), self._shape.num_experts)
+        if routing.all_probs is None:
+            mean = (of_probs * routing.probs).sum(-1, keepdim=True)
+            return whole.scatter_(1, routing.experts, routing.probs * (of_probs - mean))
+        whole.scatter_(1, routing.experts, of_probs)
+        return routing.all_probs * (whole - (whole * routing.all_probs).sum(-1, keepdim=True))
