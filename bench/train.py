@@ -1,6 +1,6 @@
 """Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on the same rows.
 
-    python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none peft]
+    python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none auto-fp8 peft]
                           [--limit 40] [--steps 5]
 
 Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q, k, v and o), and
@@ -72,7 +72,7 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     policy = build_policy(
         arch_from_config(config), LoraShape(rank=16, alpha=32.0, targets=targets), dtype=torch.bfloat16,
-        recompute="full" if way == "full" else "none",
+        recompute="full" if way.startswith("full") else "none",
     )  # fmt: skip
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -93,7 +93,9 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
         torch.randint(0, config["vocab_size"], (len(slots),)).cuda(), positions.cuda(), end, source[~first].cuda(),
         slots[~first].cuda(),
     )  # fmt: skip
-    if way == "auto":
+    if way.endswith("fp8"):
+        policy.quantise_base()
+    if way.startswith("auto"):
         levels = recompute.fit(policy, tensors)
         print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
 

@@ -68,6 +68,9 @@ class Settings(BaseSettings):
     recompute: Literal["auto", "none", "full"] = "auto"
     """What a layer computes again in the backward pass: auto: what the GPU's memory can't keep; none: nothing; full:
     all but the attention."""
+    base_precision: Literal["same", "fp8"] = "same"
+    """fp8: the trainer quantises the frozen base weights of linear layers, which is faster and changes log-probs. For
+    dense models, on GPUs from compute capability 8.9."""
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
     """If the runner does not renew a running job's lease for this long, the job goes back to the queue."""

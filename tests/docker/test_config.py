@@ -334,7 +334,7 @@ PASSED = {field: set(services) for services, fields in (
     (("preflight",), "trainer_devices inference_devices"),
     (("preflight", "inference"), "inference_tensor_parallel"),
     (("controller",), "max_request_bytes keep_checkpoints keep_every keep_days"),
-    (("trainer",), "launch exit_after_job recompute heartbeat_seconds lease_seconds"),
+    (("trainer",), "launch exit_after_job recompute base_precision heartbeat_seconds lease_seconds"),
     (("inference",), "max_model_len max_loras gpu_memory_utilization enforce_eager vllm_args vllm_stall_seconds"),
     (("inference",), "verify_tolerance keep_served second_copy swap_requests swap_seconds"),
 ) for field in fields.split()}  # fmt: skip

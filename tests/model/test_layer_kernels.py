@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.model import logprobs
+from tandem.model import fp8, logprobs
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import HeadShape
 
@@ -70,6 +70,21 @@ def test_expert_swiglu(random, where, features):
     close(again, expected.detach(), where)
     close(of_input, expected_input.grad, where)
     close(of_probs, expected_probs.grad, where)
+
+
+@pytest.mark.gpu
+def test_fp8_products(random):
+    """Rows and weights quantised to three bits of mantissa: products are off by a few percent of their norm."""
+    weight, x, gradient = (tensor.cuda().bfloat16() for tensor in (random(256, 512), random(33, 512), random(33, 256)))
+    exact = weight.double()
+    quantised = fp8.Fp8Weight(weight)
+    for actual, expected in (
+        (quantised.forward(x), x.double() @ exact.t()),
+        (quantised.backward(gradient), gradient.double() @ exact),
+    ):
+        assert actual.dtype is torch.bfloat16
+        error = ((actual.double() - expected).norm() / expected.norm()).item()
+        assert 0.005 < error < 0.05
 
 
 @pytest.mark.parametrize("where", WHERE)

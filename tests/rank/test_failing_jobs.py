@@ -25,6 +25,13 @@ def flipped(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
+def test_fp8_without_a_gpu_is_refused(spool: Spool, monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_BASE_PRECISION", "fp8")
+    error = jobs.fail_here(spool, jobs.submit_sft(spool))
+    assert (error.type, error.retriable) == ("invalid_input", False)
+    assert "the CPU has no FP8; set TANDEM_BASE_PRECISION=same" in error.message
+
+
 def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wait(spool: Spool, monkeypatch) -> None:
     def fails(*arguments: Any, **cut: int) -> None:
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
@@ -162,16 +169,12 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
 def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_it(
     spool: Spool, monkeypatch, name: str
 ) -> None:
-    write, read = Path.write_bytes, Path.read_bytes
+    write = checkpoint._write_and_sync
 
-    def flip(path: Path, content: bytes) -> int:
-        return write(path, flipped(content) if path.match(f"*/{name}") else content)
+    def flip(path: Path, parts: list[memoryview]) -> None:
+        write(path, [memoryview(flipped(b"".join(parts)))] if path.match(f"*/{name}") else parts)
 
-    def from_page_cache(path: Path) -> bytes:
-        return flipped(read(path)) if path.match(f"*/{name}") else read(path)
-
-    monkeypatch.setattr(Path, "write_bytes", flip)
-    monkeypatch.setattr(Path, "read_bytes", from_page_cache)  # which still has what was written
+    monkeypatch.setattr(checkpoint, "_write_and_sync", flip)
     jobs.claim(spool, jobs.submit_sft(spool))
     assert worker.main(spool.root, "sft", 1) == 0
     with pytest.raises(CheckpointDamaged, match=f"{name} is altered"):

@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from tandem.families.weight_rules import Cut
 from tandem.model import mcore
+from tandem.model.fp8 import Fp8Weight
 from tandem.spool.schema import LoraShape
 
 
@@ -60,6 +61,8 @@ class LoraLinear(nn.Module):
         self.scale, self.rank, self.switch = lora.alpha / lora.rank, lora.rank, switch
         self.column = isinstance(base, mcore.ColumnParallelLinear)
         self.group: dist.ProcessGroup = base.tp_group
+        self.fp8: Fp8Weight | None = None
+        """The frozen weight, where it is quantised; `base.weight` then has no values."""
         self.targets = [target for target in out_features if target in lora.targets]
         in_features = base.input_size if self.column else base.input_size_per_partition
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
@@ -91,11 +94,16 @@ class LoraLinear(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
         [S, targets * rank], for `adapter_gradients`)."""
-        weight, bias, alone = self.base.weight, self.base.bias, self.group.size() == 1
-        if residual is not None and alone:
+        weight, bias = self.base.weight, self.base.bias
+        if residual is not None and self.group.size() == 1 and self.fp8 is None:
             output = torch.addmm(residual, x, weight.t())  # one pass less than the product and a sum
         else:
-            output = linear(x, weight, bias)
+            if self.fp8 is None:
+                output = linear(x, weight, bias)
+            else:
+                output = self.fp8.forward(x)
+                if bias is not None:
+                    output += bias
             if not self.column:
                 self._sum(output)
             if residual is not None:
@@ -109,7 +117,8 @@ class LoraLinear(nn.Module):
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""
-        of_x, of_inner = gradient @ self.base.weight, gradient @ self._b(gradient.dtype) if self.adapted else None
+        of_x = gradient @ self.base.weight if self.fp8 is None else self.fp8.backward(gradient)
+        of_inner = gradient @ self._b(gradient.dtype) if self.adapted else None
         if self.column:
             self._sum(of_x)
         if of_inner is None:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tandem.errors import InvalidInput
 from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
-from tandem.model import device
+from tandem.model import device, fp8
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
@@ -94,6 +95,25 @@ class Policy(nn.Module):
             if id(parameter) not in adapted
         }
 
+    @torch.no_grad()
+    def quantise_base(self) -> None:
+        """Quantise the base weights of all linear layers, when they have been read. Their values are lost.
+
+        Raises InvalidInput for a model or a GPU that FP8 is not for.
+        """
+        fp8.check_device()
+        if self.arch.moe is not None:
+            raise InvalidInput(
+                f"FP8 is built for dense models, not for {self.arch.model_type}; set TANDEM_BASE_PRECISION=same",
+                field="TANDEM_BASE_PRECISION",
+            )
+        for layer in self._linear_layers():
+            if fp8.fits(layer.base.weight):
+                layer.fp8 = fp8.Fp8Weight(layer.base.weight.data)
+
+    def _linear_layers(self) -> list[LoraLinear]:
+        return [module for module in self.gpt.modules() if isinstance(module, LoraLinear)]
+
     @property
     def offloaded(self) -> bool:
         return self._own_memory.parked
@@ -111,6 +131,8 @@ class Policy(nn.Module):
         """Undo `offload`: the same memory and adapter, but uninitialised base weights."""
         self._base_memory.restore()
         self._own_memory.restore()
+        for layer in self._linear_layers():
+            layer.fp8 = None
 
     def load_adapter(self, directory: Path) -> None:
         """Fill the adapter from PEFT's files. Raises as `read_adapter`; the adapter in memory is then unchanged."""

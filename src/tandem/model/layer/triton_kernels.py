@@ -169,6 +169,23 @@ def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constex
     tl.store(out + token * columns + c, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise_rows(rows, out, scales, columns, largest, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((COLUMNS,), tl.float32)
+    for begin in range(0, columns, COLUMNS):
+        c = begin + tl.arange(0, COLUMNS)
+        value = tl.load(rows + row * columns + c, mask=c < columns, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(value))
+    scale = tl.maximum(tl.max(most, 0), 1e-12) / largest
+    tl.store(scales + row, scale)
+    for begin in range(0, columns, COLUMNS):
+        c = begin + tl.arange(0, COLUMNS)
+        value = tl.load(rows + row * columns + c, mask=c < columns, other=0.0).to(tl.float32) / scale
+        value = tl.minimum(tl.maximum(value, -largest), largest)
+        tl.store(out + row * columns + c, value.to(out.dtype.element_ty), mask=c < columns)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     _rms_norm[(len(x),)](x, weight, out, x.shape[1], eps, **_row(x.shape[1]))
@@ -238,6 +255,14 @@ def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.
     out = torch.empty_like(plus)
     _sum_rows[(len(plus),)](rows, of, plus, out, plus.shape[1], K=of.shape[1], **_row(plus.shape[1]))
     return out
+
+
+def quantise_rows(rows: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row divided by a scale of its own, so that its largest value is `largest`; and the scales, fp32 [n, 1]."""
+    out, scales = torch.empty_like(rows, dtype=dtype), rows.new_empty(len(rows), 1, dtype=torch.float32)
+    block = min(4096, triton.next_power_of_2(rows.shape[1]))
+    _quantise_rows[(len(rows),)](rows, out, scales, rows.shape[1], largest, COLUMNS=block, num_warps=8)
+    return out, scales
 
 
 def _row(columns: int) -> dict[str, Any]:

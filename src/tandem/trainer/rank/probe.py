@@ -80,6 +80,12 @@ def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device
     return out
 
 
+def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:
+    """Mean absolute difference of two results of `logprobs`, in nats."""
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
+
+
 def rehearse(sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy) -> None:
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
     policy.rehearse(row_tensors(_rows(sequences, row_length)[0], row_length, device))

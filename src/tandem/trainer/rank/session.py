@@ -5,6 +5,7 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from platform import python_version
@@ -106,34 +107,42 @@ class _Session:
         logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)
         with self.phases.phase("probe"):
             previous = logprobs()
+            price = {}
+            if self._settings.base_precision == "fp8":
+                exact = previous
+                policy.quantise_base()
+                previous = logprobs()
+                price = {"fp8_logprob_error": probe.mean_difference(exact, previous)}
         seconds, _ = self.phases.take()
-        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory())
+        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **price)
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
             self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
-        metrics = training.train(report)
+        metrics = training.train(report) | price
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
-            now = logprobs()
-            with policy.adapter_disabled():
-                base = logprobs()
-            of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
             contents = checkpoint.gather(policy, model.optimizer)
-            if self._rank == 0:
+            with ThreadPoolExecutor(1) as writer:  # rank 0 writes while the device computes the probe
+                written = writer.submit(self._write_files, contents) if self._rank == 0 else None
+                now = logprobs()
+                with policy.adapter_disabled():
+                    base = logprobs()
+                of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
+            if written is not None:
                 result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
-                self._write_checkpoint(contents, metrics, result, start)
+                self._commit(written.result(), metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
 
-    def _write_checkpoint(
-        self, contents: checkpoint.Contents[Tensor], metrics: dict[str, float], result: Probe, start: float
-    ) -> None:
+    def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
+        previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
+        return checkpoint.write(contents, previous, staged_checkpoint(self._work))
+
+    def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> None:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        staged = staged_checkpoint(self._work)
-        sha256 = checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
         manifest = self._spool.checkpoints.commit(
-            staged, run, base_step + 1, self._job_id, sha256=sha256,
+            staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
             topology=self._topology.sizes(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start

@@ -62,6 +62,8 @@ def preload() -> None:
     from tandem.model import device
 
     if device.choose(Settings().device) == "cuda":
+        for kernels in ("triton_kernels", "triton_softmax"):
+            import_module(f"tandem.model.layer.{kernels}")
         # Importing the compiler must not start its worker processes: a rank forks its own if it compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
         import_module("torch._inductor.compile_fx")

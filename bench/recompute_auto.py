@@ -1,0 +1,137 @@
+"""Does `TANDEM_RECOMPUTE=auto` find the fastest levels that fit, and never run out of memory where `full` fits?
+
+    python -m bench.recompute_auto [--cases 30] [--seed 0]
+
+Each case is a random shape (dense or a mixture of experts), row length, LoRA rank and targets, and a random limit of
+memory: more than `full` needs, up to a little more than `none` needs. `auto` is compared with every fixed number of
+layers, in eighths, that keep everything while the others keep the least.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+
+from bench.model_gpu_check import moved
+from bench.report import report
+from tandem.families.registry import arch_from_config
+from tandem.model import device, parallel, recompute
+from tandem.model.build import build_policy
+from tandem.model.device import memory
+from tandem.model.layer.blocks import Keep
+from tandem.model.policy import Policy, RowTensors
+from tandem.spool.schema import LoraShape
+
+SHAPES = [
+    (2048, 16, 8, 128, 6144),
+    (4096, 32, 8, 128, 12288),
+    (1024, 16, 8, 64, 4096),
+]  # hidden, heads, keys, size, ffn
+ROWS = [2048, 6144, 12288]
+
+
+def step(policy: Policy, row: RowTensors) -> None:
+    policy(row).logprobs.mean().backward()
+    for parameter in policy.lora_parameters().values():
+        parameter.grad = None
+
+
+def seconds(policy: Policy, row: RowTensors) -> float:
+    """The faster of two steps, after one."""
+    times = []
+    for _ in range(3):
+        device.synchronize()
+        begin = time.perf_counter()
+        step(policy, row)
+        device.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def limited(gib: float) -> None:
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+
+
+def levels(policy: Policy, everything: int) -> None:
+    for index, layer in enumerate(policy.gpt.decoder.layers):
+        layer.keep = Keep.ALL if index < everything else Keep.INPUT
+
+
+def case(draw: random.Random) -> dict[str, object]:
+    hidden, heads, keys, size, ffn = draw.choice(SHAPES)
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": draw.choice([6, 12, 16]), "hidden_size": hidden,
+        "num_attention_heads": heads, "head_dim": size, "num_key_value_heads": keys, "intermediate_size": ffn,
+        "vocab_size": draw.choice([32000, 151936]), "max_position_embeddings": 40960,
+    }  # fmt: skip
+    targets = draw.choice(
+        [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")]
+    )
+    if hidden == 2048 and draw.random() < 0.5:
+        config |= {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768,
+                   "norm_topk_prob": True}  # fmt: skip
+    arch, length = arch_from_config(config), draw.choice(ROWS)
+    lora = LoraShape(rank=draw.choice([8, 16, 64]), targets=targets)
+    policy = build_policy(arch, lora, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(0.0, 0.02)
+    slots = torch.arange(length)
+    row = moved(
+        RowTensors(slots % arch.vocab_size, slots, torch.full_like(slots, length), slots[:-1], slots[1:]),
+        device.device(),
+    )
+    count, needs = len(policy.gpt.decoder.layers), {}
+    limited(1000)
+    for name, everything in (("full", 0), ("none", count)):
+        levels(policy, everything)
+        step(policy, row)
+        memory.reset_peaks()
+        step(policy, row)
+        needs[name] = memory.stats()["allocated_peak"] / 2**30
+    # What `auto` keeps free, and CUDA's own memory, count too.
+    least = needs["full"] * 1.05 + 2 + recompute.HEADROOM * torch.cuda.get_device_properties(0).total_memory / 2**30
+    limit = draw.uniform(least, max(least, needs["none"] * 1.2 + 8))
+    limited(limit)
+    fixed = {}
+    for eighth in range(9):
+        levels(policy, count * eighth // 8)
+        try:
+            fixed[eighth] = seconds(policy, row)
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            torch.cuda.empty_cache()
+    chosen, out_of_memory, auto = recompute.fit(policy, row), False, float("nan")
+    try:
+        auto = seconds(policy, row)
+    except torch.OutOfMemoryError:
+        out_of_memory = True
+    return {
+        "model": config["model_type"], "hidden": hidden, "layers": count, "row": length, "rank": lora.rank,
+        "targets": len(targets), "full GiB": needs["full"], "none GiB": needs["none"], "limit GiB": limit,
+        "keep all": sum(level is Keep.ALL for level in chosen), "out of memory": out_of_memory, "auto s": auto,
+        "best fixed s": min(fixed.values()), "auto / best": auto / min(fixed.values()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    device.activate("cuda")
+    parallel.init_parallel()
+    draw, rows = random.Random(arguments.seed), []
+    for _ in range(arguments.cases):
+        rows.append(case(draw))
+        print(rows[-1], flush=True)
+    parallel.destroy()
+    report("recompute-auto", f"recompute=auto on {torch.cuda.get_device_name()}", rows)
+
+
+if __name__ == "__main__":
+    main()

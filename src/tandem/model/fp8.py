@@ -1,0 +1,68 @@
+"""Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs from compute capability 8.9.
+
+A weight is quantised once, row by row for the forward product and column by column for the backward one. The two take
+the memory of the bfloat16 weight. Activations and gradients are quantised row by row at each product.
+"""
+
+import torch
+
+from tandem.errors import InvalidInput
+from tandem.model import device
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+_MULTIPLE = 16  # sizes that torch's scaled product takes
+
+
+class Fp8Weight:
+    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, which has no other values then."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight`: bfloat16, contiguous, on a GPU."""
+        out_features, in_features = weight.shape
+        by_row, self._row_scales = _quantised(weight)
+        by_column, self._column_scales = _quantised(weight.t().contiguous())
+        memory = weight.view(-1).view(E4M3)
+        self._by_row = memory[: weight.numel()].view(out_features, in_features)
+        self._by_column = memory[weight.numel() :].view(in_features, out_features)
+        self._by_row.copy_(by_row)
+        self._by_column.copy_(by_column)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, in] W^T -> [S, out], both bfloat16."""
+        return _product(x, self._by_row, self._row_scales)
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """gradient [S, out] W -> [S, in], both bfloat16."""
+        return _product(gradient, self._by_column, self._column_scales)
+
+
+def check_device() -> None:
+    """Raise InvalidInput where this process's device has no FP8 products."""
+    if device.wait_until_started() == "cpu":
+        name = "the CPU"
+    elif torch.cuda.get_device_capability() < (8, 9):
+        name = torch.cuda.get_device_name()
+    else:
+        return
+    raise InvalidInput(f"{name} has no FP8; set TANDEM_BASE_PRECISION=same", field="TANDEM_BASE_PRECISION")
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Whether torch multiplies a weight of this shape and dtype in FP8."""
+    return weight.dtype is torch.bfloat16 and not any(size % _MULTIPLE for size in weight.shape)
+
+
+def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(FP8 [n, columns], fp32 scales [n, 1]): `rows` is their product."""
+    from tandem.model.layer import triton_kernels
+
+    return triton_kernels.quantise_rows(rows, E4M3, LARGEST)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """rows [S, k] and weight [n, k] with scales [n, 1] -> rows weight^T, bfloat16 [S, n]."""
+    quantised, row_scales = _quantised(rows)
+    return torch._scaled_mm(
+        quantised, weight.t(), scale_a=row_scales, scale_b=scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
