@@ -58,11 +58,7 @@ class Queue:
         expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         data = self._paths.data_dir(new_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
-            try:
-                spec = make(new_id, expected, staged)
-            except OSError:
-                self._spool.check_writable()  # numpy reports a full disk without an errno
-                raise
+            spec = make(new_id, expected, staged)
             made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
             if made != (new_id, run, expected, fingerprint):
                 raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
