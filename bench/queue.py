@@ -92,7 +92,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert spool.jobs.index.heads()  # what the runner asks before it claims
+        assert any(spool.jobs.index.heads())  # what the runner asks before it claims
         claim_begin = time.perf_counter()
         job = spool.queue.claim("bench")
         end = time.perf_counter()
