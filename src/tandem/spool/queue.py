@@ -65,8 +65,8 @@ class Queue:
             fs.fsync_tree(staged)
             placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
             with self._spool.runs.lock(run), self._spool.job_lock(new_id):
-                # Another request may have taken the id since.
-                if (known := self._known(new_id, run, fingerprint)) is not None:
+                # Another request may have taken the client's id since.
+                if job_id is not None and (known := self._known(new_id, run, fingerprint)) is not None:
                     return known, False
                 if self._spool.runs.get(run) != spec_of_run:
                     raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")
