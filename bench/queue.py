@@ -11,11 +11,12 @@ from the call that ends a job to the next one being claimed.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import resource
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,21 @@ async def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[f
     return seconds, health
 
 
+@contextlib.contextmanager
+def syncs() -> Iterator[list[float]]:
+    """The seconds of each fsync of this process: what the volume takes."""
+    seconds: list[float] = []
+    real = os.fsync
+    os.fsync = lambda fd: seconds.extend(timed(1, lambda: real(fd)))  # type: ignore[assignment]
+    try:
+        yield seconds
+    finally:
+        os.fsync = real
+
+
 def claims(spool: Spool, count: int) -> dict[str, float]:
     """Claims, heartbeats and ends of jobs, as the runner does them."""
-    claimed, renewed, between = [], [], []
+    claimed, own, renewed, between = [], [], [], []
     job: Job | None = None
     computed = time.process_time()
     for _ in range(count):
@@ -94,10 +107,12 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
         assert any(spool.jobs.index.heads())  # what the runner asks before it claims
         claim_begin = time.perf_counter()
-        job = spool.queue.claim("bench")
+        with syncs() as synced:
+            job = spool.queue.claim("bench")
         end = time.perf_counter()
         assert job is not None
         claimed.append(end - claim_begin)
+        own.append(claimed[-1] - sum(synced))
         between.append(end - begin)
         renewed += timed(1, lambda job=job: spool.leases.renew(job.spec.id, "bench", "training"))  # type: ignore[misc]
     computed = time.process_time() - computed
@@ -105,6 +120,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         "claim, heartbeat and end CPU ms": 1000 * computed / count,
         "claim p99 ms": high(claimed),
         "claim ms": 1000 * statistics.median(claimed),
+        "claim without syncs p99 ms": high(own),
+        "claim without syncs ms": 1000 * statistics.median(own),
         "heartbeat p99 ms": high(renewed),
         "between two jobs ms": 1000 * statistics.median(between[1:]),
     }
@@ -236,7 +253,9 @@ def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
         )
         spool.paths.events_file(job).write_text("".join(line.model_dump_json() + "\n" for line in lines))
         row: dict[str, Any] = {"streams": options.streams, "read": options.streams // 2, "events": options.events}
-        return row | asyncio.run(follow(controller, job, options.streams, options.events))
+        row |= asyncio.run(follow(controller, job, options.streams, options.events))
+        again = asyncio.run(follow(controller, job, options.streams, options.events))
+        return row | {"MiB after the same again": again["MiB after"]}
 
 
 def main(arguments: list[str] | None = None) -> None:
