@@ -11,11 +11,14 @@ from the call that ends a job to the next one being claimed.
 
 import argparse
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import resource
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -63,28 +66,48 @@ async def submissions(controller: Controller, count: int, clients: int, runs: in
         return seconds, time.perf_counter() - begin
 
 
-async def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float], list[float]]:
-    """`clients` submit one job each at one moment: their seconds, and those of /healthz meanwhile."""
-    health: list[float] = []
-    async with controller.open(1) as probe:
-        await probe.get("/healthz")
+def ask_health(url: str, parent: Connection) -> None:
+    """Asks /healthz again and again until the parent says something, and sends it the seconds."""
+    seconds = []
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+        http.get("/healthz")
+        parent.send(None)
+        while not parent.poll(0.02):
+            seconds += timed(1, lambda: http.get("/healthz"))
+    parent.send(seconds)
 
-        async def watch() -> None:
-            while True:
-                begin = time.perf_counter()
-                await probe.get("/healthz")
-                health.append(time.perf_counter() - begin)
-                await asyncio.sleep(0.02)
 
-        watching = asyncio.create_task(watch())
-        seconds, _ = await submissions(controller, clients, clients, runs)
-        watching.cancel()
+def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float], list[float]]:
+    """`clients` submit one job each at one moment: their seconds, and those of /healthz meanwhile.
+
+    Another process asks /healthz, because this one is as busy as the controller.
+    """
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=ask_health, args=(controller.url, there))
+    process.start()
+    here.recv()
+    seconds, _ = asyncio.run(submissions(controller, clients, clients, runs))
+    here.send(None)
+    health = here.recv()
+    process.join()
     return seconds, health
+
+
+@contextlib.contextmanager
+def syncs() -> Iterator[list[float]]:
+    """The seconds of each fsync of this process: what the volume takes."""
+    seconds: list[float] = []
+    real = os.fsync
+    os.fsync = lambda fd: seconds.extend(timed(1, lambda: real(fd)))  # type: ignore[assignment]
+    try:
+        yield seconds
+    finally:
+        os.fsync = real
 
 
 def claims(spool: Spool, count: int) -> dict[str, float]:
     """Claims, heartbeats and ends of jobs, as the runner does them."""
-    claimed, renewed, between = [], [], []
+    claimed, own, renewed, between = [], [], [], []
     job: Job | None = None
     computed = time.process_time()
     for _ in range(count):
@@ -92,12 +115,14 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         if job is not None:
             error = JobError(type="rank_error", message="bench")
             spool.queue.finish(job, JobResult(state="failed", error=error, finished=time.time()))
-        assert spool.jobs.index.heads()  # what the runner asks before it claims
+        assert any(spool.jobs.index.heads())  # what the runner asks before it claims
         claim_begin = time.perf_counter()
-        job = spool.queue.claim("bench")
+        with syncs() as synced:
+            job = spool.queue.claim("bench")
         end = time.perf_counter()
         assert job is not None
         claimed.append(end - claim_begin)
+        own.append(claimed[-1] - sum(synced))
         between.append(end - begin)
         renewed += timed(1, lambda job=job: spool.leases.renew(job.spec.id, "bench", "training"))  # type: ignore[misc]
     computed = time.process_time() - computed
@@ -105,6 +130,8 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         "claim, heartbeat and end CPU ms": 1000 * computed / count,
         "claim p99 ms": high(claimed),
         "claim ms": 1000 * statistics.median(claimed),
+        "claim without syncs p99 ms": high(own),
+        "claim without syncs ms": 1000 * statistics.median(own),
         "heartbeat p99 ms": high(renewed),
         "between two jobs ms": 1000 * statistics.median(between[1:]),
     }
@@ -149,7 +176,7 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
                 http.get(path).raise_for_status()
                 row[f"{name} p99 ms"] = high(timed(50, lambda path=path: http.get(path).raise_for_status()))  # type: ignore[misc]
         row["collection ms"] = collected(spool)
-        seconds, health = asyncio.run(crowd(controller, options.clients, options.runs))
+        seconds, health = crowd(controller, options.clients, options.runs)
         row |= {f"{options.clients} clients p99 s": high(seconds) / 1000, "healthz p99 s": high(health) / 1000}
         row["controller MiB"] = controller.memory()
     return row
@@ -236,7 +263,9 @@ def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
         )
         spool.paths.events_file(job).write_text("".join(line.model_dump_json() + "\n" for line in lines))
         row: dict[str, Any] = {"streams": options.streams, "read": options.streams // 2, "events": options.events}
-        return row | asyncio.run(follow(controller, job, options.streams, options.events))
+        row |= asyncio.run(follow(controller, job, options.streams, options.events))
+        again = asyncio.run(follow(controller, job, options.streams, options.events))
+        return row | {"MiB after the same again": again["MiB after"]}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     keep_every: int | None = Field(default=None, ge=1)
     """With `keep_checkpoints`: the steps that this number divides stay too."""
     keep_days: float | None = Field(default=None, gt=0)
-    """How long ended jobs and discarded checkpoints stay on the volume, in days; None: for ever."""
+    """How long ended jobs, damaged ones and discarded checkpoints stay on the volume, in days; None: for ever."""
 
     # ---- trainer
     launch: Literal["torchrun", "fork", "resident"] = "torchrun"

@@ -1,13 +1,14 @@
 """The packed format: round trip, refusal of damaged directories, release of the maps."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tandem.data.packed_format import Arrays, PackedBatch, write_packed
-from tandem.errors import InvalidInput, SpoolUnusable
+from tandem.data.packed_format import FILE, Arrays, PackedBatch, write_packed
+from tandem.errors import InvalidInput, SpoolUnusable, VolumeFull
 
 
 def small() -> Arrays:
@@ -46,6 +47,18 @@ def test_round_trip(tmp_path: Path) -> None:
         assert batch.row(1).item_trajectory.tolist() == [2, 2]
         with pytest.raises(IndexError):
             batch.row(2)
+
+
+def test_the_file_is_numpys_own_and_always_the_same(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_packed(tmp_path / name, small(), vocab_size=10)
+        assert [path.name for path in (tmp_path / name).iterdir()] == [FILE]
+    assert (tmp_path / "a" / FILE).read_bytes() == (tmp_path / "b" / FILE).read_bytes()
+    record = np.load(tmp_path / "a" / FILE, mmap_mode="r", allow_pickle=False)
+    for name, array in small().items():
+        assert record[name].dtype == array.dtype
+        assert np.array_equal(record[name], array)
+        assert record[name].flags.aligned
 
 
 def test_close_releases_every_map(tmp_path: Path) -> None:
@@ -98,13 +111,14 @@ def test_contradictions_are_refused(tmp_path: Path, name: str, index: int, value
     array[index] = value
     with pytest.raises(InvalidInput) as refused:
         write_packed(tmp_path / "bad", {**arrays, name: array}, vocab_size=10)
-    assert refused.value.field
+    assert refused.value.field in arrays
     assert not (tmp_path / "bad").exists()
 
     write_packed(tmp_path / "a", arrays, vocab_size=10)
-    np.save(tmp_path / "a" / f"{name}.npy", array)
-    with pytest.raises(InvalidInput):
+    alter(tmp_path / "a", **{name: array})
+    with pytest.raises(InvalidInput) as damaged:
         PackedBatch.open(tmp_path / "a")
+    assert damaged.value.field == refused.value.field
 
 
 @pytest.mark.parametrize(
@@ -137,26 +151,68 @@ def test_source_in_another_branch_is_refused(tmp_path: Path) -> None:
         write_packed(tmp_path / "bad", arrays, vocab_size=10)
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    directory = tmp_path / "a"
-    for name, damage in [
-        ("tokens.npy", lambda path: path.unlink()),
-        ("item_target.npy", lambda path: path.write_bytes(path.read_bytes()[:-4])),
-        ("positions.npy", lambda path: path.write_bytes(b"")),
-        ("item_source.npy", lambda path: np.save(path, np.zeros(5, np.int64))),
-        ("meta.json", lambda path: path.write_text("{")),
-        ("meta.json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 2'))),
-        ("meta.json", lambda path: path.unlink()),
-    ]:
-        write_packed(directory, small(), vocab_size=10)
-        damage(directory / name)
-        with pytest.raises(InvalidInput) as refused:
-            PackedBatch.open(directory)
-        assert refused.value.field == name
-        shutil.rmtree(directory)
+def alter(directory: Path, **fields: np.ndarray | int) -> None:
+    """Writes the file again with other fields; None removes a field."""
+    record = np.load(directory / FILE)
+    changed = {name: record[name] for name in record.dtype.names} | fields
+    values = {name: np.asarray(value) for name, value in changed.items() if value is not None}
+    altered = np.zeros((), [(name, value.dtype, value.shape) for name, value in values.items()])
+    for name, value in values.items():
+        altered[name] = value
+    np.save(directory / FILE, altered)
 
 
-def test_unwritable_volume(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"format": 1}, FILE, "format 1 is not 2"),
+        ({"format": 2.0}, FILE, "not a record"),
+        ({"vocab_size": [10, 10]}, FILE, "not a record"),
+        ({"positions": None}, FILE, "must hold"),
+        ({"item_source": np.zeros(5, np.int64)}, "item_source", "is int64"),
+        ({"item_source": np.array([1, 2, 1, 0, 1], ">i4")}, "item_source", "is >i4"),
+        ({"item_logprob": np.zeros(6, np.float32)}, "item_logprob", "expected float32"),
+        ({"tokens": np.zeros(8, np.int32)}, "tokens", "expected int32"),
+        ({"item_target": np.zeros((5, 1), np.int32)}, "item_target", "expected int32"),
+        ({"trajectory_group": np.int32(0)}, "trajectory_group", "expected int32"),
+        ({"item_offsets": np.array([0, 5], np.int64)}, "item_offsets", "expected int64"),
+    ],
+)
+def test_another_format_is_refused(tmp_path: Path, fields: dict[str, np.ndarray], field: str, message: str) -> None:
+    write_packed(tmp_path / "a", small(), vocab_size=10)
+    alter(tmp_path / "a", **fields)
+    with pytest.raises(InvalidInput, match=message) as refused:
+        PackedBatch.open(tmp_path / "a")
+    assert refused.value.field == field
+
+
+def test_every_truncation_and_every_altered_header_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    write_packed(tmp_path, small(), vocab_size=10)
+    whole = (tmp_path / FILE).read_bytes()
+    header = whole.index(b"\n") + 1
+    damaged = [whole[:size] for size in range(len(whole))]
+    damaged += [whole[:i] + bytes([byte]) + whole[i + 1 :] for i in range(header) for byte in b"\0'9"]
+    for content in damaged:
+        (tmp_path / FILE).write_bytes(content)
+        with suppress(InvalidInput), PackedBatch.open(tmp_path) as batch:
+            assert len(content) == len(whole)
+            assert batch.row(0).tokens.tolist() == small()["tokens"][0].tolist()
+
+
+def test_data_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", small()["tokens"])
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="submit it again") as refused:
+        PackedBatch.open(tmp_path)
+    assert refused.value.field == FILE
+
+
+def test_unwritable_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpoolUnusable, match="could not write"):
+    with pytest.raises(SpoolUnusable, match="is a file, not a directory"):
         write_packed(tmp_path / "file" / "a", small(), vocab_size=10)
+    (tmp_path / "full").mkdir()
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode: opened(Path("/dev/full"), "wb") if mode == "xb" else 1 / 0)
+    with pytest.raises(VolumeFull, match="the volume is full"):
+        write_packed(tmp_path / "full", small(), vocab_size=10)

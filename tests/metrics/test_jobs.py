@@ -1,6 +1,7 @@
 """Jobs and their ranks on a real spool, from queued to released, as the exporter shows them."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from metrics.metric_tools import Exported, Scraped, opener
 from spool.spool_tools import commit, failed, job_path, submit, succeeded
+from spool.volume_tools import full_disk
 from tandem.metrics import collector, ranks
 from tandem.metrics.controller import QueueCollector
 from tandem.metrics.jobs import JobsCollector
@@ -15,6 +17,7 @@ from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import beat_file
+from tandem.spool.removal import Keep, prune
 from tandem.spool.schema import Beat, Job, JobError
 
 GPU = "GPU-5d8f"
@@ -259,6 +262,45 @@ def test_damaged_jobs_are_left_out_and_the_others_are_counted(volume: Spool) -> 
     assert {key: queue.get("tandem_spool_damaged", kind=key) for key in ("job", "name", "run")} == {
         "job": 1, "name": 1, "run": 0,
     }  # fmt: skip
+
+
+def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_counts_again(volume: Spool) -> None:
+    finish = partial(volume.queue.finish, result=failed())
+    submit(volume, "before")
+    finish(volume.queue.claim("runner"))
+    jobs = JobsCollector(opener(volume))
+    exported = Exported(jobs)
+    exported.collect()
+    for number in range(4):  # followed while they run, or found when they have ended
+        submit(volume, f"j{number}")
+        claimed = volume.queue.claim("runner")
+        if number % 2:
+            exported.collect()
+        if number == 3:  # a process dies between the terminal event and the move
+            volume.events.append("j3", "failed", error=failed().error.model_dump())
+            exported.collect()
+            assert jobs._ended == {"j3"}
+        finish(claimed)
+        assert exported.collect().get("tandem_jobs_finished_total", outcome="failed") == number + 1
+    exported.collect()
+    assert jobs._ended == set()
+    prune(volume, Keep(days=1e-9))
+    exported.collect()
+    assert jobs._listed == {}
+    submit(volume, "before")
+    finish(volume.queue.claim("runner"))
+    assert exported.collect().get("tandem_jobs_finished_total", outcome="failed") == 5
+
+
+def test_a_finished_job_that_could_not_be_read_is_counted_later(volume: Spool, monkeypatch) -> None:
+    exported = Exported(JobsCollector(opener(volume)))
+    exported.collect()
+    submit(volume, "j")
+    volume.queue.finish(volume.queue.claim("runner"), failed())
+    with monkeypatch.context() as patch:
+        patch.setattr(Jobs, "get", full_disk)
+        assert not exported.works("jobs")
+    assert exported.collect().get("tandem_jobs_finished_total", outcome="failed") == 1
 
 
 def test_queued_and_finished_jobs_are_not_read_again(volume: Spool, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from spool.volume_tools import DiedError, dying_at, tree
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool, recovery
 from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.fs import CROCKFORD
 from tandem.spool.recovery import sweep
 from tandem.spool.removal import Keep, delete_run, prune
 from tandem.spool.schema import Manifest, RLJob, RLLoss, Served
@@ -177,6 +178,64 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
     assert [job.spec.id for _, job in spool.jobs.list()] == ["young"]
     with refused(NotFound, "id"):
         spool.jobs.get("old")
+
+
+def damage(spool: Spool, job_id: str, state: str) -> None:
+    """Damages a job's file, which is set aside then."""
+    (path,) = spool.paths.jobs.glob(f"{state}/**/*,{job_id}.json")
+    path.write_text("{")
+    spool.jobs.list()
+    assert not path.exists()
+
+
+def set_aside_hours_ago(spool: Spool, job_id: str, hours: float) -> None:
+    (path,) = spool.paths.damaged.glob(f"*,{job_id}.json.*")
+    value = int((time.time() - hours * 3600) * 1000)
+    ulid = "".join(CROCKFORD[(value >> shift) & 31] for shift in range(45, -5, -5)) + "0" * 16
+    path.rename(path.with_name(f"{path.name[:-26]}{ulid}"))
+
+
+def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
+    for job_id in ("old", "young"):
+        spool.queue.finish(start(spool, job_id), failed())
+        spool.paths.log_file(job_id).write_text("printed")
+        damage(spool, job_id, "failed")
+    submit(spool, "waits")
+    damage(spool, "waits", "queued")
+    (spool.paths.damaged / "by-hand").touch()
+    set_aside_hours_ago(spool, "old", 25)
+    set_aside_hours_ago(spool, "young", 23)
+    before = tree(spool.root)
+    prune(spool, NEWEST)
+    assert tree(spool.root) == before
+    prune(spool, Keep(days=1.0))
+    assert files_of_jobs(spool) == {"young", "waits"}
+    assert len(spool.damage()["job"]) == 3
+    with refused(NotFound, "id", "there is no job 'old'"):
+        spool.jobs.get("old")
+    set_aside_hours_ago(spool, "waits", 25)
+    prune(spool, Keep(days=1.0))
+    assert sorted(path.name.rpartition(",")[2][:7] for path in spool.paths.damaged.iterdir()) == ["by-hand", "young.j"]
+    assert submit(spool, "old").spec.id == "old"
+
+
+def test_a_damaged_file_goes_alone_if_its_job_or_another_of_its_id_is_whole(spool):
+    queued = submit(spool, "twice")
+    path = spool.paths.job_file("queued", spool.jobs.find("twice"))
+    assert spool.queue.claim("me").spec.id == queued.spec.id
+    path.parent.mkdir(parents=True)
+    path.write_text("{")  # a dead process left it, damaged
+    spool.queue.finish(spool.jobs.get("twice")[1], failed())
+    spool.queue.finish(start(spool, "again"), failed())
+    damage(spool, "again", "failed")
+    spool.queue.finish(start(spool, "again"), failed())
+    for job_id in ("twice", "again"):
+        set_aside_hours_ago(spool, job_id, 25)
+    prune(spool, Keep(days=1.0))
+    assert spool.damage()["job"] == []
+    for job_id in ("twice", "again"):
+        assert spool.jobs.get(job_id)[0] == "failed"
+        assert [event.type for event in spool.events.read(job_id)][-1] == "failed"
 
 
 def test_a_removed_jobs_id_is_a_new_job(spool):

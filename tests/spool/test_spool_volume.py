@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, refused, run_spec, spool_with_run, submit, succeeded, train_one
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    refused,
+    run_spec,
+    spool_with_run,
+    submit,
+    succeeded,
+    train_one,
+)
 from spool.volume_tools import full_disk, in_child, mounted, read_only, temporary_names, tree
 from tandem.errors import InvalidInput, SpoolUnusable
 from tandem.spool import Spool
@@ -151,17 +162,18 @@ def test_a_really_full_volume(tmp_path):
         assert spool.queue.claim("runner").spec.id == "other"
 
 
-def test_numpys_full_disk_has_no_errno(spool, monkeypatch):
-    before = tree(spool.root)
-
-    def make(job_id, base_step, directory):
-        monkeypatch.setattr(os, "write", full_disk)
-        raise OSError("4096 requested and 0 written")
-
-    with pytest.raises(SpoolUnusable, match="full"):
-        spool.queue.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
-    monkeypatch.undo()
-    assert tree(spool.root) == before
+def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
+    for number in range(3):
+        submit(spool, f"j{number}", created=1e9)
+    spool.queue.finish(spool.queue.claim("me"), failed())  # every directory is there now
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
+    submit(spool, "new", created=1e9)
+    assert len(synced) == 7  # the data, its directory and their parent; the id and the job, each with its directory
+    job = spool.queue.claim("me")
+    assert len(synced) == 7 + 4  # the job and its first event, each with its directory
+    spool.queue.finish(job, failed())
+    assert len(synced) == 11 + 4  # the result with its directory, the event, the directory that the job moves to
 
 
 def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):

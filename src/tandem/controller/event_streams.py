@@ -148,7 +148,8 @@ class EventStreams:
 
 
 def _give_memory_back() -> None:
-    """Frees what many streams have left: glibc keeps freed memory otherwise."""
+    """Frees what many streams have left: glibc keeps freed memory otherwise. Python's own allocator keeps a MiB as long
+    as a byte of it is in use, and uses it again for the next streams."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,14 +1,15 @@
-"""The packed format: the files in a job's data directory, their writer and their reader.
+"""The packed format: the file in a job's data directory, its writer and its reader.
 
-One `<array>.npy` for each array, and `meta.json`. With R rows of L slots, N items, T trajectories and G groups:
+`arrays.npy` is one record in NumPy's own format, so `np.load(file, mmap_mode="r")["tokens"]` reads an array. Its fields
+are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L slots, N items, T trajectories and G groups:
 
 | array | shape | meaning |
 |---|---|---|
+| `item_offsets` | int64 [R + 1] | items of row r are `item_offsets[r] : item_offsets[r + 1]` |
 | `tokens` | int32 [R, L] | token ids; padding is 0 |
 | `positions` | int32 [R, L] | depth in the tree = RoPE position; padding is 0 |
 | `subtree_end` | int32 [R, L] | query q may attend to key k exactly when `k <= q < subtree_end[k]`; padding: own + 1 |
 | `row_num_tokens` | int32 [R] | slots in use; padding is at the end of a row |
-| `item_offsets` | int64 [R + 1] | items of row r are `item_offsets[r] : item_offsets[r + 1]` |
 | `item_target` | int32 [N] | slot, within its row, of the trained token |
 | `item_source` | int32 [N] | slot of the token before it in the tree, whose logits predict it |
 | `item_sequence` | int32 [N] | its linear sequence: 0, 1, ...; its items are contiguous, in order, in one row |
@@ -23,7 +24,6 @@ One `<array>.npy` for each array, and `meta.json`. With R rows of L slots, N ite
 A slot that several trajectories share has one item for each of them. The same arrays give the same bytes.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,11 +31,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from tandem.errors import InvalidInput, SpoolUnusable
+from tandem.errors import InvalidInput
+from tandem.spool import fs
 
-FORMAT = 1
+FORMAT = 2
+FILE = "arrays.npy"
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -72,49 +75,44 @@ _NAMES = tuple(name for names in _ARRAYS.values() for name in names)
 _DTYPES: dict[str, type[np.generic]] = dict.fromkeys(_NAMES, np.int32) | {
     "item_offsets": np.int64, "item_logprob": np.float32, "item_advantage": np.float32, "trajectory_reward": np.float32
 }  # fmt: skip
-# The sizes in meta.json, by the letters of the table.
-_SIZES = {"R": "num_rows", "L": "sequence_length", "N": "num_items", "T": "num_trajectories", "G": "num_groups"}
-_META_KEYS = {"format", "vocab_size", *_SIZES.values()}
+# int64 first, so that all are aligned.
+_FIELDS = ("format", "vocab_size", *sorted(_NAMES, key=lambda name: _DTYPES[name] is not np.int64))
+_HEAD = [("format", "<i8"), ("vocab_size", "<i8")]
 
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
-    """Writes `arrays` into the directory `out`, which is made if absent and must hold none of these files yet.
+    """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file yet.
 
-    InvalidInput (field: the file) if the arrays contradict the format; SpoolUnusable if the volume can't take them, and
-    then `out` may hold some of the files. The caller commits `out` by renaming it.
+    InvalidInput (field: the array) if the arrays contradict the format; SpoolUnusable if the volume can't take them,
+    and then `out` may hold a part of the file. The caller commits `out` by renaming it.
     """
-    rows, length = arrays["tokens"].shape
-    meta = {
-        "format": FORMAT, "vocab_size": vocab_size, "num_rows": rows, "sequence_length": length,
-        "num_items": len(arrays["item_target"]), "num_trajectories": len(arrays["trajectory_group"]),
-        "num_groups": len(arrays["group_num_items"]),
-    }  # fmt: skip
-    _check(arrays, meta, out)
-    try:
+    _check(arrays, vocab_size, out)
+    fields = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
+    dtype = np.dtype([(name, fields[name].dtype, fields[name].shape) for name in _FIELDS])
+    with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name in _NAMES:
-            with (out / f"{name}.npy").open("xb") as file:
-                np.save(file, np.ascontiguousarray(arrays[name]), allow_pickle=False)
-        (out / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
-    except OSError as exc:
-        problem = f"could not write the packed data into {out}: {exc.strerror or exc}"
-        raise SpoolUnusable(f"{problem}; check that the volume is writable and has space") from exc
+        with (out / FILE).open("xb") as file:
+            # NumPy's writer would need all arrays in memory a second time.
+            header = {"descr": dtype.descr, "fortran_order": False, "shape": ()}
+            npy.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
+            for name in _FIELDS:
+                file.write(np.ascontiguousarray(fields[name]).data)
 
 
 class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory.
 
-    Use it as a context manager or call `close()`. Then the process maps none of these files, so that the directory can
+    Use it as a context manager or call `close()`. Then the process does not map the file, so that the directory can
     be removed on any file system (R18).
     """
 
-    def __init__(self, path: Path, meta: dict[str, int], arrays: Arrays) -> None:
+    def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
-        self.num_rows = meta["num_rows"]
-        self.sequence_length = meta["sequence_length"]
-        self.num_items = meta["num_items"]
-        self.num_trajectories = meta["num_trajectories"]
-        self.num_groups = meta["num_groups"]
+        self.num_rows = len(arrays["tokens"])
+        self.sequence_length: int = arrays["tokens"].shape[1]
+        self.num_items = len(arrays["item_target"])
+        self.num_trajectories = len(arrays["trajectory_group"])
+        self.num_groups = len(arrays["group_num_items"])
         self.row_num_tokens: Int32 = np.array(arrays["row_num_tokens"])
         self.item_offsets: Int64 = np.array(arrays["item_offsets"])
         self.trajectory_group: Int32 = np.array(arrays["trajectory_group"])
@@ -127,19 +125,12 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
     def open(cls, path: Path) -> Self:
         """Maps and checks a packed directory.
 
-        InvalidInput (field: the file) if a file is missing, unreadable or contradicts the format. Reads all arrays
-        once for that, so that a damaged directory can't make a rank index out of bounds later.
+        InvalidInput (field: the file, or the array that contradicts the format). Reads all arrays once for that, so
+        that a damaged file can't make a rank index out of bounds later.
         """
-        meta = _read_meta(path)
-        arrays: Arrays = {}
-        for name in _NAMES:
-            file = path / f"{name}.npy"
-            try:
-                arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as exc:
-                raise InvalidInput(f"packed data in {path}: can't read {file.name}: {exc}", field=file.name) from exc
-        _check(arrays, meta, path)
-        return cls(path, meta, arrays)
+        fields = _map(path)
+        _check(fields, int(fields["vocab_size"]), path)
+        return cls(path, fields)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -163,56 +154,66 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self.close()
 
 
-def _read_meta(path: Path) -> dict[str, int]:
+def _map(path: Path) -> Arrays:
+    """The fields of the file, memory-mapped."""
     try:
-        meta = json.loads((path / "meta.json").read_text())
-    except (OSError, ValueError) as exc:
-        raise InvalidInput(f"packed data in {path}: can't read meta.json: {exc}", field="meta.json") from exc
-    if not isinstance(meta, dict) or set(meta) != _META_KEYS or not all(type(value) is int for value in meta.values()):
-        problem = f"meta.json must hold the integers {sorted(_META_KEYS)}"
-    elif meta["format"] != FORMAT:
-        problem = f"format {meta['format']} is not {FORMAT}: controller and trainer must be of the same version"
+        record = npy.open_memmap(path / FILE, mode="r")  # type: ignore[no-untyped-call]
+    except FileNotFoundError as exc:
+        problem = f"there is no {FILE}: the job is of another version of Tandem, or has ended; submit it again"
+        raise InvalidInput(f"packed data in {path}: {problem}", field=FILE) from exc
+    except Exception as exc:  # NumPy raises errors of many types for a damaged header
+        raise InvalidInput(f"packed data in {path}: can't read {FILE}: {exc}", field=FILE) from exc
+    if record.shape or record.dtype.descr[:2] != _HEAD:
+        problem = f"{FILE} is not a record of arrays"
+    elif record["format"] != FORMAT:
+        problem = f"format {record['format']} is not {FORMAT}: controller and trainer must be of the same version"
+    elif record.dtype.names != _FIELDS:
+        problem = f"{FILE} must hold {', '.join(_FIELDS)}"
     else:
-        return meta
-    raise InvalidInput(f"packed data in {path}: {problem}", field="meta.json")
+        return {name: record[name] for name in _FIELDS}
+    raise InvalidInput(f"packed data in {path}: {problem}", field=FILE)
 
 
-def _check(arrays: Arrays, meta: dict[str, int], path: Path) -> None:
-    """InvalidInput (field: the file) if the arrays contradict the format. Takes a few passes over the arrays."""
-    for rules in (_shapes(arrays, meta), _rows(arrays, meta), _items(arrays), _trajectories(arrays, meta)):
+def _check(arrays: Arrays, vocab_size: int, path: Path) -> None:
+    """InvalidInput (field: the array) if the arrays contradict the format. Takes a few passes over the arrays."""
+    for rules in (_shapes(arrays), _rows(arrays, vocab_size), _items(arrays), _trajectories(arrays)):
         for holds, name, problem in rules:
             if not holds:
-                raise InvalidInput(f"packed data in {path}: {problem}", field=f"{name}.npy")
+                raise InvalidInput(f"packed data in {path}: {problem}", field=name)
 
 
 # Each rule may rely on those before it: whether it holds, the array at fault if not, and what is wrong then.
 Rules = Iterator[tuple[bool | np.bool, str, str]]
 
 
-def _shapes(arrays: Arrays, meta: dict[str, int]) -> Rules:
-    sizes = {letter: meta[key] for letter, key in _SIZES.items()} | {"O": meta["num_rows"] + 1}
+def _shapes(arrays: Arrays) -> Rules:
+    sizes: dict[str, int] = {}
+    for letters in ("RL", "N", "T", "G"):
+        sizes |= zip(letters, arrays[_ARRAYS[letters][0]].shape, strict=False)
+    sizes["O"] = sizes.get("R", 0) + 1
     for letters, names in _ARRAYS.items():
-        shape = tuple(sizes[letter] for letter in letters)
+        shape = [sizes.get(letter) for letter in letters]
         for name in names:
             array, dtype = arrays[name], np.dtype(_DTYPES[name])
-            right = array.shape == shape and array.dtype == dtype
-            yield right, name, f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
+            if list(array.shape) != shape or array.dtype != dtype:  # only then, because dtypes take long to print
+                yield False, name, f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {shape}"
             yield array.size > 0, name, f"{name} is empty"
     yield sizes["L"] >= 2, "tokens", f"rows of {sizes['L']} slots can't hold an item"
 
 
-def _rows(arrays: Arrays, meta: dict[str, int]) -> Rules:
+def _rows(arrays: Arrays, vocab_size: int) -> Rules:
     tokens, positions, subtree_end = (arrays[name] for name in _ROW_SLOTS)
-    used, offsets, length = arrays["row_num_tokens"], arrays["item_offsets"], meta["sequence_length"]
+    used, offsets, items = arrays["row_num_tokens"], arrays["item_offsets"], len(arrays["item_target"])
+    length = tokens.shape[1]
     slot = np.arange(length)
     yield used.min() >= 0 and used.max() <= length, "row_num_tokens", "a row uses more slots than it has"
-    in_vocabulary = tokens.min() >= 0 and tokens.max() < meta["vocab_size"]
-    yield in_vocabulary, "tokens", f"a token id is outside the vocabulary [0, {meta['vocab_size']})"
+    in_vocabulary = tokens.min() >= 0 and tokens.max() < vocab_size
+    yield in_vocabulary, "tokens", f"a token id is outside the vocabulary [0, {vocab_size})"
     yield ((positions >= 0) & (positions <= slot)).all(), "positions", "a position is outside its row"
     limit = np.where(slot < used[:, None], used[:, None], slot + 1)
     yield ((subtree_end > slot) & (subtree_end <= limit)).all(), "subtree_end", "a subtree leaves its row"
-    rising = offsets[0] == 0 and offsets[-1] == meta["num_items"] and (np.diff(offsets) >= 0).all()
-    yield rising, "item_offsets", f"offsets must rise from 0 to {meta['num_items']}"
+    rising = offsets[0] == 0 and offsets[-1] == items and (np.diff(offsets) >= 0).all()
+    yield rising, "item_offsets", f"offsets must rise from 0 to {items}"
 
 
 def _items(arrays: Arrays) -> Rules:
@@ -233,9 +234,9 @@ def _items(arrays: Arrays) -> Rules:
     yield not np.isinf(arrays["item_logprob"]).any(), "item_logprob", "a log-prob is infinite"
 
 
-def _trajectories(arrays: Arrays, meta: dict[str, int]) -> Rules:
+def _trajectories(arrays: Arrays) -> Rules:
     trajectory, group = arrays["item_trajectory"], arrays["trajectory_group"]
-    trajectories, groups = meta["num_trajectories"], meta["num_groups"]
+    trajectories, groups = len(group), len(arrays["group_num_items"])
     yield trajectory.min() >= 0 and trajectory.max() < trajectories, "item_trajectory", "an unknown trajectory"
     yield group.min() >= 0 and group.max() < groups, "trajectory_group", "an unknown group"
     counts = np.bincount(trajectory, minlength=trajectories)

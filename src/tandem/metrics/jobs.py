@@ -101,7 +101,8 @@ class JobsCollector(Collector):
         super().__init__()
         self._open_spool = open_spool
         self._followed: dict[str, _FollowedJob] = {}
-        self._ended: set[str] = set()  # ids of jobs that ended before this process began, or were read to their end
+        self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
+        self._ended: set[str] = set()  # ids of jobs that were read to their end, until their files have moved
         self._listed: dict[Path, tuple[JobKey, ...]] = {}  # directories of finished jobs, as they were last listed
         self._caught_up = False  # events from before this process set gauges, but are not counted
         self._last: dict[str, float] = {}  # gauges without labels
@@ -125,25 +126,23 @@ class JobsCollector(Collector):
         """Ids of jobs not seen before: running ones, and those that ended since the last collection."""
         index = spool.jobs.index
         # Running jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
-        job_ids = {key.id for key in index.running()}
-        for directory in (directory for state in TERMINAL for directory in index.directories(state)):
-            finished = index.keys(directory)
-            if self._listed.get(directory) is finished:
-                continue
-            self._listed[directory] = finished
-            ids = {key.id for key in finished}
-            if self._caught_up:
-                job_ids |= ids
-            else:
-                self._ended |= ids
-        return sorted(job_ids - self._ended - self._followed.keys())
+        found = self._unread | {key.id for key in index.running()}
+        listed = {directory: index.keys(directory) for state in TERMINAL for directory in index.directories(state)}
+        for directory, finished in listed.items() if self._caught_up else ():
+            if (before := self._listed.get(directory, ())) is not finished:
+                found |= {key.id for key in set(finished).difference(before)}
+        self._listed = listed
+        self._ended &= found
+        self._unread = found - self._ended - self._followed.keys()
+        return sorted(self._unread)
 
     def _follow(self, spool: Spool, job_id: str) -> None:
         try:
             _, job = spool.jobs.get(job_id)
+            self._followed[job_id] = _FollowedJob(job.spec.kind, job.spec.created)
         except NotFound:  # its file was damaged and is set aside
-            return
-        self._followed[job_id] = _FollowedJob(job.spec.kind, job.spec.created)
+            pass
+        self._unread.discard(job_id)
 
     def _read_events(self, spool: Spool, job_id: str, job: _FollowedJob) -> bool:
         """Reads the job's new events; True when it has ended."""

@@ -170,11 +170,13 @@ def remove_empty(*directories: Path) -> None:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, durably, replacing `target`. Makes the target's directory."""
+    """Moves a file within the volume, replacing `target`. Makes the target's directory.
+
+    The file is durable at `target`; after a loss of power it may also be at `source` again.
+    """
     with volume_errors(target):
         in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
-        fsync_dir(source.parent)
 
 
 def rename_dir(source: Path, target: Path) -> None:

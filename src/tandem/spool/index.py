@@ -82,9 +82,9 @@ class Index:
         for directory in self.directories("queued", run):
             yield from sorted(self.keys(directory), key=lambda key: (key.base_step, key))
 
-    def heads(self) -> list[JobKey]:
-        """The queued job with the lowest base step of each run."""
-        return [head for run in self.queued_runs() if (head := self._head(run)) is not None]
+    def heads(self) -> Iterator[JobKey]:
+        """The queued job with the lowest base step of each run, listed as they are needed."""
+        return (head for run in self.queued_runs() if (head := self._head(run)) is not None)
 
     def _head(self, run: str) -> JobKey | None:
         top = self._paths.queue_dir(run)

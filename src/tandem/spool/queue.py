@@ -58,19 +58,15 @@ class Queue:
         expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         data = self._paths.data_dir(new_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
-            try:
-                spec = make(new_id, expected, staged)
-            except OSError:
-                self._spool.check_writable()  # numpy reports a full disk without an errno
-                raise
+            spec = make(new_id, expected, staged)
             made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
             if made != (new_id, run, expected, fingerprint):
                 raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
             fs.fsync_tree(staged)
             placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
             with self._spool.runs.lock(run), self._spool.job_lock(new_id):
-                # Another request may have taken the id since.
-                if (known := self._known(new_id, run, fingerprint)) is not None:
+                # Another request may have taken the client's id since.
+                if job_id is not None and (known := self._known(new_id, run, fingerprint)) is not None:
                     return known, False
                 if self._spool.runs.get(run) != spec_of_run:
                     raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")

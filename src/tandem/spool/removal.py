@@ -1,4 +1,4 @@
-"""Removes runs, checkpoints and ended jobs that nothing needs any more.
+"""Removes runs, checkpoints, ended jobs and damaged files that nothing needs any more.
 
 Whatever goes is renamed first, so that nobody finds half of it: a run or checkpoint to a temporary name beside it, a
 job into `jobs/removed/`. After a death at any point it is whole or gone for everybody, and the next `sweep` and
@@ -30,7 +30,7 @@ class Keep:
 
     newest: int | None = None  # so many of a run's newest checkpoints
     every: int | None = None  # with `newest`: also the steps that this divides
-    days: float | None = None  # ended jobs and discarded checkpoints, since they ended or were discarded
+    days: float | None = None  # ended jobs, damaged files, discarded checkpoints, since they ended or were set aside
 
     @classmethod
     def of(cls, settings: Settings) -> "Keep":
@@ -68,7 +68,9 @@ def prune(spool: Spool, keep: Keep) -> None:
             log.info("removed old checkpoints", run=run, count=len(doomed))
     complete_removals(spool)
     if keep.days is not None:
-        _prune_jobs(spool, time.time() - keep.days * 86400)
+        limit = time.time() - keep.days * 86400
+        _prune_jobs(spool, limit)
+        _prune_damaged(spool, limit)
 
 
 def _old_checkpoints(spool: Spool, run: str, keep: Keep) -> list[Path]:
@@ -76,7 +78,7 @@ def _old_checkpoints(spool: Spool, run: str, keep: Keep) -> list[Path]:
     checkpoints, doomed = spool.checkpoints, []
     if keep.days is not None:
         limit = time.time() - keep.days * 86400
-        doomed += _set_aside([path for path in checkpoints.discarded(run) if _discarded_at(path) < limit])
+        doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
     if keep.newest is not None and _surplus(checkpoints.steps(run), keep):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
             needed = _needed(spool, run)
@@ -116,9 +118,10 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
     return doomed
 
 
-def _discarded_at(path: Path) -> float:
-    """When a rollback discarded the checkpoint, Unix seconds: its name ends with a ULID. Now, for another name."""
-    ulid = path.name.rpartition("-")[2]
+def _set_aside_at(path: Path) -> float:
+    """When a checkpoint was discarded or a damaged file set aside, Unix seconds, by the ULID at the end of its name.
+    Now, for another name."""
+    ulid = path.name[-26:]
     if len(ulid) != 26 or not set(ulid) <= set(fs.CROCKFORD):
         return time.time()
     return reduce(lambda value, letter: value * 32 + fs.CROCKFORD.index(letter), ulid[:10], 0) / 1000
@@ -136,6 +139,20 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
             if hour >= limit:  # the later ones were submitted later
                 break
             _remove_jobs(spool, directory, [key for key in index.keys(directory) if _ended(directory, key) < limit])
+
+
+def _prune_damaged(spool: Spool, limit: float) -> None:
+    """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
+    for path in (spool.paths.damaged / name for name in fs.names(spool.paths.damaged)):
+        if _set_aside_at(path) >= limit:
+            continue
+        key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
+        if key is not None and spool.jobs.locate(key) is None:
+            with spool.job_lock(key.id):
+                fs.move_file(path, spool.paths.removed / f"{key.name}.json")
+        else:  # another file of the job is whole
+            fs.remove_file(path)
+    complete_removals(spool)
 
 
 def _ended(directory: Path, key: JobKey) -> float:

@@ -127,7 +127,7 @@ class OptimizerSettings(Record):
 
 
 class PackedData(Record):
-    """`jobs/data/<id>/`: memory-mapped arrays in the format of `tandem.data.packed_format`."""
+    """`jobs/data/<id>/`: a file of arrays in the format of `tandem.data.packed_format`."""
 
     path: str
     num_rows: int = Field(ge=1)
