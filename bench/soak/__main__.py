@@ -37,6 +37,8 @@ from bench.soak.stack import TRAINER, Stack, Victim, Volume
 ROUND = 40
 LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
 STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 90.0
+LATE_SECONDS = 20.0
+"""So far behind its pace the soak waits for no moment that seldom comes."""
 VOLUME_MIB = 160
 
 
@@ -57,6 +59,7 @@ class Soak:
             name: Counter() for name in ("program", "moment", "signal", "condition", "damage", "launch")
         }
         self._imports = 1.0  # how many strikes with a costly end are allowed now
+        self._again: list[str] = []  # programs to strike again
         self._due = 0.0  # when the next strike is due at `options.pace`
         self.kills = 0
 
@@ -88,20 +91,39 @@ class Soak:
     def _strike(self, launch: str) -> None:
         costly = IMPORTS if launch == "fork" else IMPORTS | {"rank", "leader"}
         self._imports = min(3.0, self._imports + self._options.costly)
+        if self._again:
+            self._strike_again(self._again.pop())
+            return
         program = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if program in costly and self._imports < 1:
             return
         # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom comes. A rank comes
         # again only if its launcher gets the time to start.
         self._due += self._options.pace
-        longest = 20.0 if program in ("rank", "leader") else min(20.0, max(1.0, self._due - time.monotonic()))
+        early = self._due - time.monotonic()
+        late = early < -LATE_SECONDS
+        longest = 20.0 if program in ("rank", "leader") and not late else min(20.0, max(0.4 if late else 1.0, early))
         before = self._victims(program)
         moment = self._moments.wait(self._moments.choose(program), longest, self._meanwhile)
         how = "kill" if program == CONTAINER else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
         # Looking for processes takes a while, and the moment passes.
         if not (self._struck(program, before, how) or self._struck(program, self._victims(program), how)):
             return
-        self._imports -= program in costly
+        if program in costly:
+            self._imports -= 1
+            self._again = [program] * self._rng.choice([0, 0, 1, 2, 3])
+        self._count(program, moment, how)
+
+    def _strike_again(self, program: str) -> None:
+        """The next one dies while it starts and settles what the one before left: before it imports torch."""
+        end = time.monotonic() + self._rng.uniform(0.3, 2.0)
+        while time.monotonic() < end:
+            self._meanwhile()
+            time.sleep(0.05)
+        if self._struck(program, self._victims(program), "kill"):
+            self._count(program, "start", "kill")
+
+    def _count(self, program: str, moment: str, how: str) -> None:
         self.kills += how != "stop-continue"
         for name, value in (("program", program), ("moment", moment), ("signal", how)):
             self.counts[name][value] += 1
@@ -237,7 +259,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--pace", type=float, default=1.6, help="seconds per strike, without the rounds' ends")
-    parser.add_argument("--costly", type=float, default=0.15, help="share of strikes that make somebody import torch")
+    parser.add_argument("--costly", type=float, default=0.08, help="share of strikes that make somebody import torch")
     parser.add_argument("--round", type=int, default=ROUND, help="kills between two checks")
     parser.add_argument("--launch", choices=list(LAUNCHES), default=None, help="only this way to start ranks")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no round begins after that")
@@ -249,6 +271,7 @@ def main() -> int:
     work.mkdir(exist_ok=True)
     print(f"soak: --seed {options.seed} --kills {options.kills}, in {work}", flush=True)
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: stopped by SIGTERM"))
     soak = Soak(work, options)
     problems = ["the soak itself failed"]
     try:

@@ -73,7 +73,7 @@ class Client:
             self._create(run)
         elif self._bodies and self._rng.random() < 0.15:
             self._repeat(self._rng.choice(list(self._bodies)))
-        elif self._bodies and self._rng.random() < 0.05:
+        elif self._bodies and self._rng.random() < 0.03:
             # One of the newest, which may wait or run. The answer does not matter.
             self.request("POST", f"/v1/jobs/{self._rng.choice(list(self._bodies)[-6:])}/cancel")
         elif self._rng.random() < 0.03:

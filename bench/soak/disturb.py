@@ -54,7 +54,7 @@ class Moments:
                 time.sleep(self._rng.choice([0, 0, 0.01, 0.05]) * self._rng.random() * 2)
                 return moment
             meanwhile()
-            time.sleep(0.004)
+            time.sleep(0.006)
         return "random"
 
     def _came(self, moment: str, known: dict[str, str]) -> bool:

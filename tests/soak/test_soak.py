@@ -11,7 +11,7 @@ import pytest
 
 from tandem.system import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 KILLS = 100
 
@@ -22,13 +22,15 @@ def test_a_hundred_kills_break_no_promise(tmp_path: Path, capsys: pytest.Capture
         print(f"\nsoak: SOAK_SEED={seed}")
     work = tmp_path / "soak"
     command = [sys.executable, "-m", "bench.soak", "--kills", str(KILLS), "--seed", str(seed), "--work", str(work),
-               "--round", "50", "--pace", "0.7", "--costly", "0.06"]  # fmt: skip
+               "--round", str(KILLS), "--pace", "0.9", "--costly", "0.03"]  # fmt: skip
     repository = Path(__file__).parents[2]
     soak = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        out, _ = soak.communicate(timeout=360)
+        out, _ = soak.communicate(timeout=600)
     finally:
-        soak.send_signal(signal.SIGTERM)
+        if soak.poll() is None:
+            soak.send_signal(signal.SIGTERM)  # it unmounts its volume
+            soak.communicate(timeout=60)
         processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(work / "volume")), timeout=10)
     print(out)
     with capsys.disabled():
