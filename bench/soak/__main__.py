@@ -39,7 +39,7 @@ LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
 STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 90.0
 LATE_SECONDS = 20.0
 """So far behind its pace the soak waits for no moment that seldom comes."""
-VOLUME_MIB = 160
+VOLUME_MIB = 320
 
 
 class Soak:
