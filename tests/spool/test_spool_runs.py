@@ -229,11 +229,12 @@ def test_a_damaged_run_is_left_out_and_named(spool):
             (directory / "run.json").write_text(damage)
         with refused(RunDamaged, "run", match=r"run\.json"):
             spool.runs.get(name)
-    (spool.root / "runs/A file").write_text("junk")
+    for name in ("A file", "a-file.json"):  # the second could be a run's name
+        (spool.root / "runs" / name).write_text("junk")
     add_run(spool, "bare")
     shutil.rmtree(spool.root / "runs/bare/checkpoints/00000000")
     assert [spec.name for spec in spool.runs.list()] == spool.runs.names() == ["bare", "good", "r"]
-    assert sorted(spool.runs.damaged()) == ["A file", "bare", "empty", "other", "torn"]
+    assert sorted(spool.runs.damaged()) == ["A file", "a-file.json", "bare", "empty", "other", "torn"]
     (spool.root / "runs/r/served.json").write_text("{")
     assert spool.served.get("r") is None  # the publisher writes it anew
 

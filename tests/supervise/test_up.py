@@ -10,7 +10,7 @@ import pytest
 from supervise.tandem_up import AB, Up
 from tandem.system import ports, processes
 from tandem.system.environment import runtime_dir
-from waiting import until
+from waiting import alive, until
 
 
 def both_run(stack: Up) -> Up:
@@ -80,6 +80,23 @@ def test_kill_9_of_tandem_up_itself_leaves_nothing(up):
     stack.process.kill()
     stack.process.wait()
     until("nothing is left", lambda: not stack.left())
+
+
+def test_what_a_killed_one_left_ends_before_the_next_starts_its_programs(up):
+    first = up()
+    first.until("a runs")
+    left = first.pid("fake_program", "a")
+    supervisord = first.pid("supervisor.supervisord")
+    os.kill(supervisord, signal.SIGSTOP)  # so that it stops nothing any more
+    first.process.kill()
+    os.kill(supervisord, signal.SIGKILL)
+    first.process.wait()
+    assert alive(left)
+    second = up()
+    second.until("a runs", count=2)  # both write to one file
+    assert not alive(left)
+    assert second.stop() == 0
+    assert second.left() == []
 
 
 def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):

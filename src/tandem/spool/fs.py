@@ -262,7 +262,7 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     for _ in range(5):
         try:
             return path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if not sure or not exists(path):
                 return None
         except OSError as error:  # NFS: replaced between open and read

@@ -12,8 +12,9 @@ Once the stack has been ready, 70 and 71 are only for a stack without another pr
 (vLLM, the runner with its job) and stays up: one program's trouble must not cost the others their state. Then the
 program is tried again for ever.
 
-However it ends, no process that it started is left after at most `programs.stop_seconds()` more. It may be the first
-process of a container, or have an init before it: it adopts and reaps processes that lose their parent.
+However it ends, no process that it started is left after at most `programs.stop_seconds()` more. (If supervisord is
+killed with it, the next `tandem up` of this role ends what they left.) It may be the first process of a container, or
+have an init before it: it adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -75,6 +76,7 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
             held.enter_context(file_lock(runtime_dir(root, role) / "lock", blocking=False))
         except LockHeldError:
             raise Conflict(f"`tandem up` runs on {root} already; stop that one first", field="TANDEM_ROOT") from None
+        _end_remains(runtime_dir(root, role), supervisord_seconds(programs), console)
         for program in (program for program in programs if program.port):
             host, port = (getattr(settings, f"{program.port}_{part}") for part in ("host", "port"))
             try:
@@ -84,6 +86,23 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
                     raise
                 console.say(f"{program.name} has to wait: {error}")
         return Stack(settings, role, logs, programs, console).run()
+
+
+def _end_remains(directory: Path, seconds: float, console: Console) -> None:
+    """End what a killed `tandem up` left: it would keep ports and the runner's lock. supervisord stops its programs,
+    within `seconds`, but it may have been killed too."""
+    find = partial(processes.marked, liveness.VARIABLE, str(directory))
+    if not (left := find()):
+        return
+    pids = {process.pid for process in left}
+    console.say(f"ending what a killed `tandem up` left: pids {sorted(pids)}")
+    for process in left:
+        if process.parent not in pids:
+            processes.send(process, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    while find() and time.monotonic() < end:
+        time.sleep(0.1)
+    processes.kill_all(find, timeout=10)
 
 
 @dataclass

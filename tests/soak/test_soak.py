@@ -1,0 +1,41 @@
+"""A hundred kills of the soak, with a seed that is printed. `python -m bench.soak --seed N` repeats its plan."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.system import processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+
+KILLS = 100
+
+
+def test_a_hundred_kills_break_no_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**32)))
+    with capsys.disabled():
+        print(f"\nsoak: SOAK_SEED={seed}")
+    work = tmp_path / "soak"
+    command = [sys.executable, "-m", "bench.soak", "--kills", str(KILLS), "--seed", str(seed), "--work", str(work),
+               "--round", str(KILLS), "--pace", "0.9", "--costly", "0.03"]  # fmt: skip
+    repository = Path(__file__).parents[2]
+    soak = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        out, _ = soak.communicate(timeout=600)
+    finally:
+        if soak.poll() is None:
+            soak.send_signal(signal.SIGTERM)  # it unmounts its volume
+            soak.communicate(timeout=60)
+        processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(work / "volume")), timeout=10)
+    print(out)
+    with capsys.disabled():
+        for line in out.splitlines():
+            if "no tmpfs" in line:
+                print(line)
+    assert soak.returncode == 0, out
+    assert f"soak: {KILLS} kills, 0 violations" in out
