@@ -93,14 +93,14 @@ async def follow_events(
 def get_log(
     job: JobId,
     deployment: CurrentDeployment,
-    offset: Annotated[int, Query(ge=0, description="first byte")] = 0,
+    offset: Annotated[int, Query(ge=0, lt=2**63 - LOG_PART_BYTES, description="first byte")] = 0,
     tail: Annotated[int | None, Query(ge=1, le=LOG_PART_BYTES, description="only this many bytes, the last")] = None,
 ) -> Response:
     """The output of the job's ranks in all attempts; empty where nothing has been printed."""
     deployment.spool.jobs.get(job)
     data = b""
     path = deployment.spool.paths.log_file(job)
-    if path.exists():
+    if path.is_file():
         with path.open("rb") as file:
             if tail is not None:
                 offset = max(0, path.stat().st_size - tail)

@@ -23,6 +23,7 @@ One `<array>.npy` for each array, and `meta.json`. With R rows of L slots, N ite
 A slot that several trajectories share has one item for each of them. The same arrays give the same bytes.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import InvalidInput, SpoolUnusable
+from tandem.spool import fs
 
 FORMAT = 1
 Int32 = NDArray[np.int32]
@@ -101,6 +103,14 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
         raise SpoolUnusable(f"{problem}; check that the volume is writable and has space") from exc
 
 
+def digest(path: Path) -> str:
+    """SHA-256 of the SHA-256 of each file in a packed directory, in the order of their names; lower-case hex."""
+    total = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        total.update(bytes.fromhex(fs.sha256_file(file)))
+    return total.hexdigest()
+
+
 class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory.
 
@@ -124,11 +134,12 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}  # empty: closed
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, sha256: str | None = None) -> Self:
         """Maps and checks a packed directory.
 
         InvalidInput (field: the file) if a file is missing, unreadable or contradicts the format. Reads all arrays
-        once for that, so that a damaged directory can't make a rank index out of bounds later.
+        once for that, so that a damaged directory can't make a rank index out of bounds later. `sha256`: what `digest`
+        gave when it was written.
         """
         meta = _read_meta(path)
         arrays: Arrays = {}
@@ -139,6 +150,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
             except (OSError, ValueError, EOFError) as exc:
                 raise InvalidInput(f"packed data in {path}: can't read {file.name}: {exc}", field=file.name) from exc
         _check(arrays, meta, path)
+        if sha256 not in (None, digest(path)):
+            raise InvalidInput(f"packed data in {path} was altered (its sha256 differs); submit the job again")
         return cls(path, meta, arrays)
 
     def __len__(self) -> int:
