@@ -1,6 +1,6 @@
-"""Names of paths that are freed: Python 3.12 never frees an interned string, and its pathlib interns every name in a path.
+"""Names of paths that are freed: Python 3.12 never frees an interned string, and its pathlib interns each part of a path.
 
-So a program that handles a file for each job would grow by a kilobyte or two per job, for ever. Python 3.13 frees them.
+So a program that handles files of each job would grow by a kilobyte or two per job, for ever. Python 3.13 frees them.
 """
 
 import pathlib
@@ -11,4 +11,4 @@ from types import SimpleNamespace
 def free_path_names() -> None:
     """Has pathlib intern no names in this process. For programs that run for long; call it as they start."""
     if sys.version_info[:2] == (3, 12):
-        pathlib.sys = SimpleNamespace(**vars(sys) | {"intern": str})  # type: ignore[attr-defined]
+        vars(pathlib)["sys"] = SimpleNamespace(**vars(sys) | {"intern": str})
