@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench.day_samples import Sample, grown, of_files, of_process, of_runner, rows
+from bench.day_samples import OWN, Sample, grown, of_files, of_process, of_runner, rows
 from bench.report import report
 from tandem.client import Tandem
 from tandem.spool import Spool
@@ -193,8 +193,8 @@ def measure(way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = time.monotonic() - begin
             lines.write(json.dumps({"jobs": len(day.ended), "seconds": seconds, **told}) + "\n")
             lines.flush()
-            memory = ", ".join(f"{of} {value:.1f}" for (of, what), value in samples[-1][1].items() if what == "USS MiB")
-            print(f"{way}: {len(day.ended)} jobs, {seconds / len(day.ended):.2f} s each; USS MiB: {memory}", flush=True)
+            memory = ", ".join(f"{of} {value:.1f}" for (of, what), value in samples[-1][1].items() if what == OWN)
+            print(f"{way}: {len(day.ended)} jobs, {seconds / len(day.ended):.2f} s each; {OWN}: {memory}", flush=True)
     found = rows(way, samples)
     found.append(
         {"way": way, "of": "all", "what": "seconds per job", "first quarter": seconds / len(day.ended),

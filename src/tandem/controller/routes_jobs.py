@@ -16,9 +16,10 @@ LOG_PART_BYTES = 2**20
 KEEP_ALIVE_SECONDS = 10.0
 # Time for a stream to end by itself when the process stops; it needs one poll.
 STOP_SECONDS = 5.0
+_EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {
     "description": "Server-Sent Events; `data` is an Event, `id` its seq, `event` its type.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": _EVENT_FIELDS}}},
 }
 _LOG = {
     "description": f"At most {LOG_PART_BYTES} bytes; the header {LOG_OFFSET_HEADER} is the offset of the next ones.",
