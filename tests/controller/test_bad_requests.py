@@ -54,6 +54,8 @@ BAD_VALUES = {
     "trajectory longer than a row": ("packing.sequence_length", 3, "groups.0.trajectories.0"),
     "id that is no name": ("id", "../x"),
     "no attempts": ("max_attempts", 0),
+    "more seconds than ranks can count": ("stall_seconds", 1e300),
+    "an attempt without end": ("deadline_seconds", 1e300),
     "negative base step": ("base_step", -1),
     "unknown kind": ("kind", "dpo", None),
     "no examples": ("examples", []),
@@ -80,6 +82,52 @@ def test_bodies_that_are_not_json_or_not_declared_as_json(http, idle_run):
     # A browser sends text/plain to another origin without permission.
     text = {"Content-Type": "text/plain"}
     assert http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(rl_request()), headers=text).status_code == 415
+    assert "415" in http.get("/openapi.json").json()["paths"]["/v1/runs/{run}/train"]["post"]["responses"]
+    for path in ("/v1/runs", f"/v1/runs/{idle_run}/fork", f"/v1/runs/{idle_run}/rollback"):
+        for content in (b"{", b"\xff", b'{"step": "\xc0"}'):
+            answer = http.post(path, content=content, headers=JSON)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["field"]) == (422, "invalid_input", "body"), answer.text
+
+
+@pytest.mark.usefixtures("nothing_changes")
+@pytest.mark.parametrize("value", [False, "0", 0.0])
+def test_a_step_is_a_number_and_nothing_that_python_takes_for_one(http, idle_run, value):
+    """`false` would roll a run back to step 0."""
+    for path, body, field in [
+        (f"/v1/runs/{idle_run}/rollback", {"step": value}, "step"),
+        (f"/v1/runs/{idle_run}/fork", {"step": value, "name": "copied"}, "step"),
+        ("/v1/runs", {"name": "seeded", "seed": value}, "seed"),
+    ]:
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, field), answer.text
+
+
+@pytest.mark.usefixtures("nothing_changes")
+def test_numbers_that_no_file_system_and_no_name_has(http, server, idle_run):
+    server.spool.paths.log_file("logged").write_text("hello")
+    many = "1" + 400 * "0"
+    try:
+        for method, path, body in [
+            ("GET", f"/v1/runs/{idle_run}/checkpoints/{many}", ""),
+            ("PUT", f"/v1/runs/{idle_run}/checkpoints/{many}/pin", ""),
+            ("DELETE", f"/v1/runs/{idle_run}/checkpoints/{many}/pin", ""),
+            ("POST", f"/v1/runs/{idle_run}/rollback", f'{{"step": {many}}}'),
+            ("POST", f"/v1/runs/{idle_run}/fork", f'{{"step": {many}, "name": "b"}}'),
+            ("GET", f"/v1/jobs/logged/log?offset={2**63}", ""),
+        ]:
+            answer = http.request(method, path, content=body, headers=JSON)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_input"), answer.text
+    finally:
+        server.spool.paths.log_file("logged").unlink()
+
+
+def test_a_wrong_method_is_told_all_right_ones(http, idle_run):
+    for path, methods in [("/v1/runs", {"GET", "POST"}), (f"/v1/runs/{idle_run}", {"DELETE", "GET"}),
+                          (f"/v1/runs/{idle_run}/checkpoints/0/pin", {"DELETE", "PUT"})]:  # fmt: skip
+        answer = http.request("PATCH", path)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) == methods
 
 
 @pytest.mark.usefixtures("nothing_changes")

@@ -42,6 +42,22 @@ def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
     assert record.seconds.keys() == {"copy", "load", "verify", "since_checkpoint"}
 
 
+def test_what_a_publisher_remembers_does_not_grow_with_the_steps(stage: Stage, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint_loader, "MOST_REFUSALS", 3)
+    publisher = stage.publisher()
+    for number in range(6):
+        stage.step(0.1 * (number + 1), job=f"job-{number}")
+        publisher.once()
+        publisher.once()  # unloads
+    assert stage.listed() == ["run@5", "run@6"]
+    assert publisher._told_jobs == {"job-4", "job-5"}
+    for number in range(6):
+        stage.step(0.1 * (number + 1), weights=9.0)
+        publisher.once()
+    assert len(publisher._loader._refused) == 3
+    assert stage.served() == (6, 12)
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [

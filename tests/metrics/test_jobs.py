@@ -311,3 +311,20 @@ def test_queued_and_finished_jobs_are_not_read_again(volume: Spool, monkeypatch)
     exported.collect()
     monkeypatch.setattr(Jobs, "locate", None)
     assert exported.works("jobs")
+
+
+@pytest.mark.parametrize("error", ["a text", {"type": ["oom"]}, 10**400])
+def test_an_event_that_no_program_writes_spoils_no_other_job(volume: Spool, error: object) -> None:
+    collector = JobsCollector(opener(volume))
+    exported = Exported(collector)
+    exported.collect()
+    for job_id in ("bad", "good"):
+        submit(volume, job_id)
+        job = volume.queue.claim("me")
+        if job_id == "bad":
+            volume.events.append(job_id, "step", metrics={"loss": error, "tokens": error})
+            volume.events.append(job_id, "failed", error=error)
+        volume.queue.finish(job, failed())
+    seen = exported.collect()
+    assert seen.get("tandem_jobs_finished_total", outcome="failed") == 2
+    assert not collector._followed

@@ -18,6 +18,7 @@ from tandem.metrics.merged import PHASES, MergedCollector
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import PublishCollector
 from tandem.spool import Spool
+from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.schema import Job, Served
 from tandem.vllm_client.names import MergedPhase as Phase
 
@@ -135,3 +136,27 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
     seen = exported.collect()
     assert seen.get("tandem_collector_success", collector="merged") == 1, "vLLM takes minutes to start"
     assert not seen.all("tandem_merged_phase")
+
+
+def test_a_record_with_a_step_that_no_run_has_costs_no_more_than_another(volume: Spool, monkeypatch) -> None:
+    """Each step up to it was looked for."""
+    train_one(volume)
+    exported = Exported(PublishCollector(opener(volume)))
+    exported.collect()
+    asked = []
+    manifest = Checkpoints.manifest
+    monkeypatch.setattr(Checkpoints, "manifest", lambda *step: asked.append(step) or manifest(*step))
+    serve(volume, 5000)
+    exported.collect()
+    assert len(asked) <= 2
+
+
+def test_an_event_that_no_publisher_writes_is_counted_without_its_seconds(volume: Spool) -> None:
+    exported = Exported(PublishCollector(opener(volume)))
+    exported.collect()
+    job = train_one(volume)
+    volume.events.append(job.spec.id, "served", step=1, seconds=[1, 2])
+    serve(volume, 1)
+    for _ in range(2):
+        seen = exported.collect()
+        assert seen.get("tandem_publish_total", outcome="served") == 1

@@ -12,6 +12,7 @@ import torch
 from rank import jobs
 from tandem.data import prepare
 from tandem.data.inputs import Group, SFTExample, Trajectory, Turn
+from tandem.data.packed_format import PackedBatch
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.spool import Spool
@@ -70,6 +71,21 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
     assert (error.type, error.retriable) == ("checkpoint_damaged", False)
     assert re.search(r"adam\.safetensors.* missing", error.message)
     assert spool.checkpoints.steps("r") == [0, 1]
+
+
+def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
+    """The arrays still fit together: only the hash tells."""
+    job = jobs.submit_sft(spool)
+    directory = spool.paths.data_dir(job)
+    with PackedBatch.open(directory) as batch:
+        weights = batch.row(0).item_advantage
+    for file in directory.iterdir():
+        file.write_bytes(file.read_bytes().replace(weights.tobytes(), (2 * weights).tobytes()))
+    PackedBatch.open(directory).close()
+    error = jobs.fail_here(spool, job)
+    assert (error.type, error.retriable) == ("invalid_input", False)
+    assert "altered" in error.message
+    assert spool.checkpoints.steps("r") == [0]
 
 
 def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: Spool) -> None:

@@ -30,6 +30,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     409: {"model": ErrorBody, "description": "The request doesn't fit the present state."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     422: {"model": ErrorBody, "description": "The input is wrong; `field` names the part."},
+    500: {"model": ErrorBody, "description": "A checkpoint or a run on the volume is damaged."},
     503: {"model": ErrorBody, "description": "The volume can't be used; try again later."},
 }
 

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from tandem.controller.schemas import ErrorBody
 from tandem.data.inputs import invalid_input
@@ -19,6 +20,8 @@ from tandem.spool.fs import volume_error
 
 # A client that follows it asks again when files may be closed or space may be free.
 RETRY_SECONDS = 2
+
+_NOT_JSON = InvalidInput("the body is not JSON", field="body")
 
 log = logging.getLogger("tandem.controller")
 
@@ -82,7 +85,7 @@ def install_handlers(app: FastAPI) -> None:
     async def _wrong_request(_: Request, error: RequestValidationError) -> JSONResponse:
         errors = list(error.errors())
         if errors[0]["type"] == "json_invalid":
-            return response_of(InvalidInput("the body is not JSON", field="body"))
+            return response_of(_NOT_JSON)
         where, *rest = errors[0]["loc"]
         path = _path_in(error.body, errors[0] | {"loc": rest}) if where == "body" else rest[:1]
         return response_of(invalid_input(errors, path))
@@ -91,15 +94,25 @@ def install_handlers(app: FastAPI) -> None:
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, TandemError):  # FastAPI wraps errors that are raised while it reads a body
             return await _tandem_error(request, error.__cause__)
-        status, message = HTTPStatus(error.status_code), str(error.detail)
+        if isinstance(error.__cause__, ValueError):  # so are those of a body that is not UTF-8
+            return response_of(_NOT_JSON)
+        status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:
             message += f": {request.method} {request.url.path}"
-        return _response(status, error.headers, type=status.name.lower(), message=message)
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names only the methods of the path's first route
+            headers = {"Allow": ", ".join(sorted(_methods(request)))}
+        return _response(status, headers, type=status.name.lower(), message=message)
 
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback
         message = f"{type(error).__name__} in the controller; its log has the traceback"
         return _response(500, type="internal", message=message)
+
+
+def _methods(request: Request) -> set[str]:
+    """All methods of the request's path."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
 def _response(status: int, headers: Mapping[str, str] | None = None, **detail: str | None) -> JSONResponse:

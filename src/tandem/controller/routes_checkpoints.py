@@ -14,11 +14,11 @@ from fastapi.responses import StreamingResponse
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import CheckpointInfo
 from tandem.errors import CheckpointDamaged
-from tandem.spool.schema import Manifest, RunName
+from tandem.spool.schema import STEPS, Manifest, RunName
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
 _CHUNK_BYTES = 2**20
-Step = Annotated[int, PathParameter(ge=0)]
+Step = Annotated[int, PathParameter(ge=0, lt=STEPS)]
 _TAR = {
     "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
     "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
@@ -127,7 +127,7 @@ def _padding(size: int) -> int:
 def _open(path: Path, size: int) -> BinaryIO:
     try:
         file = path.open("rb")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} is missing") from error
     actual = file.seek(0, io.SEEK_END)
     file.seek(0)

@@ -16,9 +16,10 @@ LOG_PART_BYTES = 2**20
 KEEP_ALIVE_SECONDS = 10.0
 # Time for a stream to end by itself when the process stops; it needs one poll.
 STOP_SECONDS = 5.0
+_EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {
     "description": "Server-Sent Events; `data` is an Event, `id` its seq, `event` its type.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": _EVENT_FIELDS}}},
 }
 _LOG = {
     "description": f"At most {LOG_PART_BYTES} bytes; the header {LOG_OFFSET_HEADER} is the offset of the next ones.",
@@ -93,14 +94,14 @@ async def follow_events(
 def get_log(
     job: JobId,
     deployment: CurrentDeployment,
-    offset: Annotated[int, Query(ge=0, description="first byte")] = 0,
+    offset: Annotated[int, Query(ge=0, lt=2**63 - LOG_PART_BYTES, description="first byte")] = 0,
     tail: Annotated[int | None, Query(ge=1, le=LOG_PART_BYTES, description="only this many bytes, the last")] = None,
 ) -> Response:
     """The output of the job's ranks in all attempts; empty where nothing has been printed."""
     deployment.spool.jobs.get(job)
     data = b""
     path = deployment.spool.paths.log_file(job)
-    if path.exists():
+    if path.is_file():
         with path.open("rb") as file:
             if tail is not None:
                 offset = max(0, path.stat().st_size - tail)

@@ -16,7 +16,16 @@ from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, De
 from tandem.controller.job_submission import submit_job
 from tandem.controller.request_body import MEMORY_BYTES, received
 from tandem.controller.routes_jobs import job_status
-from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, JobStatus, Rollback, RolledBack, RunStatus
+from tandem.controller.schemas import (
+    LISTED_PENDING,
+    CreateRun,
+    ErrorBody,
+    Fork,
+    JobStatus,
+    Rollback,
+    RolledBack,
+    RunStatus,
+)
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
@@ -160,7 +169,10 @@ def delete_run(
 @router.post(
     "/{run}/train",
     status_code=202,
-    responses={200: {"model": JobStatus, "description": "The job existed already."}},
+    responses={
+        200: {"model": JobStatus, "description": "The job existed already."},
+        415: {"model": ErrorBody, "description": "The body is not declared as application/json."},
+    },
     openapi_extra={"requestBody": {"required": True, "content": _TRAIN_SCHEMA}},
 )
 async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:

@@ -9,6 +9,8 @@ from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
 LISTED_PENDING = 100
+LONGEST_SECONDS = 1e8
+"""Three years. Ranks can't count to any number of seconds."""
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
 
@@ -50,7 +52,9 @@ class CreateRun(Record):
         description="default targets: all seven; for a mixture of experts those of attention",
     )
     weights: schema.Serving | None = Field(default=None, description="how vLLM serves it; default: the deployment's")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of step 0's weights and of each job's row order")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, strict=True, description="of step 0's weights and of each job's row order"
+    )
 
 
 class RunStatus(Record):
@@ -70,14 +74,16 @@ class RunStatus(Record):
 class Fork(Record):
     model_config = _example(step=3, name="my-run-b")
 
-    step: int = Field(ge=0, description="the checkpoint that becomes step 0 of the new run")
+    step: int = Field(
+        ge=0, lt=schema.STEPS, strict=True, description="the checkpoint that becomes step 0 of the new run"
+    )
     name: RunName = Field(description="of the new run")
 
 
 class Rollback(Record):
     model_config = _example(step=3)
 
-    step: int = Field(ge=0, description="the checkpoint that becomes the newest")
+    step: int = Field(ge=0, lt=schema.STEPS, strict=True, description="the checkpoint that becomes the newest")
 
 
 class RolledBack(Record):
@@ -106,8 +112,10 @@ class _TrainRequest(Record):
     )
     optimizer: schema.OptimizerSettings = schema.OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0, description="limit of one attempt")
-    stall_seconds: float = Field(default=600.0, gt=0, description="ranks without progress for this long count as hung")
+    deadline_seconds: float = Field(default=3600.0, gt=0, le=LONGEST_SECONDS, description="limit of one attempt")
+    stall_seconds: float = Field(
+        default=600.0, gt=0, le=LONGEST_SECONDS, description="ranks without progress for this long count as hung"
+    )
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 

@@ -99,6 +99,11 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> None:
                 file.write(np.ascontiguousarray(fields[name]).data)
 
 
+def digest(path: Path) -> str:
+    """SHA-256 of the file in a packed directory, lower-case hex."""
+    return fs.sha256_file(path / FILE)
+
+
 class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory.
 
@@ -122,14 +127,17 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}  # empty: closed
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, sha256: str | None = None) -> Self:
         """Maps and checks a packed directory.
 
         InvalidInput (field: the file, or the array that contradicts the format). Reads all arrays once for that, so
-        that a damaged file can't make a rank index out of bounds later.
+        that a damaged file can't make a rank index out of bounds later. `sha256`: what `digest` gave when it was
+        written.
         """
         fields = _map(path)
         _check(fields, int(fields["vocab_size"]), path)
+        if sha256 not in (None, digest(path)):
+            raise InvalidInput(f"packed data in {path} was altered (its sha256 differs); submit the job again")
         return cls(path, fields)
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from tandem.data.advantages import group_advantages, spread
 from tandem.data.chat_template import chat_turns, load_tokenizer
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
-from tandem.data.packed_format import write_packed
+from tandem.data.packed_format import digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
@@ -151,7 +151,7 @@ def _write(
     write_packed(out, arrays, vocab_size=vocab_size)
     unshared = sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences)
     return PackedData(
-        path="", num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
+        path="", sha256=digest(out), num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
         num_items=len(arrays["item_target"]), num_tokens=int(arrays["row_num_tokens"].sum()),
         num_unshared_tokens=unshared, num_trajectories=len(kept), num_groups=len(numbers),
         dropped_groups=dropped_groups, dropped_trajectories=dropped,

@@ -14,7 +14,6 @@ from typing import ClassVar
 from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as PrometheusCollector
-from pydantic import ValidationError
 
 from tandem.errors import TandemError
 from tandem.metrics.metric import ALL, STALE_SECONDS, Metric
@@ -58,12 +57,12 @@ class Collector(abc.ABC):
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
-        """Calls `action` for every item, also after an error."""
+        """Calls `action` for every item, also after an error: whatever one file holds, the others are collected."""
         for item in items:
             try:
                 action(item)
-            except (TandemError, ValidationError, OSError) as error:
-                self.errors.append(f"{item}: {error}")
+            except Exception as error:
+                self.errors.append(f"{item}: {error if isinstance(error, TandemError) else repr(error)}")
 
 
 class CollectorThread:

@@ -29,6 +29,7 @@ from tandem.metrics.supervisor import SupervisorCollector
 from tandem.spool import Spool
 from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
+from tandem.system.path_names import free_path_names
 
 log = Log("exporter")
 
@@ -64,6 +65,7 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 def main() -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status."""
     configure()
+    free_path_names()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

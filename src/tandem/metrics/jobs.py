@@ -12,7 +12,7 @@ from typing import Any
 from tandem.errors import NotFound
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
 from tandem.spool.paths import JobKey
 from tandem.spool.schema import TERMINAL, Event
@@ -111,10 +111,7 @@ class JobsCollector(Collector):
     def collect(self, gauges: Samples) -> None:
         spool = self._open_spool()
         self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
-        for job_id, job in list(self._followed.items()):
-            if self._read_events(spool, job_id, job):
-                del self._followed[job_id]
-                self._ended.add(job_id)
+        self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
         self._caught_up = True
         for name, value in self._last.items():
             gauges.set(name, value)
@@ -144,16 +141,21 @@ class JobsCollector(Collector):
             pass
         self._unread.discard(job_id)
 
-    def _read_events(self, spool: Spool, job_id: str, job: _FollowedJob) -> bool:
-        """Reads the job's new events; True when it has ended."""
+    def _read_job(self, spool: Spool, job_id: str) -> None:
+        """Reads the job's new events, and follows it no longer when it has ended."""
+        job = self._followed[job_id]
         events, job.offset, _ = spool.events.since(job_id, job.offset)
-        for event in events:
-            self._set_gauges(event)
-            if self._caught_up:
-                self._count(event, job)
-            if event.type == "claimed" and job.first_claimed is None:
-                job.first_claimed = event.time
-        return any(event.type in TERMINAL for event in events)
+        if any(event.type in TERMINAL for event in events):
+            del self._followed[job_id]
+            self._ended.add(job_id)
+        self.try_each(events, lambda event: self._read_event(event, job))
+
+    def _read_event(self, event: Event, job: _FollowedJob) -> None:
+        self._set_gauges(event)
+        if self._caught_up:
+            self._count(event, job)
+        if event.type == "claimed" and job.first_claimed is None:
+            job.first_claimed = event.time
 
     def _set_gauges(self, event: Event) -> None:
         data = event.data
@@ -161,9 +163,9 @@ class JobsCollector(Collector):
             self._last[_LAST_STEP_AT] = event.time
             for key, (name, _) in _LAST_STEP.items():
                 self._last.pop(f"tandem_train_{name}", None)
-                if (value := _number(data.get("metrics"), key)) is not None:
+                if (value := number(data.get("metrics"), key)) is not None:
                     self._last[f"tandem_train_{name}"] = value
-        elif event.type == "checkpoint" and (seconds := _number(data, "seconds")) is not None:
+        elif event.type == "checkpoint" and (seconds := number(data, "seconds")) is not None:
             self._last["tandem_checkpoint_duration_seconds"] = seconds
         elif event.type == "released":
             self._per_device = _device_memory(data)
@@ -179,17 +181,18 @@ class JobsCollector(Collector):
         elif event.type == "step":
             metrics = data.get("metrics")
             self._count_phases(metrics, prefix="seconds_")
-            parts = [_number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
+            parts = [number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
             counts.observe("tandem_train_step_duration_seconds", sum(parts))
             for key, (name, _) in _TOTALS.items():
-                counts.inc(name, _number(metrics, key) or 0.0)
+                counts.inc(name, number(metrics, key) or 0.0)
         elif event.type == "checkpoint":
             self._count_phases({"checkpoint": data.get("seconds")})
-        elif event.type == "released" and (seconds := _number(data, "seconds")) is not None:
+        elif event.type == "released" and (seconds := number(data, "seconds")) is not None:
             counts.observe("tandem_job_release_seconds", seconds)
         if event.type in ("requeued", "failed"):
-            error = (data.get("error") or {}).get("type", "other")
-            counts.inc("tandem_job_attempts_failed_total", error=error if error in ERRORS else "other")
+            error = data.get("error")
+            kind = error.get("type") if isinstance(error, dict) else None
+            counts.inc("tandem_job_attempts_failed_total", error=kind if kind in ERRORS else "other")
         if event.type in TERMINAL:
             counts.inc("tandem_jobs_finished_total", outcome=event.type)
             if job.first_claimed is not None:
@@ -198,7 +201,7 @@ class JobsCollector(Collector):
 
     def _count_phases(self, values: object, prefix: str = "") -> None:
         for phase in PHASES:
-            if (seconds := _number(values, f"{prefix}{phase}")) is not None:
+            if (seconds := number(values, f"{prefix}{phase}")) is not None:
                 self.counts.observe("tandem_train_phase_duration_seconds", seconds, phase=phase)
 
 
@@ -215,9 +218,3 @@ def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
         "tandem_job_gpu_left_bytes": dict(measured),
         "tandem_job_gpu_released_bytes": dict(released_bytes),
     }
-
-
-def _number(values: Any, key: str) -> float | None:
-    """`values[key]` if that is a number. Events have null in place of numbers that are not finite."""
-    value = values.get(key) if isinstance(values, dict) else None
-    return float(value) if isinstance(value, int | float) else None

@@ -3,7 +3,7 @@
 from tandem.errors import NotFound
 from tandem.metrics.collector import Collector, OpenSpool
 from tandem.metrics.metric import Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import Event, Served
 
@@ -61,10 +61,10 @@ class PublishCollector(Collector):
             return
         # Several steps may have been served since the last collection; after a rollback an older one is served.
         first = record.step if before is None or before.step > record.step else before.step + 1
-        for step in range(first, record.step + 1):
+        for step in [step for step in spool.checkpoints.steps(run) if first <= step <= record.step]:
             try:
                 job = spool.checkpoints.manifest(run, step).job
-            except NotFound:
+            except NotFound:  # it was removed meanwhile
                 continue
             if step == record.step or (job is not None and _served_event(spool, job) is not None):
                 self.counts.inc("tandem_publish_total", outcome="served")
@@ -73,14 +73,13 @@ class PublishCollector(Collector):
 
     def _count_stages(self, spool: Spool, job: str) -> None:
         event = _served_event(spool, job)
-        if event is not None:
-            seconds = event.data.get("seconds") or {}
-            for stage in STAGES:
-                if stage in seconds:
-                    self.counts.observe("tandem_publish_duration_seconds", float(seconds[stage]), stage=stage)
         self._without_event[job] += 1
         if event is not None or self._without_event[job] > _TRIES:
             del self._without_event[job]
+        seconds = event.data.get("seconds") if event is not None else None
+        for stage in STAGES:
+            if (value := number(seconds, stage)) is not None:
+                self.counts.observe("tandem_publish_duration_seconds", value, stage=stage)
 
 
 def _served_event(spool: Spool, job: str) -> Event | None:

@@ -4,6 +4,7 @@ import bisect
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -84,3 +85,9 @@ def _family(metric: Metric, series: _Series) -> Family:
     for key, (value,) in series.items():
         family.add_metric(key, value)
     return family
+
+
+def number(values: Any, key: str) -> float | None:
+    """`values[key]` if that is a number. Events have null in place of numbers that are not finite."""
+    value = values.get(key) if isinstance(values, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -74,7 +74,7 @@ class Spool:
             )
         try:
             version = int(json.loads(content)["schema_version"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise SpoolUnusable(f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}') from error
         if version != SCHEMA_VERSION:
             problem = f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"

@@ -17,7 +17,7 @@ from tandem.spool.jobs import Jobs
 from tandem.spool.listing import listing
 from tandem.spool.paths import step_name
 from tandem.spool.runs import Runs
-from tandem.spool.schema import Manifest, Origin, RunSpec
+from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
 from tandem.spool.sizes import Sizes
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
@@ -78,8 +78,8 @@ class Checkpoints:
 
     def path(self, run: str, step: int) -> Path:
         """The checkpoint's directory; NotFound (field `step`) if there is none."""
-        directory = self._dir(run) / step_name(step)
-        if step < 0 or (not directory.is_dir() and not fs.exists(directory)):
+        directory = self._dir(run) / step_name(min(step, STEPS))
+        if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
             known = f"{steps[0]} to {steps[-1]}" if steps else "none"
             removed = " without those that were removed" if steps and len(steps) <= steps[-1] else ""

@@ -30,6 +30,8 @@ class Events:
         """
         path = self._paths.events_file(job_id)
         lock = file_lock(self._paths.job_lock(job_id))
+        if not path.is_file() and (path.is_dir() or path.is_symlink()):
+            fs.remove_file(path)  # damage, which must not keep the job from its end
         with lock, fs.volume_errors(path), path.open("a+b", buffering=0) as file:
             fd, size = file.fileno(), file.tell()
             last, terminated = _last_event(fd, size)
@@ -67,7 +69,7 @@ class Events:
                     content += part
                     if b"\n" in part:
                         break
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             pass
         return _parse(content), offset + content.rfind(b"\n") + 1, offset + len(content)
 

@@ -20,13 +20,15 @@ from tandem.errors import SpoolUnusable, VolumeFull
 TEMPORARY = ".tmp-"
 CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
+_NO_FILE = (errno.EISDIR, errno.ELOOP)
+_DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
 # errno -> (what is wrong, what to do)
 _REMEDIES = {
     errno.ENOSPC: ("the volume is full", "free space on it or enlarge it, then try again"),
     errno.EDQUOT: ("the quota of the volume is used up", "free space on it or raise the quota, then try again"),
     errno.EROFS: ("the volume is mounted read-only", "mount it read-write in this container"),
-    errno.EACCES: ("permission denied", f"give uid {os.getuid()} read and write permission on the volume"),
-    errno.EPERM: ("permission denied", f"give uid {os.getuid()} read and write permission on the volume"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
+    **dict.fromkeys(_NO_FILE, ("it is a directory or a link to itself", "remove it, or restore the file from a copy")),
     errno.ENOTDIR: ("a part of the path is a file, not a directory", "point TANDEM_ROOT at a directory"),
     errno.ENOLCK: ("the volume has no file locks", "mount it with working locks (NFSv4, not 'nolock')"),
     errno.EIO: ("the volume reports an input/output error", "check the disk or the network file system"),
@@ -200,12 +202,14 @@ def rename_dir(source: Path, target: Path) -> None:
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
-    """Removes a file if it exists. Not `durable`: after a loss of power it may be back."""
+    """Removes a file, or a directory in its place, if it is there. Not `durable`: a loss of power may bring it back."""
     with volume_errors(path):
         try:
             path.unlink()
         except FileNotFoundError:
             return
+        except IsADirectoryError:
+            remove_tree(path)
         if durable:
             fsync_dir(path.parent)
 
@@ -257,7 +261,8 @@ def open_dir(directory: Path) -> int | None:
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     """The content of a file that others replace by rename; None if it does not exist.
 
-    `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet.
+    `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a
+    link to itself the content is b"", which every reader takes for damage.
     """
     for _ in range(5):
         try:
@@ -265,8 +270,10 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
         except (FileNotFoundError, NotADirectoryError):
             if not sure or not exists(path):
                 return None
-        except OSError as error:  # NFS: replaced between open and read
-            if error.errno != errno.ESTALE:
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return b""
+            if error.errno != errno.ESTALE:  # NFS: replaced between open and read
                 raise
         time.sleep(0.01)
     return None
@@ -282,17 +289,3 @@ def sha256_file(path: Path) -> str:
     """SHA-256 of a file's content, lower-case hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def older_than(path: Path, seconds: float) -> bool:
-    """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
-    clock = path.with_name(f"{TEMPORARY}clock.{new_ulid()}")
-    with volume_errors(path):
-        try:
-            clock.touch(exist_ok=False)
-            return clock.stat().st_mtime - path.stat().st_mtime > seconds
-        except FileNotFoundError:
-            return False
-        finally:
-            with suppress(OSError):
-                clock.unlink()

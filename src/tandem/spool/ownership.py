@@ -39,9 +39,9 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
 def _holder(content: bytes) -> str:
     try:
         info = RunnerInfo.model_validate_json(content)
-    except ValidationError:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.since))
+    except (ValueError, OverflowError, OSError):
         return "an unknown runner"
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.since))
     return f"{info.runner}, pid {info.pid} on host {info.host}, since {since}"
 
 

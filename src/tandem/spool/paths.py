@@ -53,7 +53,7 @@ class JobKey(NamedTuple):
     @classmethod
     def of(cls, *, created: float, base_step: int, run: str, job_id: str) -> Self:
         """`created` in Unix seconds."""
-        return cls(max(0, int(created * 1e6)), base_step, run, job_id)
+        return cls(int(min(max(0, created * 1e6), 10**16 - 1)), base_step, run, job_id)
 
 
 def is_run_name(name: str) -> bool:

@@ -1,6 +1,7 @@
 """What a new runner does about the jobs and files that a dead runner left."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import CheckpointDamaged, NotFound
@@ -93,5 +94,19 @@ def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    if fs.older_than(path, STALE_SECONDS):
+    if _older_than(path, STALE_SECONDS):
         fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)
+
+
+def _older_than(path: Path, seconds: float) -> bool:
+    """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
+    clock = path.with_name(f"{fs.TEMPORARY}clock.{fs.new_ulid()}")
+    with fs.volume_errors(path):
+        try:
+            clock.touch(exist_ok=False)
+            return clock.stat().st_mtime - path.stat().st_mtime > seconds
+        except FileNotFoundError:
+            return False
+        finally:
+            with suppress(OSError):
+                clock.unlink()

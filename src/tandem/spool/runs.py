@@ -124,7 +124,7 @@ class Runs:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
 

@@ -47,12 +47,12 @@ def _identity(path: Path) -> _Identity | None:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files below; those that vanish meanwhile don't count."""
+    """Bytes of all files below; those that vanish meanwhile, or are links to nowhere, don't count."""
     total = 0
     for here, _, files in os.walk(directory):
         for name in files:
             try:
                 total += Path(here, name).stat().st_size
-            except FileNotFoundError:
+            except OSError:
                 continue
     return total

@@ -65,7 +65,7 @@ class AdapterCopies:
                 if sha256_file(copy) != entry.sha256:
                     raise CheckpointDamaged(f"checkpoint {checkpoint}: {file} is altered (its sha256 differs)")
             partial.rename(path)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise CheckpointDamaged(f"checkpoint {checkpoint}: {Path(str(error.filename)).name} is missing") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)

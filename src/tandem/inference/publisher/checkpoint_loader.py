@@ -25,6 +25,8 @@ TRIES = 3
 TRY_AGAIN_SECONDS = 30.0
 """When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
+MOST_REFUSALS = 1000
+"""A refusal that was forgotten is tried again, and there are never so many steps that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class CheckpointLoader:
         """When this object verified what vLLM serves as `name`, Unix seconds; None if it did not."""
         served = self._served.get(name)
         return served.record.verified if served else None
+
+    def jobs(self) -> set[str]:
+        """The jobs that made what this object verified and vLLM serves."""
+        return {served.job for served in self._served.values() if served.job is not None}
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
@@ -164,6 +170,8 @@ class CheckpointLoader:
             refusal.pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and repeated else TRY_AGAIN_SECONDS
             refusal.again = time.monotonic() + refusal.pause
         self._refused[name] = refusal
+        while len(self._refused) > MOST_REFUSALS:
+            del self._refused[next(iter(self._refused))]
         return CheckpointRefused(reason)
 
     def _file_stats(self, run: str, step: int) -> FileStats:

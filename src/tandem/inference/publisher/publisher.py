@@ -53,7 +53,7 @@ class Publisher:
         self._specs: dict[str, RunSpec] = {}
         self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
         self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
-        self._told_jobs: set[str] = set()
+        self._told_jobs: set[str] = set()  # of the checkpoints that are served
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
@@ -106,6 +106,7 @@ class Publisher:
                     break  # that took a while: a run may have a new checkpoint, which then comes first
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)
+        self._told_jobs &= self._loader.jobs()
         self._transport.remove_unused_copies(older_than=10 * self._retention.grace)
 
     def _changes(self) -> dict[str, float]:

@@ -1,16 +1,18 @@
 """When the adapters of each run were last sampled."""
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from tandem.spool import fs
 from tandem.vllm_client.client import VllmClient
 
 LOOK_SECONDS = 15.0
 """How often vLLM is asked."""
+_LAST = TypeAdapter(dict[str, FiniteFloat])
 _OWN_SECONDS = 5.0
 """vLLM counts the verification of an adapter as a use, up to this long after its end."""
 
@@ -22,8 +24,8 @@ class Usage:
         self._client, self._file = client, file
         self._next_look = 0.0
         self._last: dict[str, float] = {}  # run -> Unix seconds
-        with suppress(OSError, ValueError, AttributeError):
-            self._last = {str(run): float(at) for run, at in json.loads(file.read_bytes()).items()}
+        with suppress(OSError, ValidationError):
+            self._last = _LAST.validate_json(file.read_bytes())
 
     def last(self, run: str) -> float:
         """Unix seconds; 0 for a run that nobody is known to have sampled."""
@@ -42,4 +44,4 @@ class Usage:
                 last[run] = max(at, last.get(run, 0.0))
         if last != self._last:
             self._last = last
-            fs.write_atomic(self._file, json.dumps(last).encode())
+            fs.write_atomic(self._file, _LAST.dump_json(last))

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
+STEPS = 10**8
+"""A run has fewer steps than this: eight digits name a checkpoint."""
 
 # A run's name becomes a directory name, a vLLM adapter name and a Prometheus label.
 RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"

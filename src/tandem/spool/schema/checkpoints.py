@@ -1,15 +1,16 @@
 """Records of a checkpoint: its manifest with the probe, and what vLLM serves."""
 
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from tandem.spool.schema.base import Record, RunName
+from tandem.spool.schema.base import STEPS, Record, RunName
 from tandem.spool.schema.runs import Origin, Serving
 
 
 class FileEntry(Record):
-    size: int  # bytes
+    size: int = Field(ge=0, lt=2**63)  # bytes
     sha256: str  # lower-case hex
 
 
@@ -23,6 +24,13 @@ class LongProbe(Record):
     tokens: list[int]
     positions: list[int]
     logprobs: list[float]
+
+    @model_validator(mode="after")
+    def _positions_are_tokens(self) -> Self:
+        bounds = [0, *self.positions, len(self.tokens)]
+        if any(a >= b for a, b in pairwise(bounds)):
+            raise ValueError(f"positions must ascend from 1 or more to less than {len(self.tokens)}")
+        return self
 
 
 class Probe(Record):
@@ -55,6 +63,14 @@ class Manifest(Record):
     probe: Probe | None = None  # None: the identity adapter, which must equal the base model
     origin: Origin | None = None
 
+    @field_validator("files")
+    @classmethod
+    def _files_are_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if "\0" in name or len(name) > 255 or {"", ".."} & set(name.split("/")):
+                raise ValueError(f"{name!r:.100} is no path below the checkpoint")
+        return files
+
 
 class Served(Record):
     """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it.
@@ -62,7 +78,7 @@ class Served(Record):
     The file is absent while vLLM serves none of the run's steps.
     """
 
-    step: int
+    step: int = Field(ge=0, lt=STEPS)
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
     transport: str = "lora"  # how the weights reached vLLM

@@ -33,12 +33,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tandem.system.path_names import free_path_names
 from tandem.system.processes import adopt_orphans, describe_exit, die_with_parent
 from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, write_exits
 from tandem.trainer.launch.bootstrap import redirect, run
 
 
 def main() -> None:
+    free_path_names()
     descriptor, entry_name = sys.argv[1:]
     adopt_orphans()
     runner = socket.socket(fileno=int(descriptor))

@@ -85,7 +85,7 @@ class _Session:
         pids, sizes = parallel.gather_objects(os.getpid()), self._topology.sizes()
         self._event("started", pids=pids, topology=sizes, versions=self._versions, device=str(self._device))
         with self.phases.phase("data"):
-            batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id))
+            batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id), self._assignment.job.data.sha256)
         with batch:
             sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
             rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)

@@ -22,6 +22,7 @@ from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import error_file
 from tandem.spool.schema import JobError
+from tandem.system.path_names import free_path_names
 
 if TYPE_CHECKING:
     from tandem.trainer.rank.resident import RankState
@@ -81,6 +82,7 @@ def resident() -> Callable[[Path, str, int], int]:
     process must end."""
     from tandem.trainer.rank.resident import RankState
 
+    free_path_names()
     return partial(main, state=RankState())
 
 
