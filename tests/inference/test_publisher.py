@@ -16,7 +16,7 @@ import fake_vllm
 from fake_vllm import FakeVllm
 from inference.stage import Stage, commit, make_run
 from tandem.errors import Unauthorized
-from tandem.inference.publisher import checkpoint_loader
+from tandem.inference.publisher import checkpoint_loader, lora_transport
 from tandem.vllm_client.client import InferenceRefused, VllmClient
 from waiting import until
 
@@ -278,6 +278,25 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(stage: St
     stage.step(0.5)
     publisher.once()
     assert stage.called("/reset_prefix_cache") == resets
+
+
+def test_a_name_that_was_forgotten_is_one_whose_blocks_may_be_cached(stage: Stage, monkeypatch) -> None:
+    monkeypatch.setattr(lora_transport, "MOST_NAMES", 2)
+    stage.vllm.stop()
+    stage.vllm.version = "0.26.0"
+    publisher = stage.publisher()
+    assert not publisher.once()
+    stage.vllm.start()
+    for effect in (0.1, 0.2, 0.3, 0.4):
+        stage.step(effect)
+        publisher.once()
+    assert len(publisher._transport._last_path) == 2
+    stage.rollback(0)
+    publisher.once()
+    before = stage.called("/reset_prefix_cache")
+    stage.step(0.5)  # the second adapter with the name run@1
+    publisher.once()
+    assert stage.called("/reset_prefix_cache") == before + 1
 
 
 def test_a_restarted_vllm_gets_all_checkpoints_again(stage: Stage) -> None:

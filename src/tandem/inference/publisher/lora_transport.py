@@ -19,6 +19,8 @@ from tandem.vllm_client.names import BASE_MODEL_NAME
 
 FLUSH_SECONDS = 30.0
 """How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
+MOST_NAMES = 10_000
+"""Names of unloaded adapters that are remembered. After that the cache is flushed for each name that is not."""
 
 
 class LoraTransport:
@@ -71,6 +73,9 @@ class LoraTransport:
         self._client.unload_lora(name)
         # The adapter's blocks may stay in the prefix cache.
         self._last_path[name] = self.listed.pop(name)
+        while len(self._last_path) > MOST_NAMES:
+            del self._last_path[next(iter(self._last_path))]
+            self._saw_start = False
 
     def remove_unused_copies(self, older_than: float) -> None:
         """Remove copies that vLLM has not listed for `older_than` seconds, except those that running requests use: vLLM

@@ -22,4 +22,5 @@ TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 class Record(BaseModel):
     """Base of the records: unknown keys, NaN and infinity are errors, and a record is immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Pydantic would keep the last 16,384 texts that it read, and no two jobs have the same.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys")

@@ -75,7 +75,7 @@ EventType = Literal[
 class Event(BaseModel):
     """One line of `jobs/events/<id>.jsonl`. `data` holds the fields of this type of event (docs/jobs.md)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
     seq: int  # 0, 1, 2, ... within the job
     time: float  # Unix seconds
