@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [str(REPOSITORY / "examples"), str(REPOSITORY / "tests")]
+sys.path[:0] = [str(REPOSITORY / name) for name in ("src", "examples", "tests")]
 
 # ruff: noqa: E402
 from bench.report import RESULTS

@@ -104,7 +104,7 @@ class Stack:
         write_tiny_qwen3(self.root / "models/tiny", **shape)
         controller, inference, metrics, metrics_2 = free_ports(4)
         self.url = f"http://127.0.0.1:{controller}"
-        paths = [Path(__file__).parent / "site", REPOSITORY, REPOSITORY / "tests", REPOSITORY / "examples"]
+        paths = [Path(__file__).parent / "site", *(REPOSITORY / name for name in ("", "src", "tests", "examples"))]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "XDG_"))}
         self._environment = inherited | {
             "TANDEM_ROOT": str(self.root), "TANDEM_BASE_MODEL": "models/tiny", "TANDEM_DEVICE": "cpu",
