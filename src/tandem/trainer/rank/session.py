@@ -7,6 +7,7 @@ import os
 import time
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -19,12 +20,14 @@ from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
+from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import EventType, Probe
+from tandem.spool.schema import EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
+from tandem.trainer.rank.publish.publication import Publication
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
@@ -113,8 +116,12 @@ class _Session:
             self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
         metrics = training.train(report)
+        publication = self._publication(policy) if run.weights == "merged" and self._settings.way != "merge" else None
+        manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
+            if publication is not None:
+                publication.offer()
             now = logprobs()
             with policy.adapter_disabled():
                 base = logprobs()
@@ -122,12 +129,21 @@ class _Session:
             contents = checkpoint.gather(policy, model.optimizer)
             if self._rank == 0:
                 result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
-                self._write_checkpoint(contents, metrics, result, start)
+                manifest = self._write_checkpoint(contents, metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
+        if publication is not None:
+            with self.phases.phase("publish"):
+                publication.send(manifest)
+
+    def _publication(self, policy: Policy) -> Publication:
+        return Publication(
+            self._settings, self._spool, Path(self._assignment.model), policy.arch, policy, self._topology, self._work,
+            f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
+        )  # fmt: skip
 
     def _write_checkpoint(
         self, contents: checkpoint.Contents[Tensor], metrics: dict[str, float], result: Probe, start: float
-    ) -> None:
+    ) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         staged = staged_checkpoint(self._work)
         sha256 = checkpoint.write(contents, self._spool.checkpoints.path(run, base_step), staged)
@@ -137,6 +153,7 @@ class _Session:
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
         self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)
+        return manifest
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:
