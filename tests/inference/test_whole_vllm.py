@@ -29,7 +29,8 @@ BOUND = 12.0
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     directory = tmp_path_factory.mktemp("whole")
     tiny_model.write_tokenizer(directory / "model")
-    write_random_model(directory / "model", family="qwen2", vocab_size=320, hidden_size=64, head_dim=16,
+    write_random_model(directory / "model", family="qwen2", vocab_size=320, hidden_size=64, num_attention_heads=2,
+                       num_key_value_heads=2, head_dim=32,
                        tie_word_embeddings=True, max_position_embeddings=4096)  # fmt: skip
     with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_TRANSPORT="nccl") as server:
         yield server

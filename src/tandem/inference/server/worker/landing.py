@@ -22,7 +22,7 @@ from tandem.inference.server.worker.factors import FactorReader
 from tandem.inference.server.worker.model_weights import BASE, ModelWeights
 from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
-from tandem.model.transfer.channel import STALL_SECONDS
+from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
 from tandem.model.transfer.merge import merge
 
 SPARE_BYTES = 64 * 2**20
@@ -81,8 +81,10 @@ class LandingWeights(ModelWeights):
 
     @property
     def device_bytes(self) -> int:
+        """Memory on the GPU beside vLLM's own: the copy, what an exchange needs, and what arrives."""
         on_gpu = next(iter(self._copy.values())).is_cuda
-        return sum(copy.nbytes for copy in self._copy.values() if on_gpu) + SPARE_BYTES
+        copy = sum(copy.nbytes for copy in self._copy.values() if on_gpu)
+        return copy + SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, directory: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.

@@ -59,6 +59,8 @@ def receive(
             beat()
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
+        for sender in senders:
+            store.get(f"complete/{sender}")  # NCCL may take a sender's death for the end of a buffer
         store.add("done", 1)
 
 

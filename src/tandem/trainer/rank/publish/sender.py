@@ -39,6 +39,7 @@ def send(
         for pending in going:
             finish(pending)
             beat()
+        store.set(f"complete/{rank}", "")
         deadline = time.monotonic() + STALL_SECONDS
         while int(store.add("done", 0)) < workers:
             if time.monotonic() > deadline:
