@@ -121,7 +121,7 @@ def main(directory: Path, tp: int) -> None:
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
     settings = Settings()
-    device.activate("cpu")
+    device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
     top = parallel.init_parallel(tp)
     spool = Spool(settings.root)
     while not (directory / "run").exists():

@@ -1,7 +1,7 @@
 """Whole weights that arrive in a worker's second copy and are exchanged with the live ones."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from inference.test_merged_weights import LORA, SIZES, Core, Model
 from inference.worker_models import Worker, merged
 from tandem.families.adapter import WEIGHTS_FILE
+from tandem.families.parts import Part
 from tandem.inference.server.worker import extension, landing
 from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.inference.server.worker.model_weights import BASE
@@ -29,8 +30,18 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-def model(directory: Path) -> Model:
+def each_model(directory: Path) -> Model:
     return Model(directory)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("dense"), family="qwen3")
+
+
+@pytest.fixture
+def model(dense: Path) -> Model:
+    return Model(dense)
 
 
 def landing_workers(model: Model, tp: int) -> Workers:
@@ -70,8 +81,9 @@ def check(model: Model, workers: Workers, adapter: Path | None) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("way", ["merge", "volume"])
-def test_twenty_versions_leave_no_trace(model: Model, tmp_path: Path, tp: int, way: str) -> None:
+def test_twenty_versions_leave_no_trace(each_model: Model, tmp_path: Path, tp: int, way: str) -> None:
     """Adapters of all layers and of some, in turn."""
+    model = each_model
     shapes = (LORA, LoraShape(rank=2, alpha=5.0, targets=("q_proj", "down_proj")), LORA)
     adapters = [model.adapter(tmp_path, seed, lora) for seed, lora in enumerate(shapes)]
     sources = [whole(model, a, tmp_path / f"whole-{i}") if way == "volume" else None for i, a in enumerate(adapters)]
@@ -148,6 +160,25 @@ def test_a_version_that_did_not_arrive_leaves_the_next_whole(model: Model, tmp_p
     tensors = merged(model.tensors, right, 16.0)
     for rank, (worker, _) in enumerate(workers):
         assert worker.bits() == model.worker(2, rank, tensors).bits()
+
+
+@pytest.mark.parametrize(("rows", "match"), [(slice(0, 5), "only a part of"), (slice(0, 0), "did not arrive")])
+def test_a_tensor_that_comes_in_part_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: slice, match: str
+) -> None:
+    """The ranks and vLLM's workers agree on what is sent, so this would be a fault of theirs."""
+
+    def receive(*_: Any) -> Iterator[tuple[Part, Tensor]]:
+        name = "model.layers.0.self_attn.o_proj.weight" if rows.stop else "model.layers.9.self_attn.o_proj.weight"
+        width = model.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1]
+        part = Part(name, (slice(0, 5), slice(0, width)), "", 1, (slice(0, 1), slice(0, 5)), 0)
+        yield part, torch.zeros(part.shape)
+
+    monkeypatch.setattr(landing, "receive", receive)
+    workers = landing_workers(model, 2)
+    with pytest.raises(RuntimeError, match=match):
+        land(workers, "whole", {"way": "nccl"})
+    check(model, workers, None)
 
 
 @pytest.fixture

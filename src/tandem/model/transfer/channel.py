@@ -85,6 +85,7 @@ class _Group:
             options._timeout = timedelta(days=1)  # `finish` has a limit of its own, and NCCL's would end the process
             with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            finish(self.broadcast(torch.zeros(1, device=where)))  # connects; the group alone does not
         else:
             gloo: Any = ProcessGroupGloo
             options = gloo._Options()

@@ -67,22 +67,28 @@ class Publication:
         """`checkpoint`: on rank 0, the one that has the weights."""
         begin, way = time.perf_counter(), self.settings.way
         try:
-            size = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
+            told = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
         except Exception as error:
             traceback.print_exc()
             self.event("sent", transport=way, error={"type": type(error).__name__, "message": str(error)})
         else:
-            self.event("sent", transport=way, bytes=size, seconds=time.perf_counter() - begin)
+            self.event("sent", transport=way, seconds=time.perf_counter() - begin, **told)
 
-    def _send_to_vllm(self) -> int:
+    def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:
             raise RuntimeError(self._offer["error"])
-        sizes: list[int] = []
-        self._together(lambda: sizes.append(self._watched(self._send_own) if self.topology.dp_rank == 0 else 0))
-        return sum(parallel.gather_objects(sizes[0]))
+        mine = (0, 0.0)
 
-    def _send_own(self, beat: Callable[[], None]) -> int:
-        """Send this rank's parts; returns their bytes."""
+        def send_own() -> None:
+            nonlocal mine
+            mine = self._watched(self._send_own)
+
+        self._together(send_own if self.topology.dp_rank == 0 else lambda: None)
+        sizes, seconds = zip(*parallel.gather_objects(mine), strict=True)
+        return {"bytes": sum(sizes), "sending_seconds": max(seconds)}
+
+    def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
+        """Send this rank's parts; returns their bytes, and the seconds that they were on their way."""
         weights, rank, offer = TrainedWeights(self.policy), self.topology.tp_rank, self._offer
         store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
         most = BUFFER_BYTES // weights.dtype.itemsize
@@ -116,21 +122,17 @@ class Publication:
             raise errors[0]
         return results[0]
 
-    def _write_files(self, checkpoint: Manifest | None) -> int:
-        weights, size = TrainedWeights(self.policy), 0
+    def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
+        weights = TrainedWeights(self.policy)
         files, top = ModelFiles(self.work / "merged", self.arch, weights.dtype), self.topology
-        if top.rank == 0:
-            self._together(lambda: files.create(self.model))
-        else:
-            self._together(lambda: None)
         tp, tp_rank = top.tp, top.tp_rank
-        if top.dp_rank == 0:
-            self._together(lambda: files.write(weights, self.arch, tp=tp, tp_rank=tp_rank, beat=self.beat))
-        else:
-            self._together(lambda: None)
-        if checkpoint is not None:
-            size = self.spool.merged.commit(self.work / "merged", checkpoint)
-        return size
+
+        def write() -> None:
+            files.write(weights, self.arch, tp=tp, tp_rank=tp_rank, beat=self.beat)
+
+        self._together((lambda: files.create(self.model)) if top.rank == 0 else lambda: None)
+        self._together(write if top.dp_rank == 0 else lambda: None)
+        return {} if checkpoint is None else {"bytes": self.spool.merged.commit(self.work / "merged", checkpoint)}
 
     def _together(self, action: Callable[[], Any]) -> None:
         """`action` on every rank. If it fails on one, all raise."""

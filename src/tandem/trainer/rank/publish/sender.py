@@ -15,8 +15,9 @@ from tandem.trainer.rank.publish.weights import TrainedWeights
 def send(
     way: str, store: Store, rank: int, address: str, weights: TrainedWeights, lists: Sequence[Sequence[Part]],
     beat: Callable[[], None],
-) -> int:  # fmt: skip
-    """Send the buffers of `lists` in order; returns their bytes. `rank`: this sender's among the trainer's.
+) -> tuple[int, float]:  # fmt: skip
+    """Send the buffers of `lists` in order; returns their bytes, and how many seconds they were on their way, without
+    the time to connect. `rank`: this sender's among the trainer's.
 
     `beat` is called at each sign of life of vLLM's workers. Raises what torch raises where a worker is gone or stands
     still, and where none comes within STALL_SECONDS.
@@ -28,7 +29,7 @@ def send(
         beat()
         sizes = [sum(part.size for part in parts) for parts in lists]
         memory = [torch.empty(max(sizes), dtype=weights.dtype, device=weights.device) for _ in range(BUFFERS)]
-        going = deque[Pending]()
+        going, begin = deque[Pending](), time.perf_counter()
         for number, (parts, size) in enumerate(zip(lists, sizes, strict=True)):
             if len(going) == BUFFERS:
                 finish(going.popleft())
@@ -39,6 +40,7 @@ def send(
         for pending in going:
             finish(pending)
             beat()
+        seconds = time.perf_counter() - begin
         store.set(f"complete/{rank}", "")
         deadline = time.monotonic() + STALL_SECONDS
         while int(store.add("done", 0)) < workers:
@@ -47,4 +49,4 @@ def send(
             time.sleep(0.001)
     finally:
         channel.close()
-    return sum(sizes) * weights.dtype.itemsize
+    return sum(sizes) * weights.dtype.itemsize, seconds
