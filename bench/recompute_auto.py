@@ -1,6 +1,6 @@
 """Does `TANDEM_RECOMPUTE=auto` find the fastest levels that fit, and never run out of memory where `full` fits?
 
-    python -m bench.recompute_auto [--cases 30] [--seed 0]
+    python -m bench.recompute_auto [--cases 30] [--seed 0] [--seconds 200]
 
 Each case is a random shape (dense or a mixture of experts), row length, LoRA rank and targets, and a random limit of
 memory: more than `full` needs, up to a little more than `none` needs. `auto` is compared with every fixed number of
@@ -122,11 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins after that")
     arguments = parser.parse_args()
     device.activate("cuda")
     parallel.init_parallel()
-    draw, rows = random.Random(arguments.seed), []
-    for _ in range(arguments.cases):
+    draw, rows, begin = random.Random(arguments.seed), list[dict[str, object]](), time.monotonic()
+    while len(rows) < arguments.cases and time.monotonic() - begin < arguments.seconds:
         rows.append(case(draw))
         print(rows[-1], flush=True)
     parallel.destroy()
