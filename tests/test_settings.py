@@ -59,6 +59,7 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         ({"TANDEM_TRAINER_RANKS": "3", "TANDEM_TENSOR_PARALLEL": "2"}, "TANDEM_TENSOR_PARALLEL"),
         ({"TANDEM_TRANSPORT": "volume"}, "TANDEM_TRANSPORT=volume is for merged weights"),
         (MERGED | SHARED | {"TANDEM_TRANSPORT": "nccl"}, "vLLM sleeps while a job trains"),
+        (MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"}, "fp8 quantises; use merge"),
         (MERGED | {"TANDEM_TRANSPORT": "ipc", "TANDEM_DEVICE": "cpu"}, "no GPU has memory to share"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         ({"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"}, "_JOB=0 contradicts TANDEM_LAUNCH=fork"),

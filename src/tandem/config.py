@@ -157,6 +157,8 @@ class Settings(BaseSettings):
         way = f"TANDEM_TRANSPORT={self.transport}"
         if self.transport != "auto" and self.weights != "merged":
             raise ValueError(f"{way} is for merged weights; set TANDEM_WEIGHTS=merged, or leave it out")
+        if self.way != "merge" and self.base_precision == "fp8":
+            raise ValueError(f"{way} sends the base weights, which TANDEM_BASE_PRECISION=fp8 quantises; use merge")
         if self.transport in ("nccl", "ipc") and self.gpu_mode == "shared":
             raise ValueError(f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or volume")
         if self.transport == "ipc" and self.device == "cpu":

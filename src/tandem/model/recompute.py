@@ -9,13 +9,12 @@ import torch.distributed as dist
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
+from tandem.model.logprobs import working_bytes
 from tandem.model.mcore import parallel_state
 from tandem.model.policy import Policy, RowTensors
 
 HEADROOM = 0.04
 """Part of the memory that stays free: the allocator can't use every gap."""
-HEAD_BYTES = 2**30
-"""For the output layer: a chunk's logits, and the hidden states of a row's items."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
@@ -32,7 +31,8 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
             torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
             total * torch.cuda.get_per_process_memory_fraction(),
         )
-        budget = (1 - HEADROOM) * most - torch.cuda.memory_allocated() - transient - HEAD_BYTES
+        head = working_bytes(len(row.item_target), policy.head)
+        budget = (1 - HEADROOM) * most - torch.cuda.memory_allocated() - max(transient, head)
         levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
