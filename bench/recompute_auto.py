@@ -73,9 +73,7 @@ def case(draw: random.Random) -> dict[str, object]:
                    "norm_topk_prob": True}  # fmt: skip
     arch, length = arch_from_config(config), draw.choice(ROWS)
     gc.collect()
-    limited(
-        1000
-    )  # and caches are emptied: otherwise parts of the last case's memory are used, and the rest can't be given back
+    limited(1000)  # this empties caches too: else the model would lie in parts of the last case's memory
     lora = LoraShape(rank=draw.choice([8, 16, 64]), targets=targets)
     policy = build_policy(arch, lora, dtype=torch.bfloat16)
     with torch.no_grad():
