@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from whole_weights_sender import Senders
 
 WAYS = ("adapter", *(f"{way}-{copy}" for way in ("merge", "nccl", "ipc", "volume") for copy in ("device", "host")))
-PROMPTS = [list(range(100, 164)), list(range(5000, 5048))]
+PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 
 @contextlib.contextmanager
