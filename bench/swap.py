@@ -1,12 +1,13 @@
 """What a new checkpoint costs those who sample: the stall of running requests, and the time until it is served.
 
-    python -m bench.swap [--shape qwen3-8b] [--ways merge-device merge-host adapter] [--requests 64] [--swaps 8]
+    python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests 64] [--swaps 8]
 
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers) have random weights.
 `--requests` streams run all the time. A checkpoint is committed, and Tandem's publisher copies, loads, verifies and
 announces it. The stall of a swap is the longest gap between two tokens of a running request around it, less the
-median gap. Then `--many` requests measure the throughput with the newest checkpoint. The probe is made of vLLM's own
-log-probs.
+median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or write whole weights (they don't train:
+they have the random adapters); `sent` is how long that takes, `sending` without the time to connect. Then `--many`
+requests measure the throughput with the newest checkpoint. The probe is made of vLLM's own log-probs.
 """
 
 import argparse
@@ -46,8 +47,11 @@ from tandem.spool.schema import LORA_TARGETS, LoraShape, Probe, RunSpec
 from tandem.system import ports
 from tandem.vllm_client.client import VllmClient
 
-WAYS = ("merge-device", "merge-host", "adapter")
-PROMPTS = [list(range(100, 164)), list(range(5000, 5048))]
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from whole_weights_sender import Senders
+
+WAYS = ("adapter", *(f"{way}-{copy}" for way in ("merge", "nccl", "ipc", "volume") for copy in ("device", "host")))
+PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 
 @contextlib.contextmanager
@@ -55,11 +59,13 @@ def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Setti
     """vLLM as the settings describe it; its log is <out>/vllm.<way>.log."""
     with ports.reserve() as reserved:
         port = str(reserved.port)
-    weights, _, copy = way.replace("merge-", "merged-").partition("-")
+    transport, _, copy = way.partition("-")
     environment = {
         "TANDEM_ROOT": str(options.out / f"spool.{way}"), "TANDEM_BASE_MODEL": str(model),
         "TANDEM_DEVICE": options.device,
-        "TANDEM_WEIGHTS": weights, "TANDEM_SECOND_COPY": copy or "auto", "TANDEM_INFERENCE_PORT": port,
+        "TANDEM_INFERENCE_DEVICES": "0" if options.device == "cuda" and transport != "merge" else "",
+        "TANDEM_WEIGHTS": "merged" if copy else "adapter", "TANDEM_TRANSPORT": transport if copy else "auto",
+        "TANDEM_SECOND_COPY": copy or "auto", "TANDEM_INFERENCE_PORT": port,
         "TANDEM_API_KEY": secrets.token_hex(8), "TANDEM_ADMIN_TOKEN": secrets.token_hex(8),
         "TANDEM_MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "TANDEM_MAX_LORA_RANK": "16",
         "TANDEM_ENFORCE_EAGER": str(int(options.enforce_eager)), "TANDEM_DTYPE": options.dtype,
@@ -164,7 +170,8 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
     targets = [t for t in LORA_TARGETS if not arch.moe or t not in ("gate_proj", "up_proj", "down_proj")]
     lora = LoraShape(rank=16, alpha=32, targets=tuple(targets))
     started = time.monotonic()
-    with server(way, model, options) as settings:
+    with contextlib.ExitStack() as stack:
+        settings = stack.enter_context(server(way, model, options))
         ready = time.monotonic() - started
         spool, client = Spool(settings.root), VllmClient(settings)
         spec = RunSpec(name="bench", base_model=str(model), lora=lora, weights=settings.weights, created=time.time())
@@ -174,22 +181,32 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
             write_adapter(adapter, seed, arch, lora, model)
         logprobs = [_scores(client, way, adapter, lora) for adapter in adapters]
         publisher = Publisher(settings, client)
+        senders: Any = None
+        if settings.way != "merge":
+            ranks = options.out / f"ranks.{way}"
+            variables = {"TANDEM_INFERENCE_URL": settings.resolved_inference_url, "CUDA_VISIBLE_DEVICES": "1"}
+            senders = stack.enter_context(Senders(ranks, spool, "bench", settings.way, **variables))
 
         def commit(step: int) -> None:
+            job = senders.offer(adapters[step % 2]) if senders else None
             staged = settings.root / "jobs" / "work" / f"staged-{step}"
             staged.mkdir(parents=True)
             for file in adapters[step % 2].iterdir():
                 os.link(file, staged / file.name)
             now, other = logprobs[step % 2], logprobs[(step + 1) % 2]
             probe = Probe(tokens=PROMPTS, logprobs=now, previous=other, base=other)
-            spool.checkpoints.commit(staged, "bench", step, None, probe=probe)
+            spool.checkpoints.commit(staged, "bench", step, job, probe=probe)
 
         def publish(step: int) -> tuple[float, float, float]:
             commit(step)
             begin = time.time()
+            if senders:
+                senders.send(step)
             while (served := spool.served.get("bench")) is None or served.step != step:
                 publisher.once()
                 assert served is None or served.refused_step is None, served
+            transport = {"adapter": "lora"}.get(way, way.partition("-")[0])
+            assert served.transport == transport, served
             return begin, time.time(), served.verified
 
         publish(1)
@@ -207,6 +224,13 @@ def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any
             time.sleep(1.5)
             seconds = publisher._loader._served[f"bench@{step}"].record.seconds
             rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
+            if senders:
+                sent = senders.sent()
+                rows[-1] |= {
+                    "sent": sent["seconds"],
+                    "sending": sent.get("sending_seconds", 0.0),
+                    "GB": sent["bytes"] / 1e9,
+                }
             print(json.dumps({"way": way, "step": step, **rows[-1]}), flush=True)
         streams.stop()
         many = Streams(settings, name(options.swaps + 1), options.many, options, arch.vocab_size)
@@ -230,7 +254,7 @@ def _scores(client: VllmClient, way: str, adapter: Path, lora: LoraShape) -> lis
         scores = [client.prompt_logprobs(adapter.name, tokens) for tokens in PROMPTS]
         client.unload_lora(adapter.name)
         return scores
-    client.swap_merged(f"{adapter.name}@0", str(adapter), lora.alpha / lora.rank, "keep", 60)
+    client.swap_merged(f"{adapter.name}@0", str(adapter), lora.alpha / lora.rank, "keep", 300)
     return [client.prompt_logprobs(f"{adapter.name}@0", tokens) for tokens in PROMPTS]
 
 
@@ -239,7 +263,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["merge-device", "merge-host", "adapter"])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--many", type=int, default=256, help="requests at once for the throughput")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")

@@ -1,7 +1,7 @@
 """Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on the same rows.
 
     python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none auto-fp8 peft]
-                          [--limit 40] [--steps 5]
+                          [--limit 40] [--steps 5] [--ranks 1]
 
 Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q, k, v and o), and
 every token but each sequence's first is trained. A row is one sequence (`8192`), several (`4x1024`), or `tree`: a group
@@ -9,11 +9,13 @@ of 16 completions of 512 tokens after one prompt of 2048, which Tandem computes 
 be used.
 
 Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and token, and 3.5
-times the forward of causal attention. Recomputation is not counted. Each way runs in a process of its own.
+times the forward of causal attention. Recomputation is not counted. A step is forward, backward and Adam; with
+`--ranks 2`, of data-parallel ranks that compute a row each. Each way runs in processes of its own.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -65,8 +67,10 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     from tandem.model import device, parallel, recompute
     from tandem.model.build import build_policy
     from tandem.model.policy import RowTensors
+    from tandem.spool.schema import OptimizerSettings
+    from tandem.training.optimizer import AdapterOptimizer
 
-    device.activate("cuda")
+    device.activate("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     parallel.init_parallel()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -99,10 +103,13 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
         levels = recompute.fit(policy, tensors)
         print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
 
+    optimizer = AdapterOptimizer(policy, OptimizerSettings(learning_rate=1e-5))
+
     def step() -> None:
+        optimizer.zero_grad()
         policy(tensors).logprobs.mean().backward()
-        for parameter in policy.lora_parameters().values():
-            parameter.grad = None
+        optimizer.reduce_gradients()
+        optimizer.step(optimizer.gradient_norm())
 
     return step
 
@@ -126,9 +133,12 @@ def peft_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ..
     lengths, _ = shape_of(row)
     tokens = torch.randint(0, config["vocab_size"], (len(lengths), lengths[0]), device="cuda")
 
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
-        model.zero_grad(set_to_none=True)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
 
     return step
 
@@ -163,9 +173,10 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     return {
         "model": arguments.model, "targets": arguments.targets, "row": row, "way": way, "limit GiB": arguments.limit,
-        "tokens/s": sum(lengths) / median, "effective tokens/s": effective / median, "seconds": median,
+        "ranks": arguments.ranks, "tokens/s": arguments.ranks * sum(lengths) / median,
+        "effective tokens/s": arguments.ranks * effective / median, "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "model TFLOP/s": model_flops(arch_from_config(config), lengths) / median / 1e12,
+        "TFLOP/s per GPU": model_flops(arch_from_config(config), lengths) / median / 1e12,
     }  # fmt: skip
 
 
@@ -177,21 +188,28 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["full", "auto", "none", "peft-checkpoint", "peft"])
     parser.add_argument("--limit", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
     parser.add_argument("--name", default="train", help="of the file under bench/results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(one(arguments)))
-        return
+        row = one(arguments)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(row), flush=True)
+        os._exit(0)  # without taking process groups apart
     rows = []
     for row in arguments.rows:
         for way in arguments.ways:
             if row == "tree" and way.startswith("peft"):
                 continue
-            command = [sys.executable, "-m", "bench.train", "--child", "--model", arguments.model, "--rows", row,
-                       "--targets", arguments.targets, "--ways", way, "--limit", str(arguments.limit),
-                       "--steps", str(arguments.steps), *(["--profile"] if arguments.profile else [])]  # fmt: skip
+            command = [sys.executable]
+            if arguments.ranks > 1:
+                command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+            command += ["-m", "bench.train", "--child", "--rows", row, "--ways", way]
+            for name in ("model", "targets", "limit", "steps", "ranks"):
+                command += [f"--{name}", str(getattr(arguments, name))]
+            command += ["--profile"] if arguments.profile else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             sys.stderr.write(
                 done.stderr[-200:] if done.returncode == 0 and not arguments.profile else done.stderr[-12000:]

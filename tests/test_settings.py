@@ -46,6 +46,7 @@ def test_devices_are_a_comma_separated_list(monkeypatch):
 
 
 SHARED = {"TANDEM_GPU_MODE": "shared"}
+MERGED = {"TANDEM_WEIGHTS": "merged"}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,10 @@ SHARED = {"TANDEM_GPU_MODE": "shared"}
         (SHARED | {"TANDEM_TRAINER_DEVICES": "0"}, "must name the same GPUs"),
         (SHARED | {"TANDEM_DEVICE": "cpu"}, "no GPU to share"),
         ({"TANDEM_TRAINER_RANKS": "3", "TANDEM_TENSOR_PARALLEL": "2"}, "TANDEM_TENSOR_PARALLEL"),
+        ({"TANDEM_TRANSPORT": "volume"}, "TANDEM_TRANSPORT=volume is for merged weights"),
+        (MERGED | SHARED | {"TANDEM_TRANSPORT": "nccl"}, "vLLM sleeps while a job trains"),
+        (MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"}, "fp8 quantises; use merge"),
+        (MERGED | {"TANDEM_TRANSPORT": "ipc", "TANDEM_DEVICE": "cpu"}, "no GPU has memory to share"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         ({"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"}, "_JOB=0 contradicts TANDEM_LAUNCH=fork"),
     ],

@@ -86,6 +86,9 @@ class Settings(BaseSettings):
     weights: Literal["adapter", "merged"] = "adapter"
     """How runs are served. adapter: vLLM loads LoRA adapters, several runs at once. merged: vLLM's own weights become
     those of one run, which is faster to sample from."""
+    transport: Literal["auto", "merge", "nccl", "ipc", "volume"] = "auto"
+    """merged: how new weights reach vLLM. merge: as an adapter, which vLLM merges. nccl, ipc: whole, from the trainer's
+    GPUs. volume: whole, as files. auto: merge."""
     second_copy: Literal["auto", "device", "host"] = "auto"
     """merged: where vLLM keeps the base weights that adapters touch; auto: on the GPU if half of the memory for the KV
     cache is left."""
@@ -138,6 +141,7 @@ class Settings(BaseSettings):
         if self.trainer_ranks % self.tensor_parallel:
             ranks = f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
             raise ValueError(f"{ranks} is not a multiple of TANDEM_TENSOR_PARALLEL={self.tensor_parallel}")
+        self._check_transport()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
         if self.gpu_mode == "dedicated":
@@ -148,6 +152,22 @@ class Settings(BaseSettings):
         elif differ := ", ".join(sorted(trainer ^ inference)):
             raise ValueError(f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or none; only one has {differ}")
         return self
+
+    def _check_transport(self) -> None:
+        way = f"TANDEM_TRANSPORT={self.transport}"
+        if self.transport != "auto" and self.weights != "merged":
+            raise ValueError(f"{way} is for merged weights; set TANDEM_WEIGHTS=merged, or leave it out")
+        if self.way != "merge" and self.base_precision == "fp8":
+            raise ValueError(f"{way} sends the base weights, which TANDEM_BASE_PRECISION=fp8 quantises; use merge")
+        if self.transport in ("nccl", "ipc") and self.gpu_mode == "shared":
+            raise ValueError(f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or volume")
+        if self.transport == "ipc" and self.device == "cpu":
+            raise ValueError(f"{way}: with TANDEM_DEVICE=cpu no GPU has memory to share; use nccl, volume or merge")
+
+    @property
+    def way(self) -> Literal["merge", "nccl", "ipc", "volume"]:
+        """How merged weights reach vLLM."""
+        return "merge" if self.transport == "auto" else self.transport
 
     @property
     def resolved_inference_url(self) -> str:

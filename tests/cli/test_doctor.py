@@ -106,6 +106,7 @@ def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_pat
         monkeypatch.setenv(f"TANDEM_{name}", value)
     checks = doctor()[1]
     assert checks["weights"]["found"].startswith("merged")
+    assert checks["weights: transport"]["found"].startswith("merge: only adapters travel")
     assert checks["weights: second copy"]["found"].startswith(found)
 
 
@@ -120,6 +121,7 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
     assert checks["weights: runs"]["status"] == "warn"
     assert "run-1, run-2" in checks["weights: runs"]["found"]
     assert "weights: second copy" not in checks
+    assert "weights: transport" not in checks
     assert "weights: vLLM's arguments" not in checks
     monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
     status, checks = doctor()
@@ -128,6 +130,16 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
     assert "run-1, run-2" in checks["weights: runs"]["found"]
     assert checks["weights: vLLM's arguments"]["status"] == "fail"
     assert "--api-server-count" in checks["weights: vLLM's arguments"]["found"]
+
+
+@pytest.mark.parametrize(("way", "found"), [("nccl", "on every port"), ("ipc", "see all GPUs"), ("volume", "as files")])
+def test_how_whole_weights_travel(doctor, monkeypatch, way, found):
+    monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
+    monkeypatch.setenv("TANDEM_TRANSPORT", way)
+    told = doctor()[1]["weights: transport"]["found"]
+    assert told.startswith(f"{way}: whole weights")
+    assert found in told
+    assert told.endswith(f"(TANDEM_TRANSPORT={way})")
 
 
 @pytest.fixture(scope="module")

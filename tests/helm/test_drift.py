@@ -120,6 +120,8 @@ def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
         assert after[role] == ({**before[role], name: after[role].get(name)} if role in roles else before[role])
     if name == "TANDEM_KEEP_EVERY":
         monkeypatch.setenv("TANDEM_KEEP_CHECKPOINTS", "1")  # without which it is refused
+    if name == "TANDEM_TRANSPORT":
+        monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
     monkeypatch.setenv(name, after[roles.pop()][name])
     assert getattr(Settings(), name.removeprefix("TANDEM_").lower()) == value
 

@@ -39,7 +39,7 @@ class Engine:
         self.calls.append((method, args))
         if method in self.on:
             return await self.on[method](*args)
-        told = {"ready": True, "rows": [], "seconds": 0.01, "tokens": dict(self.tokens)}
+        told = {"way": "merge", "rows": [], "seconds": 0.01, "tokens": dict(self.tokens)}
         return [told] if method == "tandem_swap" else [told, told]
 
     def answers(self, method: str, *told: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def fail(engine: Engine, method: str, how: str) -> None:
         case "hangs":
             engine.hangs(method)
         case "never ready":
-            engine.answers(method, {"ready": True}, {"ready": False})
+            engine.answers(method, {"way": "merge"}, {"way": ""})
         case "late":
             engine.answers(method, {"late": True})
         case "torn":
@@ -769,7 +769,7 @@ def test_a_client_that_leaves_while_it_waits_is_not_sampled_for(over_http: tuple
 def test_the_publisher_counts_only_announced_weights(over_http: tuple[World, VllmClient]) -> None:
     """Others were not verified, or are torn: it must write and check them again."""
     world, client = over_http
-    transport = MergedTransport(client, None, Settings(), None)
+    transport = MergedTransport(client, None, Settings(), None, None)
 
     def listed() -> dict[str, str]:
         transport.refresh()

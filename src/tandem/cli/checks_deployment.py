@@ -131,6 +131,7 @@ def weights_checks(settings: Settings) -> Iterator[Check]:
         yield Check("ok", "weights", found)
     else:
         yield Check("ok", "weights", "merged (TANDEM_WEIGHTS): vLLM's own weights are those of one run's newest step")
+        yield Check("ok", "weights: transport", _TRANSPORTS[settings.way] + f" (TANDEM_TRANSPORT={settings.transport})")
         yield Check("ok", "weights: second copy", _second_copy(settings))
     try:
         check_merged_arguments(settings)
@@ -150,8 +151,16 @@ def weights_checks(settings: Settings) -> Iterator[Check]:
         yield Check("fail", "weights: runs", found, remedy)
 
 
+_TRANSPORTS = {
+    "merge": "merge: only adapters travel, which is the least where only adapters change",
+    "nccl": "nccl: whole weights, from the trainer's ranks; vLLM must reach the trainer on every port",
+    "ipc": "ipc: whole weights, from GPU to GPU; both containers must see all GPUs",
+    "volume": "volume: whole weights, as files on the volume",
+}
+
+
 def _second_copy(settings: Settings) -> str:
-    """Where vLLM keeps the base weights from which it merges, and why there."""
+    """Where vLLM keeps the second copy of the weights, and why there."""
     ordered = ordered_copy(settings)
     with suppress(InvalidInput):  # vLLM is on another machine
         if serving_device(settings) == "cpu":

@@ -41,6 +41,13 @@ def item_logprobs(
     return logprobs, entropy
 
 
+def working_bytes(items: int, weight: torch.Tensor) -> int:
+    """What `item_logprobs` and its backward pass take for a while: two chunks of logits, and four tensors of the items'
+    hidden states or their gradients."""
+    vocabulary, hidden = weight.shape
+    return (2 * min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
+
+
 class _Statistics(torch.autograd.Function):
     """With l = logits / temperature, m = max l, Z = sum exp(l - m):
 

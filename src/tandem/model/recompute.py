@@ -9,13 +9,12 @@ import torch.distributed as dist
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
+from tandem.model.logprobs import working_bytes
 from tandem.model.mcore import parallel_state
 from tandem.model.policy import Policy, RowTensors
 
 HEADROOM = 0.04
-"""Part of the device's memory that stays free: the allocator can't use every gap."""
-HEAD_BYTES = 2**30
-"""For the output layer: a chunk's logits, and the hidden states of a row's items."""
+"""Part of the memory that stays free: the allocator can't use every gap."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
@@ -27,11 +26,14 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     layers = policy.gpt.decoder.layers
     if device.is_cuda():
         kept, transient = _measure(policy, row)
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         total = torch.cuda.get_device_properties(device.device()).total_memory
-        limit = total * torch.cuda.get_per_process_memory_fraction()
-        usable = min(float(free), limit - torch.cuda.memory_allocated())
-        levels = choose(kept, len(layers), usable - transient - HEAD_BYTES - HEADROOM * total)
+        most = min(
+            torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
+            total * torch.cuda.get_per_process_memory_fraction(),
+        )
+        head = working_bytes(len(row.item_target), policy.head)
+        budget = (1 - HEADROOM) * most - torch.cuda.memory_allocated() - max(transient, head)
+        levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
     counts = torch.tensor([sum(level >= keep for level in levels) for keep in Keep], device=device.device())
@@ -61,7 +63,7 @@ def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
 
 
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
-    """Bytes that one layer keeps at each level, and those that its passes take beside what other layers keep."""
+    """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep."""
     layer, inputs = policy.gpt.decoder.layers[0], policy.decoder_inputs(row)
     hidden = inputs.pop("hidden_states").detach().requires_grad_()
     kept, before = {}, torch.cuda.memory_allocated()
@@ -72,4 +74,4 @@ def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
         kept[level] = torch.cuda.memory_allocated() - before
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
         del output
-    return kept, memory.stats()["allocated_peak"] - before
+    return kept, memory.stats()["allocated_peak"] - before - kept[Keep.ALL]

@@ -11,6 +11,7 @@ from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
 from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
+from tandem.spool.merged_files import MergedFiles
 from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.paths import Paths
 from tandem.spool.queue import Queue
@@ -27,6 +28,7 @@ class Spool:
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
         self.served = ServedRecords(self.runs)
+        self.merged = MergedFiles(self.runs, self.served)
         self.events = Events(self.paths)
         self.jobs = Jobs(self.paths, self.events)
         self.checkpoints = Checkpoints(self.runs, self.jobs)

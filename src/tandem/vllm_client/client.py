@@ -144,13 +144,23 @@ class VllmClient:
         state: dict[str, Any] = _json(self._request("GET", MERGED_ROUTE))
         return state
 
-    def swap_merged(self, name: str, path: str, scale: float, requests: str, seconds: float) -> dict[str, Any]:
-        """Merge the adapter at `path` into vLLM's weights within `seconds`. New requests wait until `announce_merged`.
+    def swap_merged(
+        self,
+        name: str,
+        path: str,
+        scale: float,
+        requests: str,
+        seconds: float,
+        sources: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        """Make vLLM's weights the base model's with the adapter at `path`, within `seconds`. New requests wait until
+        `announce_merged`. `sources`: where the workers may get them whole (`worker/landing.py`), before the adapter.
 
         InferenceUnavailable where the same order can succeed later: running requests did not end in time
         (`requests="wait"`), or the engine did not answer. InferenceRefused where the adapter can't be used.
         """
         order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
+        order["sources"] = list(sources)
         answer: dict[str, Any] = _json(
             self._request("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout)
         )

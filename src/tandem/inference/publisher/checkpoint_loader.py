@@ -138,7 +138,7 @@ class CheckpointLoader:
         copied = time.monotonic()
         parts: dict[str, float] = {}
         if not self.transport.has(name, path):
-            parts = self.transport.load(name, path, run.lora)
+            parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
         identity = self.transport.identity_reference(name)
         result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tandem.inference.publisher.adapter_copies import AdapterCopies
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import Manifest, RunSpec
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
@@ -54,7 +54,7 @@ class LoraTransport:
         """Whether vLLM lists exactly this content under the name."""
         return self.listed.get(name) == str(path)
 
-    def load(self, name: str, path: Path, _lora: LoraShape) -> dict[str, float]:
+    def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
         """Load a copied adapter under a name that is not listed."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))

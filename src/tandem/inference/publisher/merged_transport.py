@@ -1,26 +1,39 @@
-"""Makes vLLM's own weights those of a checkpoint: only the adapter travels, and vLLM's workers merge it.
+"""Makes vLLM's own weights those of a checkpoint. Whole weights come from the job's ranks or from files, if they were
+offered; else vLLM's workers merge the adapter.
 
 Its methods are those of `LoraTransport`. vLLM serves one checkpoint at a time.
 """
 
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 from tandem.config import Settings
+from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.adapter_copies import AdapterCopies
 from tandem.inference.publisher.spot_check import SpotCheck
-from tandem.spool.schema import LoraShape
+from tandem.spool import Spool
+from tandem.spool.schema import Manifest, RunSpec
+from tandem.system import liveness
+from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceRefused, VllmClient
+
+log = Log("publisher")
 
 
 class MergedTransport:
-    """`listed`: name -> path of the checkpoint that vLLM serves, as of the last `refresh` and of own changes."""
+    """`listed`: name -> path of the checkpoint that vLLM serves, as of the last `refresh` and of own changes; `name`:
+    how its weights came."""
 
     name = "merge"
 
-    def __init__(self, client: VllmClient, copies: AdapterCopies, settings: Settings, check: SpotCheck) -> None:
+    def __init__(
+        self, client: VllmClient, copies: AdapterCopies, settings: Settings, check: SpotCheck, spool: Spool
+    ) -> None:
         """`check`: what the weights must be after a swap."""
         self._client, self.copies, self._settings, self._check = client, copies, settings, check
+        self._spool = spool
         self.listed: dict[str, str] = {}
 
     def refresh(self) -> bool:
@@ -29,6 +42,7 @@ class MergedTransport:
         Weights that were not announced, or that are torn, count as none: `load` writes and checks them again.
         """
         before, state = self.listed, self._client.merged()
+        self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
         return not before.keys() <= self.listed.keys()
 
@@ -38,18 +52,44 @@ class MergedTransport:
     def has(self, name: str, path: Path) -> bool:
         return self.listed.get(name) == str(path)
 
-    def load(self, name: str, path: Path, lora: LoraShape) -> dict[str, float]:
+    def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with the publisher's own merge. New requests wait from
         here to `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
-        scale = lora.alpha / lora.rank
-        answer = self._client.swap_merged(
-            name, str(path), scale, self._settings.swap_requests, self._settings.swap_seconds
-        )
-        self.listed = {name: str(path)}
-        rows = self._check.rows(lora)
+        scale, seconds = run.lora.alpha / run.lora.rank, self._settings.swap_seconds
+        sources = self._sources(checkpoint)
+        answer = self._client.swap_merged(name, str(path), scale, self._settings.swap_requests, seconds, sources)
+        for reason in answer["failed"]:
+            log.warning("whole weights did not arrive", model=name, transport=answer["transport"], reason=reason)
+        self.listed, self.name = {name: str(path)}, answer["transport"]
+        rows = self._check.rows(run.lora)
         if wrong := self._check.wrong(self._client.merged_rows(rows), rows, path, scale):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
         return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
+
+    def _sources(self, checkpoint: Manifest) -> list[dict[str, Any]]:
+        """Where vLLM's workers may get whole weights, best first."""
+        if self._settings.way == "merge" or checkpoint.job is None:
+            return []
+        sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
+        while (offer := self._offer(checkpoint.job)).get("transport") == "volume" and time.monotonic() < deadline:
+            liveness.beat("publisher")  # the job's ranks write the files
+            time.sleep(0.1)
+        if offer and offer["transport"] != "volume":
+            sources.append({**offer, "way": offer["transport"]})
+        if (files := self._spool.merged.find(checkpoint)) is not None:
+            try:
+                self._spool.merged.verify(files)
+                sources.append({"way": "volume", "directory": str(files)})
+            except CheckpointDamaged as error:
+                log.warning(error.message)
+        return sources
+
+    def _offer(self, job: str) -> dict[str, Any]:
+        """What the job's ranks are about to send, while they run; else nothing."""
+        told = [event for event in self._spool.events.read(job) if event.type in ("offered", "sent")]
+        if not told or told[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
+            return {}
+        return told[-1].data
 
     def announce(self, _name: str, path: Path) -> None:
         """The weights are verified: requests may use them."""

@@ -45,7 +45,7 @@ class Publisher:
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._devices = Devices(settings, "inference") if settings.gpu_mode == "shared" else None
         self._client = client
-        self._transport = _transport(settings, client)
+        self._transport = _transport(settings, client, self._spool)
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
         self._usage = Usage(client, self._transport.copies.usage_file)
@@ -234,7 +234,7 @@ class Publisher:
             # Without any event the job's records were removed.
             if events and not any(event.type == "served" for event in events):
                 fields = record.model_dump(
-                    include={"step", "model", "mean_abs_logprob_error", "tokens_checked", "seconds"}
+                    include={"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
                 )
                 self._spool.events.append(served.job, "served", **fields)
         self._told_jobs.add(served.job)
@@ -249,8 +249,9 @@ class Publisher:
         self._troubles[topic] = trouble
 
 
-def _transport(settings: Settings, client: VllmClient) -> LoraTransport | MergedTransport:
+def _transport(settings: Settings, client: VllmClient, spool: Spool) -> LoraTransport | MergedTransport:
     copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
     if settings.weights == "adapter":
         return LoraTransport(client, copies)
-    return MergedTransport(client, copies, settings, SpotCheck(settings.model_path(), serving_dtype(settings)))
+    check = SpotCheck(settings.model_path(), serving_dtype(settings))
+    return MergedTransport(client, copies, settings, check, spool)

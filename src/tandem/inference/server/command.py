@@ -49,6 +49,9 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
             "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0",
             field="expert_lora",
         )
+    if settings.way == "ipc" and device == "cpu":
+        message = "on the CPU no GPU has memory to share: set TANDEM_TRANSPORT to nccl, volume or merge"
+        raise InvalidInput(message, field="transport")
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
     return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
 
@@ -154,7 +157,7 @@ def _merged_options(settings: Settings, model: str) -> str:
     """For the worker extension: what adapters may touch, and where the second copy is."""
     moe = read_arch(model).moe
     targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
-    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings)})
+    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings), "transport": settings.way})
 
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,9 +8,9 @@ which weights (`weight_versions.py`). Standard library only.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -23,16 +23,19 @@ HOLD_SECONDS = 60.0
 """How long a new request waits for weights to be announced. After that the answer is 503."""
 GRACE_SECONDS = 10.0
 """How long the server waits beyond an order's deadline for the engine to say what came of it."""
-_POLL_SECONDS = 0.01
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.1
 _CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is alive
 
 
 @dataclass(frozen=True)
 class Version:
-    """Merged weights: the served name, and the path of the adapter, which names its content."""
+    """Merged weights: the served name, the path of the adapter, which names its content, the adapter's scale, and how
+    the weights came."""
 
     name: str
     path: str
+    scale: float = 0.0
+    transport: str = "merge"
 
 
 class SwapFailed(Exception):
@@ -150,7 +153,8 @@ class MergedServer:
         except SwapFailed as error:
             await answer_json(send, error.status, error_body("inference_refused", str(error)))
             return
-        state = {"phase": self.phase, "name": self.current.name, "path": self.current.path}
+        current = self.current
+        state = {"phase": self.phase, "name": current.name, "path": current.path, "transport": current.transport}
         await answer_json(send, 200, {**state, "in_flight": len(self._in_flight), **result})
 
     async def _rows(self, _: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -173,20 +177,21 @@ class MergedServer:
                 return {}
             if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
-            seconds = await self._write(state, self.verified, "keep", time.monotonic() + HOLD_SECONDS)
+            deadline = time.monotonic() + HOLD_SECONDS
+            await self._stage(self.verified, [None], deadline)
+            seconds = await self._write(state, self.verified, "keep", deadline)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
         return seconds
 
     async def _swap_to(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
-        """Stage the adapter at `path`, then swap. The old weights stay in use until all of it is on the devices."""
-        version = Version(order["name"], order["path"])
+        """Stage the weights, then swap. The old ones stay in use until all of the new ones are here."""
+        version = Version(order["name"], order["path"], order["scale"])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
         async with self._swap:
             try:
-                await self._call("tandem_stage", deadline, version.path, version.path, order["scale"])
-                while not all(worker["ready"] for worker in await self._call("tandem_staged", deadline, version.path)):
-                    await asyncio.sleep(_POLL_SECONDS)
+                transport, failed = await self._stage(version, [*order.get("sources", []), None], deadline)
+                version = replace(version, transport=transport)
                 staged = time.monotonic()
                 seconds = await self._write(state, version, order["requests"], deadline)
                 await self._set("unverified")
@@ -195,7 +200,28 @@ class MergedServer:
                 with suppress(SwapFailed):
                     keep = [self.verified.path, self.current.path]
                     await self._call("tandem_discard", time.monotonic() + GRACE_SECONDS, keep)
-        return {"stage_seconds": staged - begin, **seconds}
+        return {"stage_seconds": staged - begin, "failed": failed, **seconds}
+
+    async def _stage(
+        self, version: Version, sources: Sequence[dict[str, Any] | None], deadline: float
+    ) -> tuple[str, list[str]]:
+        """Bring the weights to the workers from the first source that has them; None: merged from the adapter. Returns
+        how they came, and why each source before failed."""
+        failed: list[str] = []
+        for source in sources:
+            try:
+                await self._call("tandem_stage", deadline, version.path, version.path, version.scale, source)
+                pause = _POLL_SECONDS
+                while not all(ways := [w["way"] for w in await self._call("tandem_staged", deadline, version.path)]):
+                    await asyncio.sleep(pause)
+                    pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
+            except SwapFailed as error:
+                if source is None or error.status == 503:
+                    raise
+                failed.append(str(error))
+            else:
+                return ways[0], failed
+        raise AssertionError("the last source is None")
 
     async def _write(self, state: Any, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap between two steps. If that fails the old weights are in use, or the phase is `torn`."""

@@ -11,8 +11,8 @@ from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.weight_rules import check_cut
 from tandem.model import device, parallel
-from tandem.model.device import ipc
 from tandem.model.device.allocation import allocate
+from tandem.model.transfer import ipc
 
 SEGMENT = 2 * 2**20  # bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it
 

@@ -67,8 +67,8 @@ class Job(Record):
 
 
 EventType = Literal[
-    "claimed", "slept", "started", "loaded", "step", "checkpoint", "served", "released", "woken", "requeued",
-    "succeeded", "failed", "cancelled",
+    "claimed", "slept", "started", "loaded", "step", "offered", "checkpoint", "sent", "served", "released", "woken",
+    "requeued", "succeeded", "failed", "cancelled",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -20,12 +21,14 @@ from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
+from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import EventType, Probe
+from tandem.spool.schema import EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
+from tandem.trainer.rank.publish.publication import Publication
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
@@ -121,8 +124,12 @@ class _Session:
             self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
         metrics = training.train(report) | price
+        publication = self._publication(policy) if run.weights == "merged" and self._settings.way != "merge" else None
+        manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
+            if publication is not None:
+                publication.offer()
             contents = checkpoint.gather(policy, model.optimizer)
             with ThreadPoolExecutor(1) as writer:  # rank 0 writes while the device computes the probe
                 written = writer.submit(self._write_files, contents) if self._rank == 0 else None
@@ -132,14 +139,23 @@ class _Session:
                 of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
             if written is not None:
                 result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
-                self._commit(written.result(), metrics, result, start)
+                manifest = self._commit(written.result(), metrics, result, start)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
+        if publication is not None:
+            with self.phases.phase("publish"):
+                publication.send(manifest)
+
+    def _publication(self, policy: Policy) -> Publication:
+        return Publication(
+            self._settings, self._spool, Path(self._assignment.model), policy.arch, policy, self._topology, self._work,
+            f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
+        )  # fmt: skip
 
     def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
         previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
         return checkpoint.write(contents, previous, staged_checkpoint(self._work))
 
-    def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> None:
+    def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
@@ -147,6 +163,7 @@ class _Session:
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
         self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)
+        return manifest
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:

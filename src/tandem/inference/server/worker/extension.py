@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tandem.inference.server.second_copy import automatic_copy
-from tandem.inference.server.worker.merged_weights import BASE, MergedWeights
+from tandem.inference.server.worker.landing import LandingWeights, Source
+from tandem.inference.server.worker.merged_weights import MergedWeights
+from tandem.inference.server.worker.model_weights import BASE
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
@@ -32,16 +34,16 @@ def answers_errors[**P](method: Callable[P, dict[str, Any]]) -> Callable[P, dict
 class MergedWorker:
     """Mixed into vLLM's worker by `--worker-extension-cls`; the methods are called by `collective_rpc`."""
 
-    tandem_weights: MergedWeights
+    tandem_weights: MergedWeights | LandingWeights
 
     @answers_errors
-    def tandem_stage(self, version: str, directory: str, scale: float) -> dict[str, Any]:
-        self.tandem_weights.stage(version, directory, scale)
+    def tandem_stage(self, version: str, directory: str, scale: float, source: Source | None = None) -> dict[str, Any]:
+        self.tandem_weights.stage(version, directory, scale, source)
         return {}
 
     @answers_errors
     def tandem_staged(self, version: str) -> dict[str, Any]:
-        return {"ready": self.tandem_weights.staged(version)}
+        return {"way": self.tandem_weights.staged(version)}
 
     @answers_errors
     def tandem_swap(self, version: str) -> dict[str, Any]:
@@ -70,8 +72,12 @@ def attach(worker: Any) -> None:
         copy = automatic_copy(_left_for_kv_cache(worker), weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
     with worker._maybe_get_memory_pool_context(tag="weights"):
-        targets = frozenset(options["targets"])
-        worker.tandem_weights = MergedWeights(model, worker.model_config.model, targets, copy)
+        base_model, targets = worker.model_config.model, frozenset(options["targets"])
+        if options["transport"] == "merge":
+            worker.tandem_weights = MergedWeights(model, base_model, targets, copy)
+        else:
+            place = (worker.rank, worker.parallel_config.world_size)
+            worker.tandem_weights = LandingWeights(model, base_model, targets, copy, place)
     if on_gpu:
         runner.model_memory_usage += worker.tandem_weights.device_bytes
 

@@ -7,13 +7,13 @@ import torch
 
 
 def merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write `base + scale * b @ a` into `out`, which may be a view of vLLM's parameter.
+    """Write `base + scale * b @ a` into `out`, which may be a view of a parameter.
 
     `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`: float32 [n, rows, rank];
     `scale`: float64 [1].
     """
     if out.is_cuda:
-        from tandem.inference.server.worker.merge_kernel import merge_on_gpu  # the CPU's vLLM comes without Triton
+        from tandem.model.transfer.merge_kernel import merge_on_gpu  # the CPU's vLLM comes without Triton
 
         merge_on_gpu(out, base, a, b, scale)
         return

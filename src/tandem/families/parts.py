@@ -1,0 +1,103 @@
+"""Which part of which weight a trainer's rank sends to vLLM, and in which order. Both sides compute the same list, so
+only bytes travel."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from tandem.families.adapter import stacked_name
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
+from tandem.families.weight_rules import WeightRule
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a Hugging Face tensor; of experts: of the tensors of all experts, stacked along a first dimension."""
+
+    name: str  # with `*` for an expert's number
+    of: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
+    parameter: str  # Megatron's, in which it is
+    blocks: int  # the parameter seen as [blocks, rows] or [blocks, rows, columns]
+    at: tuple[slice, slice]  # in that view
+    begin: int  # in each block the first row that is of this tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.of)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def buffers(arch: Arch, targets: Collection[str] | None, *, tp: int, tp_rank: int, most: int) -> Iterator[list[Part]]:
+    """What tensor-parallel rank `tp_rank` of `tp` sends, in lists of at most `most` elements.
+
+    `targets`: linear layers, as in `LoraShape`; None: every tensor. Over all ranks each element is sent once.
+    """
+    full: list[Part] = []
+    for part in parts(arch, targets, tp=tp, tp_rank=tp_rank, most=most):
+        if full and sum(other.size for other in full) + part.size > most:
+            yield full
+            full = []
+        full.append(part)
+    if full:
+        yield full
+
+
+def layout(lists: Sequence[Sequence[Part]], dtype: str) -> list[object]:
+    """What both sides must agree on: the dtype, and the elements of each buffer."""
+    return [dtype, [sum(part.size for part in some) for some in lists]]
+
+
+def parts(arch: Arch, targets: Collection[str] | None, *, tp: int, tp_rank: int, most: int) -> Iterator[Part]:
+    """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one head group or one
+    expert."""
+    for index, rule in enumerate(weight_rules(arch)):
+        if (rule.cut == "whole" and index % tp != tp_rank) or not any(_chosen(name, targets) for name in rule.sources):
+            continue
+        ranks = tp if rule.cut == "rows" else 1
+        blocks, begin = rule.experts or max(1, rule.groups // ranks), 0
+        for name, shape in {stacked_name(name): shape for name, shape in rule.sources.items()}.items():
+            rows = shape[0] if rule.experts else shape[0] // ranks // blocks
+            if _chosen(name, targets):
+                first = tp_rank * blocks * rows if rule.cut == "rows" else 0
+                yield from _cut(rule, name, shape, (blocks, begin, rows, first), (tp, tp_rank), most)
+            begin += rows
+
+
+def _chosen(name: str, targets: Collection[str] | None) -> bool:
+    path, _, kind = name.rpartition(".")
+    return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
+
+
+def _cut(
+    rule: WeightRule, name: str, shape: tuple[int, ...], place: tuple[int, int, int, int], rank: tuple[int, int],
+    most: int,
+) -> Iterator[Part]:  # fmt: skip
+    """`place`: the parameter's blocks, where in each the source's rows begin, how many they are, and which row of the
+    Hugging Face tensor is the first here."""
+    (blocks, begin, rows, first), (tp, tp_rank) = place, rank
+    columns = tuple(slice(0, size) for size in shape[1:])
+    if rule.cut == "columns":
+        width = shape[1] // tp
+        columns = (slice(tp_rank * width, (tp_rank + 1) * width),)
+    width = math.prod(s.stop - s.start for s in columns)
+    if blocks == 1 and not rule.experts:
+        step = max(1, most // width)
+        for row in range(0, rows, step):
+            end = min(rows, row + step)
+            of = (slice(first + row, first + end), *columns)
+            yield Part(name, of, rule.parameter, 1, (slice(0, 1), slice(begin + row, begin + end)), begin)
+        return
+    step = max(1, most // (rows * width))
+    for block in range(0, blocks, step):
+        end = min(blocks, block + step)
+        some = (
+            (slice(block, end), slice(0, rows)) if rule.experts else (slice(first + block * rows, first + end * rows),)
+        )
+        yield Part(
+            name, (*some, *columns), rule.parameter, blocks, (slice(block, end), slice(begin, begin + rows)), begin
+        )

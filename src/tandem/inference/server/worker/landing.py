@@ -1,0 +1,249 @@
+"""Whole weights arrive in the second copy while the live ones are used; between two engine steps the two are exchanged.
+
+After a swap the copy has the weights before, so a return to them is the same exchange, until the next version arrives.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tandem.families.adapter import stacked_name
+from tandem.families.parts import Part
+from tandem.families.registry import read_arch
+from tandem.inference.server.worker.base_files import BaseFiles
+from tandem.inference.server.worker.factors import FactorReader
+from tandem.inference.server.worker.model_weights import BASE, ModelWeights
+from tandem.inference.server.worker.receiver import receive
+from tandem.inference.server.worker.weight_plan import Block, CannotWrite
+from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
+from tandem.model.transfer.merge import merge
+
+SPARE_BYTES = 64 * 2**20
+"""How much is exchanged at once: the memory on the GPU that an exchange needs."""
+
+Source = dict[str, Any]
+"""How a version comes: `way`, and what that way needs to know."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a parameter, or its second copy, has."""
+
+    version: str = BASE  # empty: nothing whole
+    changed: frozenset[Block] = frozenset()  # the blocks that may differ from the base model's
+
+
+@dataclass
+class Arrival:
+    """A version on its way into the second copy. `way` is empty until all of it is there."""
+
+    version: str
+    source: Source | None = None
+    way: str = ""
+    error: str = ""
+    stopped: bool = False  # it must not write any more
+    last: float = math.inf  # of what other processes send: when there was a sign of life, by the monotonic clock
+
+    def beat(self) -> None:
+        self.last = time.monotonic()
+
+
+class LandingWeights(ModelWeights):
+    """With the methods of `MergedWeights`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        targets: frozenset[str] | None,
+        copy: Literal["device", "host"],
+        place: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`place`: this worker's number, and how many there are. See `ModelWeights` for the others."""
+        super().__init__(model, base_model, targets, copy)
+        self._place = place
+        self._reader = FactorReader(self._adapted, self._base_files, self._device)
+        self._live = dict.fromkeys(self._copy, Content())
+        self._landed = dict.fromkeys(self._copy, Content())
+        self._arrival = Arrival(BASE, way="merge")
+        self._writing = threading.Lock()
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._blocks_of = defaultdict[str, list[Block]](list)
+        for block in self._adapted:
+            self._blocks_of[stacked_name(block.names[0]) if block.stacked else block.names[0]].append(block)
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory on the GPU beside vLLM's own: the copy, what an exchange needs, and what arrives."""
+        on_gpu = next(iter(self._copy.values())).is_cuda
+        copy = sum(copy.nbytes for copy in self._copy.values() if on_gpu)
+        return copy + SPARE_BYTES + BUFFERS * BUFFER_BYTES
+
+    def stage(self, version: str, directory: str, scale: float, source: Source | None = None) -> None:
+        """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.
+        `staged` says when it is there. The version that was there is lost. `source`: where whole weights come from;
+        None: they are merged from the base model's files and the adapter in `directory` (for BASE: without one)."""
+        before = self._arrival
+        coming = (before.version, before.source) == (version, source) and not before.error and not before.way
+        if coming or self._has(version):
+            return
+        with self._writing:
+            before.stopped = True
+        self._arrival = now = Arrival(version, source)
+
+        def land() -> None:
+            try:
+                with torch.inference_mode(), self._own_stream():
+                    self._land(now, directory, scale, source)
+            except Exception as error:
+                now.error = f"{type(error).__name__}: {error}"
+
+        threading.Thread(target=land, daemon=True).start()
+
+    def staged(self, version: str) -> str:
+        """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
+        where they did not arrive, or nothing has come for a while."""
+        arrival = self._arrival
+        if self._has(version):
+            return arrival.way if arrival.version == version else "merge"
+        if time.monotonic() > arrival.last + STALL_SECONDS + 1:  # connecting NCCL has no limit of its own
+            arrival.error = f"nothing has come for {STALL_SECONDS:.0f} s"
+        if arrival.version != version or arrival.error:
+            raise RuntimeError(f"the weights of {version} did not arrive: {arrival.error or 'nobody sent them'}")
+        return ""
+
+    def _has(self, version: str) -> bool:
+        return all(version in (self._live[name].version, self._landed[name].version) for name in self._copy)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """One stream for all versions, so that what one has written comes before what the next one writes."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.synchronize()
+            yield
+
+    def _land(self, arrival: Arrival, directory: str, scale: float, source: Source | None) -> None:
+        """Fill the second copy."""
+        before = frozenset(block for content in self._landed.values() for block in content.changed)
+        everything = frozenset(self._adapted)
+        self._tell(arrival, "", everything)
+        way, arrived = source["way"] if source else "merge", everything
+        if source is None:
+            factors = {} if arrival.version == BASE else self._reader.read(directory, scale)
+            arrived = frozenset(factors)
+            for block, of_block in factors.items():
+                base = self._read(self._base_files, block).to(self._device)
+                merge(out := torch.empty_like(base), base, *of_block)
+                self._put(arrival, block, out)
+        elif way == "volume":
+            files = BaseFiles(source["directory"])
+            for block in self._adapted:
+                self._put(arrival, block, self._read(files, block))
+        else:
+            arrived = self._receive(arrival, source)
+        for block in before - arrived:
+            self._put(arrival, block, self._read(self._base_files, block))
+        if self._stream is not None:
+            self._stream.synchronize()
+        arrival.way = way
+        self._tell(arrival, arrival.version, arrived)
+
+    def _receive(self, arrival: Arrival, source: Source) -> frozenset[Block]:
+        """Write what the trainer's ranks send. Returns the blocks that have all of it."""
+        arch, dtype = read_arch(self._base_model), next(iter(self._copy.values())).dtype
+        came = dict.fromkeys(self._adapted, 0)
+        arrival.beat()
+        for part, values in receive(source, arch, dtype, self._device, *self._place, arrival.beat):
+            if part.name not in self._blocks_of:
+                raise CannotWrite(f"vLLM's model has no place for {part.name}")
+            for block in self._blocks_of[part.name]:
+                came[block] += self._scatter(arrival, block, part, values)
+        arrival.last = math.inf
+        for block, count in came.items():
+            if 0 < count < block.view(self._copy[block.parameter]).numel():
+                raise CannotWrite(f"only a part of {block.names[0]} has come")
+        return frozenset(block for block, count in came.items() if count)
+
+    def _scatter(self, arrival: Arrival, block: Block, part: Part, values: torch.Tensor) -> int:
+        """Write what `part` has of a block. Returns how many elements that is."""
+        box = (slice(None), *block.of) if block.stacked else block.of
+        of, to = [], []
+        for has, wants in zip(part.of, box, strict=True):
+            first, end, _ = wants.indices(2**40)
+            begin, end = max(has.start, first), min(has.stop, end)
+            if begin >= end:
+                return 0
+            of.append(slice(begin - has.start, end - has.start))
+            to.append(slice(begin - first, end - first))
+        place = block.view(self._copy[block.parameter])
+        place = (place if block.stacked else place[0])[tuple(to)]
+        self._write(arrival, place, values[tuple(of)])
+        return place.numel()
+
+    def _tell(self, arrival: Arrival, version: str, changed: frozenset[Block]) -> None:
+        """What the second copy has from now on."""
+        of = {name: frozenset(block for block in changed if block.parameter == name) for name in self._copy}
+        with self._writing:
+            if not arrival.stopped:
+                self._landed = {name: Content(version, of[name]) for name in self._copy}
+
+    def _read(self, files: BaseFiles, block: Block) -> torch.Tensor:
+        """[names, ...], in the parameter's dtype."""
+        dtype = self._copy[block.parameter].dtype
+        return torch.stack([files.block(name, block.of) for name in block.names]).to(dtype)
+
+    def _put(self, arrival: Arrival, block: Block, values: torch.Tensor) -> None:
+        place = block.view(self._copy[block.parameter])
+        if place.shape != values.shape:
+            raise ValueError(f"{block.names[0]} has the shape {list(values.shape[1:])}, not {list(place.shape[1:])}")
+        self._write(arrival, place, values)
+
+    def _write(self, arrival: Arrival, place: torch.Tensor, values: torch.Tensor) -> None:
+        with self._writing:
+            if arrival.stopped:
+                raise RuntimeError("another version is wanted")
+            place.copy_(values, non_blocking=True)
+
+    @torch.inference_mode()
+    def swap(self, version: str) -> dict[str, Any]:
+        """Exchange the weights with those of a staged version. Call it between two steps, on the thread that runs them.
+
+        If it raises, `version` is empty and the weights are torn, until a swap to the version before or another one.
+        """
+        begin = time.perf_counter()
+        if not self._has(version):
+            raise RuntimeError(f"{version} is not staged")
+        self.version = ""
+        for name in self._copy:
+            if self._live[name].version != version:
+                self._exchange(name)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.version = version
+        return {"seconds": time.perf_counter() - begin}
+
+    def _exchange(self, name: str) -> None:
+        live, landed = self._live[name], self._landed[name]
+        if live.changed or landed.changed:
+            parameter, copy = self._parameters[name].data, self._copy[name]
+            rows = max(1, SPARE_BYTES // (parameter.nbytes // len(parameter)))
+            unknown = Content("", frozenset(self._adapted))
+            for to, of in zip(parameter.split(rows), copy.split(rows), strict=True):
+                arrived = of.to(self._device, copy=True, non_blocking=True)
+                self._live[name] = self._landed[name] = unknown
+                of.copy_(to, non_blocking=True)
+                to.copy_(arrived)
+        self._live[name], self._landed[name] = landed, live
+
+    def discard(self, *, keep: list[str]) -> None:
+        """Nothing: there is one second copy, whatever it has."""

@@ -1,0 +1,118 @@
+"""Bytes from one rank of the trainer to vLLM's workers, over a process group of their own beside each process's default
+one: NCCL between GPUs, Gloo between CPUs.
+
+The sender is rank 0 of the group. A store that it serves brings the group together. Nothing here waits longer than
+STALL_SECONDS for another process, but NCCL while it connects: whoever calls `connect` watches over it from another
+thread.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from tandem.model.transfer.ipc import IpcChannel
+
+STALL_SECONDS = 10.0
+"""How long a process waits for another one's next sign of life."""
+BUFFER_BYTES = 256 * 2**20
+BUFFERS = 2  # at once: while one is on its way the next is filled, or emptied
+
+
+class Pending(Protocol):
+    """A buffer on its way."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class Channel(Protocol):
+    def broadcast(self, buffer: torch.Tensor) -> Pending:
+        """Send or receive a flat buffer, of the same size and in the same order on all ranks."""
+
+    def close(self) -> None: ...
+
+
+def serve_store(address: str) -> TCPStore:
+    """A store on a port that the kernel chooses (`.port`); it lives as long as this object."""
+    return TCPStore(address, 0, None, True, timedelta(seconds=STALL_SECONDS), False)
+
+
+def join_store(address: str, port: int) -> tuple[TCPStore, str]:
+    """The store that `serve_store` serves, and this machine's address on the way to it. OSError where nobody serves."""
+    with socket.create_connection((address, port), STALL_SECONDS) as connection:  # TCPStore would try again and again
+        own = connection.getsockname()[0]
+    return TCPStore(address, port, None, False, timedelta(seconds=STALL_SECONDS), False), own
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`. Sends nothing."""
+    kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as towards:
+        towards.connect(target)
+        return str(towards.getsockname()[0])
+
+
+def connect(way: str, store: Store, name: str, rank: int, size: int, where: torch.device, address: str) -> Channel:
+    """Meet the others. `way`: nccl or ipc; `name`: of the channel, in the store; `address`: this process's own."""
+    if way == "ipc":
+        return IpcChannel(PrefixStore(name, store), rank, size, where)
+    return _Group(PrefixStore(name, store), rank, size, where, address)
+
+
+def finish(pending: Pending) -> None:
+    """Wait until a buffer has arrived. Raises where that takes longer than STALL_SECONDS, or the group has failed."""
+    deadline = time.monotonic() + STALL_SECONDS
+    while not pending.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a buffer did not arrive within {STALL_SECONDS:.0f} s")
+        time.sleep(0.0002)
+    pending.wait()
+
+
+class _Group:
+    def __init__(self, store: Store, rank: int, size: int, where: torch.device, address: str) -> None:
+        self._group: Any
+        if where.type == "cuda":
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(days=1)  # `finish` has a limit of its own, and NCCL's would end the process
+            with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            finish(self.broadcast(torch.zeros(1, device=where)))  # connects; the group alone does not
+        else:
+            gloo: Any = ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=STALL_SECONDS)
+            options._devices = [gloo.create_device(hostname=address)]
+            self._group = gloo(store, rank, size, options)
+
+    def broadcast(self, buffer: torch.Tensor) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        work: Pending = self._group.broadcast([buffer], options)
+        return work
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """NCCL's process groups read these when they are made. vLLM's and the trainer's own keep theirs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,117 @@
+"""Copies from the GPU memory of other processes of this machine (CUDA IPC)."""
+
+import contextlib
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from tandem.model.device.cuda_start import runtime
+
+Export = tuple[bytes, int]
+"""CUDA's handle of an allocation (cudaIpcMemHandle_t), and the offset of a byte in it."""
+
+
+class NotShared(RuntimeError):
+    """The driver doesn't let this process use the other's memory."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+def exported(tensor: torch.Tensor) -> Export | None:
+    """What another process passes to `imported` to copy from `tensor`, whose memory must exist until then.
+
+    None where the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
+    """
+    if not tensor.is_cuda:
+        return None
+    handle, base, address = _Handle(), ctypes.c_uint64(), ctypes.c_uint64(tensor.data_ptr())
+    try:
+        _check(runtime().cudaIpcGetMemHandle(ctypes.byref(handle), address))
+    except NotShared:
+        return None
+    if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(base), None, address):
+        return None
+    return bytes(handle), address.value - base.value
+
+
+@contextlib.contextmanager
+def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
+    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what another process
+    exported. Wait for the copies before leaving the block, which closes the other process's memory.
+
+    The calling thread's current device and stream are used. Raises NotShared if the memory can't be shared, or a call
+    of CUDA fails.
+    """
+    if export is None:
+        raise NotShared("the other process can't share its memory")
+    handle, start = export
+    pointer, cuda = ctypes.c_void_p(), runtime()
+    # 1: cudaIpcMemLazyEnablePeerAccess, which needs no context on the other process's GPU.
+    _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
+
+    def copy(tensor: torch.Tensor, offset: int) -> None:
+        source, target = ctypes.c_void_p((pointer.value or 0) + start + offset), ctypes.c_void_p(tensor.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))  # 3: device to device
+
+    try:
+        yield copy
+    finally:
+        _check(cuda.cudaIpcCloseMemHandle(pointer))
+
+
+class IpcChannel:
+    """A `Channel` of `channel.py`: the receivers copy from the sender's buffers, and say so in the store."""
+
+    def __init__(self, store: Store, rank: int, size: int, where: torch.device) -> None:
+        if where.type != "cuda":
+            raise NotShared("weights travel by ipc only between GPUs")
+        self._store, self._sends, self._receivers = store, rank == 0, size - 1
+        self._imports, self._copies = contextlib.ExitStack(), dict[str, Callable[[torch.Tensor, int], None]]()
+        self._count = 0
+
+    def broadcast(self, buffer: torch.Tensor) -> "_Copied":
+        self._count += 1
+        if self._sends:
+            if (export := exported(buffer)) is None:
+                raise NotShared("this GPU's memory can't be shared: is PYTORCH_CUDA_ALLOC_CONF set?")
+            torch.cuda.current_stream().synchronize()
+            self._store.set(f"{self._count}", json.dumps([export[0].hex(), export[1]]))
+            return _Copied(self._store, f"{self._count}/copied", self._receivers, None)
+        handle, offset = json.loads(self._store.get(f"{self._count}"))
+        if handle not in self._copies:
+            self._copies[handle] = self._imports.enter_context(imported((bytes.fromhex(handle), 0)))
+        self._copies[handle](buffer, offset)
+        event = torch.cuda.Event()
+        event.record()
+        return _Copied(self._store, f"{self._count}/copied", self._receivers, event)
+
+    def close(self) -> None:
+        self._imports.close()
+
+
+class _Copied:
+    """`event`: on a receiver, the end of its copy."""
+
+    def __init__(self, store: Store, key: str, receivers: int, event: torch.cuda.Event | None) -> None:
+        self._store, self._key, self._receivers, self._event = store, key, receivers, event
+
+    def is_completed(self) -> bool:
+        if self._event is not None:
+            return self._event.query()
+        return self._store.add(self._key, 0) == self._receivers
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._store.add(self._key, 1)
+
+
+def _check(code: int) -> None:
+    if code:
+        runtime().cudaGetLastError()  # clears the error, which torch's next call would report otherwise
+        raise NotShared(f"CUDA error {code}")

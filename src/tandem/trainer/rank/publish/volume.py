@@ -1,0 +1,99 @@
+"""Whole weights as a Hugging Face model on the volume, which transformers and vLLM can load as it is.
+
+All ranks write into the same files, each its own parts, so nothing is gathered.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from tandem.families.arch import Arch
+from tandem.families.parts import Part, buffers
+from tandem.families.registry import weight_rules
+from tandem.trainer.rank.publish.weights import TrainedWeights
+
+SHARD_BYTES = 4 * 2**30
+BUFFER_BYTES = 256 * 2**20
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+class ModelFiles:
+    """The files `model-0000i-of-0000n.safetensors` in `directory`, and where each tensor is in them."""
+
+    def __init__(self, directory: Path, arch: Arch, dtype: torch.dtype) -> None:
+        self._directory, self._dtype = directory, dtype
+        shapes = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
+        shards: list[dict[str, dict[str, object]]] = [{}]
+        end = 0
+        for name, shape in shapes.items():
+            begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            if shards[-1] and end > SHARD_BYTES:
+                shards.append({})
+                begin, end = 0, end - begin
+            shards[-1][name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        self._bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        self._headers: dict[str, bytes] = {}
+        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # of each tensor: file, first byte, shape
+        for number, shard in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            text = json.dumps({"__metadata__": {"format": "pt"}} | shard).encode()
+            text += b" " * (-len(text) % 8)
+            self._headers[file] = len(text).to_bytes(8, "little") + text
+            for name, entry in shard.items():
+                begin = 8 + len(text) + entry["data_offsets"][0]  # type: ignore[index]
+                self._places[name] = file, begin, shapes[name]
+
+    def create(self, base_model: Path) -> None:
+        """Make the files without the tensors' bytes, and copy the model's other files: configuration and tokenizer."""
+        self._directory.mkdir()
+        for file, header in self._headers.items():
+            (self._directory / file).write_bytes(header)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
+        (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        for path in base_model.iterdir():
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, self._directory / path.name)
+
+    def write(self, weights: TrainedWeights, arch: Arch, *, tp: int, tp_rank: int, beat: Callable[[], None]) -> None:
+        """Write this rank's parts of all tensors. `beat` is called now and then."""
+        opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
+        most = BUFFER_BYTES // self._dtype.itemsize
+        try:
+            for parts in buffers(arch, None, tp=tp, tp_rank=tp_rank, most=most):
+                beat()
+                sizes = [part.size for part in parts]
+                buffer = torch.empty(sum(sizes), dtype=self._dtype, device=weights.device)
+                weights.fill(parts, buffer)
+                for part, values in zip(parts, buffer.cpu().split(sizes), strict=True):
+                    self._write(opened, part, values.view(part.shape))
+        finally:
+            for fd in opened.values():
+                os.close(fd)
+
+    def _write(self, opened: dict[str, int], part: Part, values: torch.Tensor) -> None:
+        if values.ndim == 3:  # experts
+            for expert, matrix in zip(range(part.of[0].start, part.of[0].stop), values, strict=True):
+                self._write_box(opened, part.name.replace("*", str(expert)), part.of[1:], matrix)
+        else:
+            self._write_box(opened, part.name, part.of, values)
+
+    def _write_box(self, opened: dict[str, int], name: str, of: tuple[slice, ...], values: torch.Tensor) -> None:
+        file, begin, shape = self._places[name]
+        width = torch.Size(shape[1:]).numel() * self._dtype.itemsize  # of a row
+        left = of[1].start * self._dtype.itemsize if len(of) > 1 else 0
+        rows = values.contiguous().view(len(values), -1).view(torch.uint8)
+        # One write where the rows are whole, so that they follow one another.
+        for first, end in pairwise([0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)):
+            _write_all(opened[file], rows[first:end].numpy().data, begin + (of[0].start + first) * width + left)
+
+
+def _write_all(fd: int, values: memoryview, at: int) -> None:
+    view = values.cast("B")
+    while view:
+        done = os.pwrite(fd, view, at)
+        view, at = view[done:], at + done

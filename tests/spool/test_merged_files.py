@@ -1,0 +1,89 @@
+"""Whole weights on the volume: which stay, and whose they are."""
+
+from pathlib import Path
+
+import pytest
+
+from spool.spool_tools import run_spec, write_adapter
+from tandem.errors import CheckpointDamaged
+from tandem.spool import Spool
+from tandem.spool.schema import Manifest, Served
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    spool = Spool.create(tmp_path / "spool")
+    spool.runs.create(run_spec("r"), write_adapter)
+    return spool
+
+
+def checkpoint(step: int, job: str) -> Manifest:
+    return Manifest(run="r", step=step, job=job, created=float(step), files={})
+
+
+def write(spool: Spool, manifest: Manifest) -> int:
+    staged = spool.root / "jobs/work/whole"
+    staged.mkdir()
+    (staged / "model.safetensors").write_bytes(b"weights" * 100)
+    return spool.merged.commit(staged, manifest)
+
+
+def kept(spool: Spool) -> list[str]:
+    return sorted(path.name for path in (spool.root / "runs/r/merged").iterdir())
+
+
+def serve(spool: Spool, step: int) -> None:
+    spool.served.put(
+        "r",
+        Served(step=step, model=f"r@{step}", checkpoint="", verified=0.0, mean_abs_logprob_error=0.0, tokens_checked=1),
+    )
+
+
+def test_the_newest_and_the_served_step_stay(spool: Spool) -> None:
+    for step in (1, 2, 3):
+        assert write(spool, checkpoint(step, f"job-{step}")) == 700
+        if step == 1:
+            serve(spool, 1)
+    assert kept(spool) == ["00000001", "00000003"]
+    serve(spool, 3)
+    write(spool, checkpoint(4, "job-4"))
+    assert kept(spool) == ["00000003", "00000004"]
+
+
+def test_files_belong_to_one_checkpoint(spool: Spool) -> None:
+    first = checkpoint(1, "first")
+    assert spool.merged.find(first) is None
+    write(spool, first)
+    directory = spool.merged.find(first)
+    assert directory is not None
+    assert (directory / "model.safetensors").read_bytes() == b"weights" * 100
+    again = checkpoint(1, "again")  # after a rollback
+    assert spool.merged.find(again) is None
+    write(spool, again)
+    assert spool.merged.find(again) == directory
+    assert spool.merged.find(first) is None
+
+
+def test_damage_is_found(spool: Spool) -> None:
+    manifest = checkpoint(1, "job")
+    write(spool, manifest)
+    directory = spool.merged.find(manifest)
+    assert directory is not None
+    spool.merged.verify(directory)
+    (directory / "model.safetensors").write_bytes(b"wEights" * 100)
+    with pytest.raises(CheckpointDamaged, match="altered"):
+        spool.merged.verify(directory)
+    (directory / "manifest.json").write_text("{")
+    assert spool.merged.find(manifest) is None
+
+
+def test_what_cannot_be_committed_leaves_the_step_before(spool: Spool) -> None:
+    manifest = checkpoint(1, "job")
+    write(spool, manifest)
+    staged = spool.root / "jobs/work/whole"
+    staged.mkdir()
+    (staged / "link").symlink_to("/nowhere")
+    with pytest.raises(Exception, match="plain file"):
+        spool.merged.commit(staged, checkpoint(2, "next"))
+    assert staged.is_dir()
+    assert kept(spool) == ["00000001"]

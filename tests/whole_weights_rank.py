@@ -1,0 +1,44 @@
+"""`python whole_weights_rank.py DIRECTORY TP`: a rank that writes the whole weights of DIRECTORY/model with
+DIRECTORY/adapter to DIRECTORY/merged, and what it would send to DIRECTORY/sent<rank>.pt."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from policies import LORA, make_policy
+from tandem.families.parts import buffers
+from tandem.families.registry import read_arch
+from tandem.model import device, parallel
+from tandem.trainer.rank.publish.volume import ModelFiles
+from tandem.trainer.rank.publish.weights import TrainedWeights
+
+MOST = 700  # elements of a buffer: tensors are cut
+
+
+def main(directory: Path, tp: int) -> None:
+    device.activate("cpu")
+    top = parallel.init_parallel(tp)
+    model = directory / "model"
+    arch = read_arch(str(model))
+    weights = TrainedWeights(make_policy(model, LORA, directory / "adapter"))
+    sent = []
+    for targets in (None, LORA.targets):
+        for parts in buffers(arch, targets, tp=tp, tp_rank=top.tp_rank, most=MOST):
+            buffer = torch.full((sum(part.size for part in parts),), torch.nan)
+            weights.fill(parts, buffer)
+            values = buffer.split([part.size for part in parts])
+            sent += [
+                (targets, part.name, part.of, value.view(part.shape)) for part, value in zip(parts, values, strict=True)
+            ]
+    torch.save(sent, directory / f"sent{top.rank}.pt")
+    files = ModelFiles(directory / "merged", arch, weights.dtype)
+    if top.rank == 0:
+        files.create(model)
+    parallel.gather_objects(None)
+    files.write(weights, arch, tp=tp, tp_rank=top.tp_rank, beat=lambda: None)
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

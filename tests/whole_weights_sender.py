@@ -1,0 +1,167 @@
+"""Ranks that publish whole weights as a job's ranks do, without training: adapters that a test gives them.
+
+`python whole_weights_sender.py DIRECTORY TP` is one rank. It takes its orders from files in DIRECTORY, as `Senders`
+writes them.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from rank.jobs import submit_rl
+from tandem.config import Settings
+from tandem.spool import Spool
+from tandem.spool.recovery import made_checkpoint
+from tandem.spool.schema import Job, JobResult, Manifest
+from waiting import until
+
+
+class Senders:
+    """`tp` ranks of one run. `variables`: TANDEM_INFERENCE_URL and others."""
+
+    def __init__(self, directory: Path, spool: Spool, run: str, way: str, tp: int = 1, **variables: str) -> None:
+        self.directory, self.spool, self.run, self.tp = directory, spool, run, tp
+        self._number = 0
+        self._job: Job | None = None
+        directory.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        tests = Path(__file__).parent
+        self._environment = os.environ | {
+            "PYTHONWARNINGS": "ignore",
+            "WORLD_SIZE": str(tp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "TANDEM_ROOT": str(spool.root), "TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": way,
+            "TANDEM_INFERENCE_URL": "http://127.0.0.1:9", "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}",
+            **variables,
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, __file__, str(self.directory), str(self.tp)]
+        ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.tp))
+        self.ranks = [subprocess.Popen(command, env=self._environment | rank) for rank in ranks]
+        self.run_of(self.run)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.wait(30)
+
+    def run_of(self, run: str) -> None:
+        """Wait until the ranks have a model for the run."""
+        (self.directory / "run").write_text(run)
+        self._until("ready")
+
+    def offer(self, adapter: Path) -> str:
+        """A job that runs, and whose ranks offer these weights; its id. The job before has ended then."""
+        self.end_job()
+        self._number += 1
+        job = submit_rl(self.spool, self.run, f"{self.run}-{self._number}")
+        self._job = self.spool.queue.claim("runner")
+        assert self._job is not None
+        self._write("order", {"adapter": str(adapter), "job": job})
+        self._until("offered")
+        return job
+
+    def end_job(self) -> None:
+        if self._job is not None:
+            made = made_checkpoint(self.spool, self._job)
+            result = JobResult(state="succeeded" if made else "cancelled", finished=time.time())
+            self.spool.queue.finish(self._job, result)
+            self._job = None
+
+    def send(self, step: int | None = None) -> None:
+        """Begin to send what was offered. `step`: of the checkpoint that has it."""
+        self._write("send", {"step": step})
+
+    def sent(self, seconds: float = 60.0) -> dict[str, Any]:
+        """What the ranks say when they have sent it, or have given up."""
+        self._until("sent", seconds)
+        return dict(json.loads((self.directory / f"sent.{self._number}").read_text()))
+
+    def signal(self, sig: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.send_signal(sig)
+
+    def _write(self, name: str, order: dict[str, Any]) -> None:
+        _write(self.directory / f"{name}.{self._number}", order)
+
+    def _until(self, name: str, seconds: float = 200.0) -> None:
+        path = self.directory / f"{name}.{self._number}"
+        until(f"the ranks write {name}", lambda: path.exists() or self.ranks[0].poll() is not None, seconds, poll=0.01)
+        assert path.exists(), "a rank has ended"
+
+
+def _write(path: Path, value: object) -> None:
+    temporary = path.with_suffix(f"{path.suffix}.tmp{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    temporary.rename(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    while not path.exists():
+        time.sleep(0.01)
+    return dict(json.loads(path.read_text()))
+
+
+def main(directory: Path, tp: int) -> None:
+    from policies import make_policy
+    from tandem.families.registry import read_arch
+    from tandem.model import device, parallel
+    from tandem.trainer.rank.publish import publication as module
+
+    module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
+    settings = Settings()
+    device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
+    top = parallel.init_parallel(tp)
+    spool = Spool(settings.root)
+    while not (directory / "run").exists():
+        time.sleep(0.01)
+    run = spool.runs.get((directory / "run").read_text())
+    model = Path(run.base_model)
+    policy = make_policy(model, run.lora)
+    events: list[dict[str, Any]] = []
+
+    def event(kind: Any, **data: Any) -> None:
+        events.append({"type": kind, **data})
+        if top.rank == 0:
+            spool.events.append(job, kind, **data)
+
+    number = 0
+    parallel.gather_objects(None)
+    if top.rank == 0:
+        _write(directory / "ready.0", {})
+    while True:
+        number += 1
+        order = _read(directory / f"order.{number}")
+        job = order["job"]
+        policy.load_adapter(Path(order["adapter"]))
+        work = spool.root / f"jobs/work/{job}"
+        if top.rank == 0:
+            work.mkdir(parents=True, exist_ok=True)
+        arch = read_arch(str(model))
+        publication = module.Publication(
+            settings, spool, model, arch, policy, top, work, f"{job}/1", beat=lambda: None, event=event
+        )
+        publication.offer()
+        if top.rank == 0:
+            _write(directory / f"offered.{number}", {})
+        step = _read(directory / f"send.{number}")["step"]
+        find = partial(spool.checkpoints.manifest, run.name, step)
+        checkpoint: Manifest | None = find() if top.rank == 0 and step is not None else None
+        publication.send(checkpoint)
+        if top.rank == 0:
+            _write(directory / f"sent.{number}", events[-1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
