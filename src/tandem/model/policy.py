@@ -124,6 +124,8 @@ class Policy(nn.Module):
         The adapter goes to host memory. The base weights are dropped, because they are frozen and in files. Nothing may
         be computed until `restore`, and until the base weights are read again.
         """
+        for layer in self._linear_layers():
+            layer.fp8 = None
         own = [*self.lora_parameters().values(), self._inv_freq]
         return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
 
@@ -131,8 +133,6 @@ class Policy(nn.Module):
         """Undo `offload`: the same memory and adapter, but uninitialised base weights."""
         self._base_memory.restore()
         self._own_memory.restore()
-        for layer in self._linear_layers():
-            layer.fp8 = None
 
     def load_adapter(self, directory: Path) -> None:
         """Fill the adapter from PEFT's files. Raises as `read_adapter`; the adapter in memory is then unchanged."""
