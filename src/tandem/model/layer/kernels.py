@@ -3,6 +3,8 @@
 Both compute in fp32 and round once. Tensors are contiguous unless noted; S is the number of slots.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,36 +26,42 @@ class HeadShape:
     k_norm: torch.Tensor | None
 
 
+def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, or for tensors on a GPU the function of that name in `triton_kernels.py`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not next(argument for argument in args if isinstance(argument, torch.Tensor)).is_cuda:
+            return function(*args, **kwargs)
+        from tandem.model.layer import triton_kernels  # the CPU's torch comes without Triton
+
+        result: T = getattr(triton_kernels, function.__name__)(*args, **kwargs)
+        return result
+
+    return call
+
+
+@_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S, features]."""
-    if x.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.rms_norm(x, weight, eps)
     return _normalised(x, eps)[0] * weight
 
 
+@_one_kernel_on_cuda
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
-    if x.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.rms_norm_backward(gradient, x, weight, eps, plus)
     return plus + _norm_gradient(gradient * weight, *_normalised(x, eps))
 
 
+@_one_kernel_on_cuda
 def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
     """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
 
     cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2. Slots
     from S to `length` become zero.
     """
-    if qkv.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.split_heads(qkv, shape, cos, sin, length)
     parts = list(_grouped(qkv, shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
@@ -63,14 +71,11 @@ def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: tor
     return q, k, v
 
 
+@_one_kernel_on_cuda
 def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
-    if qkv.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.split_heads_backward(gradients, qkv, shape, cos, sin)
     inputs = _grouped(qkv, shape).split([shape.queries, 1, 1], 2)
     parts = [gradient[: len(qkv)].unflatten(1, (shape.groups, -1)) for gradient in gradients]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
@@ -80,22 +85,16 @@ def split_heads_backward(
     return torch.cat(parts, 2).flatten(1)
 
 
+@_one_kernel_on_cuda
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S, features]."""
-    if gate_up.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 
 
+@_one_kernel_on_cuda
 def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over `gate_up`."""
-    if gate_up.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.swiglu_backward(gradient, gate_up)
     gate, up = gate_up.chunk(2, -1)
     sigmoid = gate.sigmoid()
     activated = gate * sigmoid
@@ -103,33 +102,24 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torc
     return torch.cat((of_gate, gradient * activated), -1), activated * up
 
 
+@_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
-    if gate_up.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.expert_swiglu(gate_up, probs)
     return swiglu(gate_up) * probs[:, None]
 
 
+@_one_kernel_on_cuda
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
-    if gate_up.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.expert_swiglu_backward(gradient, gate_up, probs)
     of_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up)
     return of_gate_up, activated * probs[:, None], (gradient * activated).sum(-1)
 
 
+@_one_kernel_on_cuda
 def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
     """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64 [S, k]."""
-    if rows.is_cuda:
-        from tandem.model.layer import triton_kernels
-
-        return triton_kernels.sum_rows(rows, of, plus)
     return plus + rows[of].sum(1)
 
 
