@@ -1,6 +1,6 @@
 """Names of paths that are freed: Python 3.12 never frees an interned string, and its pathlib interns parts of paths.
 
-So a program that handles files of each job would grow by a kilobyte or two per job, for ever. Python 3.13 frees them.
+So a program that handles files of each job would grow by 120 bytes for each of their names. Python 3.13 frees them.
 """
 
 import pathlib
