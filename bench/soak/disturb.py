@@ -211,11 +211,11 @@ class Damage:
 
     def _half_an_event(self) -> bool:
         """As a writer that died: under the job's lock, half of a line without its end. More events follow."""
-        if (job := self._some("jobs/running/*.json") or self._some("jobs/queued/*/*/*.json")) is None:
+        jobs = [*self._root.glob("jobs/running/[!.]*.json"), *self._root.glob("jobs/queued/*/*/[!.]*.json")]
+        paths = [self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl" for job in jobs]
+        if not (paths := [path for path in paths if path.exists()]):
             return False
-        path = self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl"
-        if not path.exists():
-            return False
+        path = self._rng.choice(paths)
         self._ledger.write("torn", id=path.stem)
         try:
             with file_lock(Paths(self._root).job_lock(path.stem), blocking=False), path.open("ab") as file:
