@@ -17,6 +17,8 @@ from bench.soak import check_checkpoints
 TERMINAL = ("succeeded", "failed", "cancelled")
 # The events of one attempt, in their order. Only `step` may come more than once.
 ORDER = ("claimed", "slept", "started", "loaded", "step", "checkpoint", "released", "woken", "requeued")
+# Of these, an attempt has the first ones: nobody goes on without having written the one before.
+CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
 """Part of the names of files that the soak itself put among the spool's."""
 
@@ -193,7 +195,6 @@ def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
         wrong(f"made step {result['step']} from step {job.base_step}")
     if job.state != "succeeded" and not (result["error"] and result["error"]["type"] and result["error"]["message"]):
         wrong("has no reason")
-    # An attempt whose claim died half-way has no event of its own.
     claims = [event["attempt"] for event in job.events if event["type"] == "claimed"]
     if end["attempt"] != job.record["attempt"] or any(not 1 <= attempt <= end["attempt"] for attempt in claims):
         wrong(f"ended in attempt {end['attempt']}, its record says {job.record['attempt']}, its claims were {claims}")
@@ -206,6 +207,11 @@ def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
     counts = Counter((event["attempt"], event["type"]) for event in events if event["type"] != "step")
     if doubled := [key for key, count in counts.items() if count > 1]:
         wrong(f"doubled events: {doubled}")
+    seen = {(event["attempt"], event["type"]) for event in events}
+    for attempt in sorted({attempt for attempt, _ in seen}):
+        kinds = [kind for kind in CHAIN if (attempt, kind) in seen]
+        if kinds != [*CHAIN[: len(kinds)]]:
+            wrong(f"attempt {attempt} has only the events {kinds} of {CHAIN}")
 
 
 def _check_steps(job: JobFile, wrong: Any) -> None:

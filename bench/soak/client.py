@@ -23,9 +23,12 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
+        self.damaged: set[str] = set()  # ids of jobs
         path.touch()
 
     def write(self, kind: str, **fields: Any) -> None:
+        if kind == "damaged":
+            self.damaged.add(fields["id"])
         with self._lock, self._path.open("a") as file:
             file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
@@ -112,11 +115,8 @@ class Client:
         """The same request again is the same job."""
         run, body = self._bodies[job]
         answer = self.request("POST", f"/v1/runs/{run}/train", body)
-        if answer is not None and answer.status_code not in (*LATER, 200) and not self._is_damaged(job):
+        if answer is not None and answer.status_code not in (*LATER, 200) and job not in self._ledger.damaged:
             self.problems.append(f"job {job}, submitted again, was answered {answer.status_code} {answer.text[:300]}")
-
-    def _is_damaged(self, job: str) -> bool:
-        return f'"damaged", "id": "{job}"' in self._ledger._path.read_text()
 
     def _request_body(self, job: str) -> dict[str, Any]:
         rng = self._rng

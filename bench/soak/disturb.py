@@ -119,11 +119,11 @@ class Conditions:
         kind = self._rng.choice(self.kinds)
         if kind in self._now or (self.refuses_writes and kind in ("full", "read-only")):
             return None
+        if kind == "read-only" and not self._volume.read_only():
+            return None
         self._now[kind] = time.monotonic() + self._rng.uniform(0.5, 2.5 if kind in ("full", "read-only") else 8.0)
         if kind == "full":
             self._volume.fill()
-        elif kind == "read-only":
-            self._volume.read_only()
         elif kind == "clocks":
             modules = ("tandem", "tandem.controller", "tandem.trainer.runner", "tandem.inference.publisher",
                        "tandem.trainer.launch.forkserver", "tandem.trainer.launch.bootstrap")  # fmt: skip
@@ -165,12 +165,14 @@ class Damage:
         }  # fmt: skip
 
     def inflict(self) -> str | None:
-        """The kind of what was damaged; None if there was nothing of it."""
-        kind = self._rng.choice(list(self.kinds))
-        try:
-            return kind if self.kinds[kind]() else None
-        except OSError:  # it is gone by now, or the volume is full or read-only
-            return None
+        """The kind of what was damaged: the first, in a random order, of which there is something."""
+        for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
+            try:
+                if self.kinds[kind]():
+                    return kind
+            except OSError:  # it is gone by now
+                continue
+        return None
 
     def _some(self, pattern: str) -> Path | None:
         paths = sorted(path for path in self._root.glob(pattern) if ".tmp-" not in path.name and JUNK not in path.name)
@@ -208,9 +210,12 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """As a writer that died: under the job's lock, half of a line without its end."""
-        if (path := self._some("jobs/events/*.jsonl")) is None:
+        """As a writer that died: under the job's lock, half of a line without its end. More events follow."""
+        jobs = [*self._root.glob("jobs/running/[!.]*.json"), *self._root.glob("jobs/queued/*/*/[!.]*.json")]
+        paths = [self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl" for job in jobs]
+        if not (paths := [path for path in paths if path.exists()]):
             return False
+        path = self._rng.choice(paths)
         self._ledger.write("torn", id=path.stem)
         try:
             with file_lock(Paths(self._root).job_lock(path.stem), blocking=False), path.open("ab") as file:

@@ -77,10 +77,17 @@ class Volume:
     def empty(self) -> None:
         self._filler.unlink(missing_ok=True)
 
-    def read_only(self) -> None:
-        """Whatever is opened from now on is on a read-only mount of the same volume; open files stay as they are."""
+    def read_only(self) -> bool:
+        """Whatever is opened from now on is on a read-only mount of the same volume; open files stay as they are.
+        False if that did not succeed."""
         subprocess.run(["mount", "--bind", str(self.root), str(self.root)], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(self.root)], check=True)
+        command = ["mount", "-o", "remount,bind,ro", str(self.root)]
+        for _ in range(20):
+            if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+                return True
+            time.sleep(0.01)  # somebody has opened a file for writing since the bind
+        self.writable()
+        return False
 
     def writable(self) -> None:
         subprocess.run(["umount", "-l", str(self.root)], check=True)

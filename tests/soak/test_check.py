@@ -36,6 +36,7 @@ def attempt(spool: Spool, *, steps: int = STEPS) -> object:
     assert job is not None
     spec = job.spec
     spool.events.append(spec.id, "started", attempt=job.attempt, pids=[1])
+    spool.events.append(spec.id, "loaded", attempt=job.attempt, seconds={})
     for step in range(1, steps + 1):
         metrics = {"loss": 1 / step, "grad_norm": 2.0 + spec.base_step}
         spool.events.append(spec.id, "step", attempt=job.attempt, step=step, steps=STEPS, metrics=metrics)
@@ -100,7 +101,17 @@ def queued_again(spool: Path) -> None:
 
 
 def doubled_step(lines: list[str]) -> None:
-    lines.insert(3, lines[3])
+    lines.insert(4, lines[4])
+    number(lines)
+
+
+def lost_event(lines: list[str]) -> None:
+    """As a writer that went on after half a line of another would lose it."""
+    assert '"loaded"' in lines.pop(2)
+    number(lines)
+
+
+def number(lines: list[str]) -> None:
     for seq, line in enumerate(lines):
         lines[seq] = re.sub(r'"seq": ?\d+', f'"seq": {seq}', line)
 
@@ -157,6 +168,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a run is lost": (lambda s: shutil.rmtree(s / "runs/r"), "run r: was created, and is lost"),
     "no events": (lambda s: (s / "jobs/events/one.jsonl").unlink(), "one: has no events"),
     "a lost event": (events("two", lambda ls: ls.pop(1)), r"two .*: the events' numbers are \[0, 2"),
+    "an event that nobody misses by its number": (events("one", lost_event), "one .*attempt 1 has only the events"),
     "two ends": (events("one", lambda ls: ls.append(ls[-1])), r"terminal events are \['succeeded', 'succeeded'\]"),
     "no end": (events("gone", lambda ls: ls.pop()), r"gone .*: its terminal events are \[\]"),
     "another end": (events("bad", lambda ls: replaced(ls, ALL, '"failed"', '"cancelled"')), "bad .* are .'cancelled'"),
@@ -179,7 +191,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         "one .*succeeded with 3 optimizer steps",
     ),
     "a retry that computes something else": (
-        events("two", lambda ls: replaced(ls, 2, '"loss": 1.0', '"loss": 1.5')),
+        events("two", lambda ls: replaced(ls, 3, '"loss": 1.0', '"loss": 1.5')),
         "two .*: attempt 2 computed",
     ),
     "events out of order": (
