@@ -22,7 +22,7 @@ def test_a_hundred_kills_break_no_promise(tmp_path: Path, capsys: pytest.Capture
         print(f"\nsoak: SOAK_SEED={seed}")
     work = tmp_path / "soak"
     command = [sys.executable, "-m", "bench.soak", "--kills", str(KILLS), "--seed", str(seed), "--work", str(work),
-               "--round", str(KILLS), "--pace", "0.9", "--costly", "0.03"]  # fmt: skip
+               "--round", str(KILLS), "--pace", "0.8", "--costly", "0.03"]  # fmt: skip
     repository = Path(__file__).parents[2]
     soak = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
