@@ -329,7 +329,7 @@ NOT_PASSED = (
 FIXED = {"api_key_file": set(OURS), "admin_token_file": {"preflight", "inference"}, "inference_url": set(SERVICES)}
 """Setting → the services to which compose passes a fixed value."""
 PASSED = {field: set(services) for services, fields in (
-    (OURS, "base_model gpu_mode dtype log_format max_lora_rank expert_lora weights"),
+    (OURS, "base_model gpu_mode dtype log_format max_lora_rank expert_lora weights transport"),
     (("preflight", "trainer"), "trainer_ranks tensor_parallel"),
     (("preflight",), "trainer_devices inference_devices"),
     (("preflight", "inference"), "inference_tensor_parallel"),
