@@ -92,6 +92,15 @@ def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     assert client.get_run(run).newest_step == 0
 
 
+def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, run):
+    """File systems refuse to seek far beyond a file's end."""
+    job = client.train(run, rl_request())
+    server.spool.paths.log_file(job.id).write_text("hello")
+    for offset, text in [(0, "hello"), (3, "lo"), (5, ""), (2**40, ""), (2**62, "")]:
+        answer = http.get(f"/v1/jobs/{job.id}/log?offset={offset}")
+        assert (answer.status_code, answer.text) == (200, text)
+
+
 def test_a_retried_job_shows_the_previous_attempt(client, server, run):
     job = client.train(run, rl_request())
     server.spool.queue.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))

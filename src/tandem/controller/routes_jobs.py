@@ -103,10 +103,12 @@ def get_log(
     path = deployment.spool.paths.log_file(job)
     if path.is_file():
         with path.open("rb") as file:
+            size = path.stat().st_size
             if tail is not None:
-                offset = max(0, path.stat().st_size - tail)
-            file.seek(offset)
-            data = file.read(LOG_PART_BYTES)
+                offset = max(0, size - tail)
+            if offset < size:  # file systems refuse to seek very far
+                file.seek(offset)
+                data = file.read(LOG_PART_BYTES)
     headers = {LOG_OFFSET_HEADER: str(offset + len(data))}
     return Response(data, media_type="text/plain; charset=utf-8", headers=headers)
 
