@@ -25,6 +25,14 @@ PREFIXES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama"
 """Of the classes in transformers, by model_type."""
 
 
+MERGED_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
+"""By family, what tests of merged weights change of `SHAPE`."""
+
+
 def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
     """A random fp32 model of `family` (a model_type, see `PREFIXES`) in `directory`: config.json and safetensors.
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference.test_merged_weights import LORA, SIZES, Core, Model
+from inference.test_merged_weights import LORA, Core, Model
 from inference.worker_models import Worker, merged
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.parts import Part
@@ -21,12 +21,6 @@ from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tiny import write_random_model
 
 Workers = list[tuple[Worker, LandingWeights]]
-
-
-@pytest.fixture(scope="module", params=list(SIZES))
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    return write_random_model(path, family=request.param, **SIZES[request.param])
 
 
 @pytest.fixture

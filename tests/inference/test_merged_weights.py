@@ -22,14 +22,9 @@ from tandem.inference.server.worker.extension import MergedWorker
 from tandem.inference.server.worker.merged_weights import BASE, MergedWeights
 from tandem.inference.server.worker.weight_plan import CannotWrite, plan
 from tandem.spool.schema import LoraShape
-from tiny import write_random_model
+from tiny import MERGED_SIZES, write_random_model
 
 LORA = LoraShape(rank=4, alpha=10.0)
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
-    "qwen3_moe": {"moe_intermediate_size": 32},
-}
 
 
 class Model:
@@ -57,12 +52,6 @@ class Model:
             assert worker.bits() == self.worker(len(workers), rank, expected).bits()
 
 
-@pytest.fixture(scope="module", params=list(SIZES))
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    return write_random_model(path, family=request.param, **SIZES[request.param])
-
-
 @pytest.fixture
 def model(directory: Path) -> Model:
     return Model(directory)
@@ -70,7 +59,7 @@ def model(directory: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def moe_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("moe"), family="qwen3_moe", **SIZES["qwen3_moe"])
+    return write_random_model(tmp_path_factory.mktemp("moe"), family="qwen3_moe", **MERGED_SIZES["qwen3_moe"])
 
 
 @pytest.fixture

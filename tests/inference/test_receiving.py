@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from inference.stage import make_run
-from inference.test_landing import SIZES, Workers, check, land
+from inference.test_landing import Workers, check, land
 from inference.test_merged_weights import Model
 from policies import LORA
 from tandem.inference.server.worker import receiver
 from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS
-from tiny import write_random_model
+from tiny import MERGED_SIZES, write_random_model
 from whole_weights_sender import Senders
 
 BOUND = 12.0
@@ -32,7 +32,7 @@ def senders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Trainers of one and two ranks; tied embeddings with biases, and experts."""
     family, tp = request.param
     directory = tmp_path_factory.mktemp("senders")
-    model = write_random_model(directory / "model", family=family, **SIZES[family])
+    model = write_random_model(directory / "model", family=family, **MERGED_SIZES[family])
     spool = Spool.create(directory / "spool")
     run = make_run(spool, "r", model, LORA).name
     with Senders(directory / "ranks", spool, run, "nccl", tp, BUFFER_BYTES=str(BUFFER_BYTES)) as ranks:

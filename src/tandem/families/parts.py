@@ -56,19 +56,20 @@ def parts(arch: Arch, targets: Collection[str] | None, *, tp: int, tp_rank: int,
     """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one head group or one
     expert."""
     for index, rule in enumerate(weight_rules(arch)):
-        if (rule.cut == "whole" and index % tp != tp_rank) or not any(_chosen(name, targets) for name in rule.sources):
+        if (rule.cut == "whole" and index % tp != tp_rank) or not any(chosen(name, targets) for name in rule.sources):
             continue
         ranks = tp if rule.cut == "rows" else 1
         blocks, begin = rule.experts or max(1, rule.groups // ranks), 0
         for name, shape in {stacked_name(name): shape for name, shape in rule.sources.items()}.items():
             rows = shape[0] if rule.experts else shape[0] // ranks // blocks
-            if _chosen(name, targets):
+            if chosen(name, targets):
                 first = tp_rank * blocks * rows if rule.cut == "rows" else 0
                 yield from _cut(rule, name, shape, (blocks, begin, rows, first), (tp, tp_rank), most)
             begin += rows
 
 
-def _chosen(name: str, targets: Collection[str] | None) -> bool:
+def chosen(name: str, targets: Collection[str] | None) -> bool:
+    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is chosen."""
     path, _, kind = name.rpartition(".")
     return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 

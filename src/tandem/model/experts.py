@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked
+from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked, target_blocks
 from tandem.model.mcore import MegatronModule, TransformerConfig
 from tandem.spool.schema import LoraShape
 
@@ -140,11 +140,5 @@ class Experts(MegatronModule):
 
     def _blocks(self, part: Part, whole: torch.Tensor) -> list[torch.Tensor]:
         """Of [experts, out, columns], each adapted target's rows and columns."""
-        blocks: list[torch.Tensor] = []
-        begin = 0
-        for target, (_, rows) in self.features[part].items():
-            if target in self.lora_a:
-                column = len(blocks) * self.rank
-                blocks.append(whole[:, begin : begin + rows, column : column + self.rank])
-            begin += rows
-        return blocks
+        rows = {target: out_features for target, (_, out_features) in self.features[part].items()}
+        return target_blocks(whole, rows, self.lora_a.keys(), self.rank)

@@ -14,6 +14,7 @@ tensor-parallel ranks:
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tandem.families.weight_rules import Cut
-from tandem.model import mcore
+from tandem.model import mcore, parallel
 from tandem.model.fp8 import Fp8Weight
 from tandem.spool.schema import LoraShape
 
@@ -94,25 +95,19 @@ class LoraLinear(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
         [S, targets * rank], for `adapter_gradients`)."""
-        weight, bias = self.base.weight, self.base.bias
         if residual is not None and self.group.size() == 1 and self.fp8 is None:
-            output = torch.addmm(residual, x, weight.t())  # one pass less than the product and a sum
+            output = torch.addmm(residual, x, self.base.weight.t())  # one pass less than the product and a sum
         else:
-            if self.fp8 is None:
-                output = linear(x, weight, bias)
-            else:
-                output = self.fp8.forward(x)
-                if bias is not None:
-                    output += bias
+            output = self._product(x)
             if not self.column:
-                self._sum(output)
+                parallel.all_reduce(output, group=self.group)
             if residual is not None:
                 output += residual
         if not self.adapted:
             return output, None
         inner = linear(x, self._a(x.dtype))
         if not self.column:
-            self._sum(inner)
+            parallel.all_reduce(inner, group=self.group)
         return output.addmm_(inner, self._b(x.dtype).t()), inner
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -120,11 +115,11 @@ class LoraLinear(nn.Module):
         of_x = gradient @ self.base.weight if self.fp8 is None else self.fp8.backward(gradient)
         of_inner = gradient @ self._b(gradient.dtype) if self.adapted else None
         if self.column:
-            self._sum(of_x)
+            parallel.all_reduce(of_x, group=self.group)
         if of_inner is None:
             return of_x, None
         if self.column:
-            self._sum(of_inner)
+            parallel.all_reduce(of_inner, group=self.group)
         return of_x.addmm_(of_inner, self._a(gradient.dtype)), of_inner
 
     def adapter_gradients(
@@ -136,6 +131,14 @@ class LoraLinear(nn.Module):
         of_a, of_b = _outer(of_inner, x).split(self.rank), _outer(gradient, inner).mul_(self.scale)
         parts = self._blocks(of_b.unflatten(0, (self.groups, -1)))
         return [*of_a, *(part.flatten(0, 1) for part in parts)]
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """`W x`, and the bias: this rank's part."""
+        weight, bias = self.base.weight, self.base.bias
+        if self.fp8 is None:
+            return linear(x, weight, bias)
+        output = self.fp8.forward(x)
+        return output if bias is None else output.add_(bias)
 
     def _a(self, dtype: torch.dtype) -> torch.Tensor:
         """A of all adapted targets, stacked: [targets * rank, in]."""
@@ -154,19 +157,23 @@ class LoraLinear(nn.Module):
 
     def _blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Of [groups, out / groups, targets * rank], each adapted target's rows and columns."""
-        blocks: list[torch.Tensor] = []
-        begin = 0
-        for target, features in self.out_features.items():
-            rows = features // self.groups
-            if target in self.targets:
-                column = len(blocks) * self.rank
-                blocks.append(whole[:, begin : begin + rows, column : column + self.rank])
-            begin += rows
-        return blocks
+        rows = {target: features // self.groups for target, features in self.out_features.items()}
+        return target_blocks(whole, rows, self.targets, self.rank)
 
-    def _sum(self, tensor: torch.Tensor) -> None:
-        if self.group.size() > 1:
-            dist.all_reduce(tensor, group=self.group)
+
+def target_blocks(
+    whole: torch.Tensor, rows: Mapping[str, int], adapted: Collection[str], rank: int
+) -> list[torch.Tensor]:
+    """Each adapted target's block of `whole` [n, sum of rows, columns], where a fused layer's B are: its own rows, and
+    `rank` columns after those of the adapted targets before it. `rows`: of each target, adapted or not, in order."""
+    blocks: list[torch.Tensor] = []
+    begin = 0
+    for target, count in rows.items():
+        if target in adapted:
+            column = len(blocks) * rank
+            blocks.append(whole[:, begin : begin + count, column : column + rank])
+        begin += count
+    return blocks
 
 
 def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:

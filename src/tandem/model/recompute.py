@@ -36,12 +36,9 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
         levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
-    counts = torch.tensor([sum(level >= keep for level in levels) for keep in Keep], device=device.device())
-    parallel.all_reduce(counts, dist.ReduceOp.MIN, parallel_state.get_tensor_model_parallel_group())
-    _, attention, everything = counts.tolist()
-    levels = [
-        Keep.ALL if i < everything else Keep.ATTENTION if i < attention else Keep.INPUT for i in range(len(layers))
-    ]
+    agreed = torch.tensor(levels, device=device.device())
+    parallel.all_reduce(agreed, dist.ReduceOp.MIN, parallel_state.get_tensor_model_parallel_group())
+    levels = [Keep(level) for level in agreed.tolist()]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level
     return levels

@@ -96,7 +96,7 @@ def fsync_tree(directory: Path) -> None:
             fsync_dir(Path(here))
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """`os.write` until everything is written."""
     view = memoryview(data)
     while view:

@@ -86,10 +86,10 @@ class MergedTransport:
 
     def _offer(self, job: str) -> dict[str, Any]:
         """What the job's ranks are about to send, while they run; else nothing."""
-        told = [event for event in self._spool.events.read(job) if event.type in ("offered", "sent")]
-        if not told or told[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
+        events = [event for event in self._spool.events.read(job) if event.type in ("offered", "sent")]
+        if not events or events[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
             return {}
-        return told[-1].data
+        return events[-1].data
 
     def announce(self, _name: str, path: Path) -> None:
         """The weights are verified: requests may use them."""

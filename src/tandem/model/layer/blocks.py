@@ -38,11 +38,27 @@ class Kept:
     graph: "_HeadsGraph | None" = None
 
 
-class AttentionBlock:
+class Block:
+    """What all blocks do: they normalise their input, and add it to their output."""
+
+    def __init__(self, norm: Any) -> None:
+        """`norm`: Megatron's, for its `weight` and `eps`."""
+        self._norm = norm
+
+    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+
+    def _input_gradient(self, of_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient`: of the block's output, and so of the input that was added to it."""
+        return kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
+
+
+class AttentionBlock(Block):
     """`x + W_o attention(heads(W_qkv norm(x)))`."""
 
     def __init__(self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape) -> None:
-        self._norm, self._qkv, self._proj, self._shape = norm, qkv, proj, shape
+        super().__init__(norm)
+        self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5
 
     def parameters(self) -> list[Parameter]:
@@ -52,7 +68,7 @@ class AttentionBlock:
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         kept = Kept(x)
-        qkv, inner, heads = self._heads(x, row)
+        qkv, inner, heads = self._heads(self._normalised(x), row)
         if keep is None:
             output = attend(*heads, row, self._scale)
         else:
@@ -81,34 +97,31 @@ class AttentionBlock:
         of_output, of_inner = self._proj.input_gradient(gradient)
         inner = kept.tensors.pop("proj_inner", None)
         of_proj = self._proj.adapter_gradients(gradient, of_inner, _flat(output.detach(), len(x)), inner)
-        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
         else:
-            qkv, inner, heads = self._heads(x, row, normalised)
+            qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
         of_heads = graph.gradients(output, _padded(of_output.view(len(x), *output.shape[1:]), len(output)))
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._shape, *_rotation(row))
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
         of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
         del of_qkv, normalised
-        of_x = kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
-        return of_x, of_parameters
+        return self._input_gradient(of_normalised, x, gradient), of_parameters
 
-    def _heads(
-        self, x: torch.Tensor, row: TreeParams, normalised: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        if normalised is None:
-            normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+    def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
+        """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, kernels.split_heads(qkv, self._shape, *_rotation(row), row.length)
 
 
-class MlpBlock:
+class MlpBlock(Block):
     """`x + W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(self, norm: Any, gate_up: LoraLinear, down: LoraLinear) -> None:
-        self._norm, self._gate_up, self._down = norm, gate_up, down
+        super().__init__(norm)
+        self._gate_up, self._down = gate_up, down
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
@@ -116,7 +129,7 @@ class MlpBlock:
 
     def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
-        gate_up, inner = self._gate_up(kernels.rms_norm(x, self._norm.weight, self._norm.eps))
+        gate_up, inner = self._gate_up(self._normalised(x))
         y, down_inner = self._down(kernels.swiglu(gate_up), x)
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
@@ -127,7 +140,7 @@ class MlpBlock:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
         x = kept.x
         assert x is not None
-        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        normalised = self._normalised(x)
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
@@ -139,8 +152,7 @@ class MlpBlock:
         of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
         of_parameters = [*self._gate_up.adapter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
         del of_gate_up, normalised
-        of_x = kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
-        return of_x, of_parameters
+        return self._input_gradient(of_normalised, x, gradient), of_parameters
 
 
 class _HeadsGraph:

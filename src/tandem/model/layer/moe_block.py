@@ -15,7 +15,7 @@ from tandem.families.arch import MoE
 from tandem.model.attention import TreeParams
 from tandem.model.experts import Experts
 from tandem.model.layer import kernels
-from tandem.model.layer.blocks import Keep, Kept, named
+from tandem.model.layer.blocks import Block, Keep, Kept, named
 
 
 @dataclass
@@ -27,21 +27,18 @@ class Routing:
     all_probs: torch.Tensor | None  # fp32 [S, experts], where those of the chosen don't sum to 1
     token: torch.Tensor  # int64 [S * k], each row's
     row: torch.Tensor  # int64 [S, k], each token's
+    row_probs: torch.Tensor  # fp32 [S * k], each row's of `probs`
     ends: torch.Tensor  # int32 [experts], one past each expert's last row
 
-    @property
-    def row_probs(self) -> torch.Tensor:
-        """fp32 [S * k]."""
-        return torch.empty_like(self.probs.view(-1)).scatter_(0, self.row.view(-1), self.probs.view(-1))
 
-
-class MoeBlock:
+class MoeBlock(Block):
     """`x + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(self, norm: Any, router: Parameter, experts: Experts, shape: MoE) -> None:
         """`router`: weight [experts, hidden], frozen. Its logits have the activations' dtype and their softmax is fp32,
         as in transformers and vLLM."""
-        self._norm, self._router, self._experts, self._shape = norm, router, experts, shape
+        super().__init__(norm)
+        self._router, self._experts, self._shape = router, experts, shape
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
@@ -49,7 +46,7 @@ class MoeBlock:
 
     def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
-        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        normalised = self._normalised(x)
         routing = self._route(normalised)
         gate_up, inner = self._experts.product("gate_up", normalised[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
@@ -64,7 +61,7 @@ class MoeBlock:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
         x, experts = kept.x, self._experts
         assert x is not None
-        normalised = kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        normalised = self._normalised(x)
         routing = self._route(normalised)
         ends, rows = routing.ends, normalised[routing.token]
         if "gate_up" in kept.tensors:
@@ -82,7 +79,7 @@ class MoeBlock:
         del of_gate_up, rows
         of_logits = self._logits_gradient(routing, of_probs[routing.row])
         of_normalised = kernels.sum_rows(of_rows, routing.row, of_logits.to(x.dtype) @ self._router)
-        return kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient), of_parameters
+        return self._input_gradient(of_normalised, x, gradient), of_parameters
 
     def _route(self, normalised: torch.Tensor) -> Routing:
         k, experts = self._shape.experts_per_token, self._shape.num_experts
@@ -96,7 +93,8 @@ class MoeBlock:
         ordered, pairs = chosen.view(-1).sort(stable=True)
         row = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)
-        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(chosen), ends.to(torch.int32))
+        row_probs = probs.view(-1)[pairs]
+        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(chosen), row_probs, ends.to(torch.int32))
 
     def _logits_gradient(self, routing: Routing, of_probs: torch.Tensor) -> torch.Tensor:
         """[S, experts] from the gradient of the chosen experts' probabilities [S, k], both fp32."""

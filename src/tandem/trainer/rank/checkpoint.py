@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ from tandem.training.optimizer import AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NAMES = {torch.float32: "F32", torch.int64: "I64"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+"""As safetensors has them."""
 _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 
@@ -130,16 +131,25 @@ def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
     The same bytes as `safetensors.torch.save`, whose copy would take as long as writing.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {}
     begin = 0
     for name, tensor in ordered:
         shape = list(tensor.shape)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, begin + tensor.nbytes]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
         begin += tensor.nbytes
-    content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)
     data = [memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()]
-    return [memoryview(len(content).to_bytes(8, "little") + content), *data]
+    return [memoryview(safetensors_header(header)), *data]
+
+
+def safetensors_header(tensors: Mapping[str, Any]) -> bytes:
+    """How a safetensors file begins. `tensors`: name -> `dtype`, `shape` and `data_offsets`, in the data's order."""
+    text = json.dumps({"__metadata__": {"format": "pt"}} | dict(tensors), separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _sha256(parts: list[memoryview]) -> str:
@@ -152,9 +162,7 @@ def _sha256(parts: list[memoryview]) -> str:
 def _write_and_sync(path: Path, parts: list[memoryview]) -> None:
     with path.open("wb", buffering=0) as file:
         for part in parts:
-            done = 0
-            while done < len(part):
-                done += file.write(part[done:]) or 0
+            fs.write_all(file.fileno(), part)
         os.fsync(file.fileno())
 
 

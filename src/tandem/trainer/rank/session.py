@@ -110,20 +110,20 @@ class _Session:
         logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)
         with self.phases.phase("probe"):
             previous = logprobs()
-            price = {}
+            fp8_error = {}
             if self._settings.base_precision == "fp8":
                 exact = previous
                 policy.quantise_base()
                 previous = logprobs()
-                price = {"fp8_logprob_error": probe.mean_difference(exact, previous)}
+                fp8_error = {"fp8_logprob_error": probe.mean_difference(exact, previous)}
         seconds, _ = self.phases.take()
-        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **price)
+        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **fp8_error)
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
             self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
-        metrics = training.train(report) | price
+        metrics = training.train(report) | fp8_error
         publication = self._publication(policy) if run.weights == "merged" and self._settings.way != "merge" else None
         manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from tandem.families.parts import chosen
 from tandem.inference.server.worker.base_files import BaseFiles
 from tandem.inference.server.worker.weight_plan import CannotWrite, plan
 
@@ -25,11 +26,7 @@ class ModelWeights:
         self._base_model, self._base_files = base_model, BaseFiles(base_model)
         self._device = next(model.parameters()).device
         self._prove()
-        self._adapted = [
-            block
-            for block in self._blocks
-            if targets is None or (block.names[0].split(".")[-2] in targets and block.names[0].endswith("weight"))
-        ]
+        self._adapted = [block for block in self._blocks if chosen(block.names[0], targets)]
         self._copy = {
             name: _copied(self._parameters[name].data, copy) for name in {block.parameter for block in self._adapted}
         }

@@ -33,8 +33,8 @@ def receive(
         for sender in senders
     ]
     for sender, parts_of in enumerate(lists):
-        if (told := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
-            raise ValueError(f"rank {sender} would send {told}, this vLLM expects {layout(parts_of, str(dtype))}")
+        if (theirs := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
+            raise ValueError(f"rank {sender} would send {theirs}, this vLLM expects {layout(parts_of, str(dtype))}")
     beat()
     with ExitStack() as opened:
         channels = []

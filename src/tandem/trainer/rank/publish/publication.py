@@ -67,12 +67,12 @@ class Publication:
         """`checkpoint`: on rank 0, the one that has the weights."""
         begin, way = time.perf_counter(), self.settings.way
         try:
-            told = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
+            outcome = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
         except Exception as error:
             traceback.print_exc()
             self.event("sent", transport=way, error={"type": type(error).__name__, "message": str(error)})
         else:
-            self.event("sent", transport=way, seconds=time.perf_counter() - begin, **told)
+            self.event("sent", transport=way, seconds=time.perf_counter() - begin, **outcome)
 
     def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:

@@ -15,11 +15,11 @@ import torch
 from tandem.families.arch import Arch
 from tandem.families.parts import Part, buffers
 from tandem.families.registry import weight_rules
+from tandem.model.transfer.channel import BUFFER_BYTES
+from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 from tandem.trainer.rank.publish.weights import TrainedWeights
 
 SHARD_BYTES = 4 * 2**30
-BUFFER_BYTES = 256 * 2**20
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class ModelFiles:
@@ -35,17 +35,15 @@ class ModelFiles:
             if shards[-1] and end > SHARD_BYTES:
                 shards.append({})
                 begin, end = 0, end - begin
-            shards[-1][name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+            shards[-1][name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
         self._bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         self._headers: dict[str, bytes] = {}
         self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # of each tensor: file, first byte, shape
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            text = json.dumps({"__metadata__": {"format": "pt"}} | shard).encode()
-            text += b" " * (-len(text) % 8)
-            self._headers[file] = len(text).to_bytes(8, "little") + text
+            self._headers[file] = safetensors_header(shard)
             for name, entry in shard.items():
-                begin = 8 + len(text) + entry["data_offsets"][0]  # type: ignore[index]
+                begin = len(self._headers[file]) + entry["data_offsets"][0]  # type: ignore[index]
                 self._places[name] = file, begin, shapes[name]
 
     def create(self, base_model: Path) -> None:
