@@ -201,7 +201,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     chosen = choices[choice]
     sampled = chosen.get("logprobs") or {}
     entries = sampled.get("content") or []
-    tokens = chosen.get("token_ids")
+    tokens: Any = chosen.get("token_ids")
     if tokens is None:
         tokens = _named_ids([entry.get("token") for entry in entries] or sampled.get("tokens") or [])
     prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
