@@ -46,11 +46,12 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_c
 class Turn(Input):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
-    not 1, run vLLM with `--logprobs-mode processed_logprobs`)."""
+    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: list[StrictFloat]
+    policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
 
     @field_validator("logprobs")
     @classmethod
@@ -216,7 +217,8 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
     try:
-        return Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs)
+        step = _policy_step(data.get("model"))
+        return Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, policy_step=step)
     except ValidationError as exc:
         error = from_validation_error(exc)
         field = error.field if error.field and error.field.startswith("prompt") else f"{where}{error.field}"
@@ -227,6 +229,12 @@ def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
     """The ids of tokens that vLLM's `return_tokens_as_token_ids` names `token_id:<n>`; None for other names."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
+
+
+def _policy_step(model: Any) -> int | None:
+    """The step in a model's name, `<run>@<step>`; None in another's."""
+    _, _, step = model.rpartition("@") if isinstance(model, str) else ("", "", "")
+    return int(step) if step.isdecimal() and step.isascii() else None
 
 
 class TrajectoryBuilder:

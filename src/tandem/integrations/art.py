@@ -135,9 +135,8 @@ class TandemBackend:
         """One job for consecutive batches of one learning rate; yields the metrics of each optimizer step."""
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched(map(_example, trajectories), size))
-        rates = (
-            config.learning_rate if isinstance(config.learning_rate, list) else [config.learning_rate] * len(batches)
-        )
+        rate = config.learning_rate
+        rates = rate if isinstance(rate, list) else [rate] * len(batches)
         if len(rates) < len(batches):
             raise InvalidInput(f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate")
         step = None
