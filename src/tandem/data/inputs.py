@@ -217,7 +217,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
     try:
-        step = _policy_step(data.get("model"))
+        step = policy_step_of(data.get("model"))
         return Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, policy_step=step)
     except ValidationError as exc:
         error = from_validation_error(exc)
@@ -231,7 +231,7 @@ def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
 
-def _policy_step(model: Any) -> int | None:
+def policy_step_of(model: Any) -> int | None:
     """The step in a model's name, `<run>@<step>`; None in another's."""
     _, _, step = model.rpartition("@") if isinstance(model, str) else ("", "", "")
     return int(step) if step.isdecimal() and step.isascii() else None
