@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from tandem.data.advantages import group_advantages, spread
-from tandem.data.chat_template import chat_turns, load_tokenizer
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.chat_template import load_tokenizer
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.data.packed_format import digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
+from tandem.data.render import render
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -76,25 +78,27 @@ def prepare_sft(
 ) -> PackedData:
     """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
 
-    Reads the tokenizer (a directory or a hub's name) only if an example has `messages`; `tandem.data.chat_template`
+    Reads the tokenizer (a directory or a hub's name) only if an example is not `token_ids`; `tandem.data.render`
     says how these become tokens. Fields of errors are `examples.<i>...`.
     """
     if not examples:
         raise InvalidInput("there is no example", field="examples")
-    tokenizer = load_tokenizer(tokenizer_path) if any(example.messages for example in examples) else None
+    tokenizer = None
+    if any(example.token_ids is None for example in examples):
+        tokenizer = load_tokenizer(tokenizer_path)
+    fields = [f"examples.{e}" for e in range(len(examples))]
     trajectories = []
-    for e, example in enumerate(examples):
-        field = f"examples.{e}"
+    for e, rendered in enumerate(render(tokenizer, examples, fields)):
+        example, field = examples[e], fields[e]
         _check_float32(example.weight, f"{field}.weight")
-        if example.token_ids is not None and example.trainable is not None:
-            _check_vocabulary(example.token_ids, vocab_size, f"{field}.token_ids")
-            targets = [index for index, trained in enumerate(example.trainable) if trained]
-            sequences = [_linear_sequence(example.token_ids, targets, [float("nan")] * len(targets))]
-        else:
-            turns = chat_turns(tokenizer, example.messages or [], field)
-            for prompt, completion in turns:
-                _check_vocabulary(prompt + completion, vocab_size, f"{field}.messages")
-            sequences = _link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
+        form = next(
+            form for form in ("token_ids", "messages", "completion", "text") if getattr(example, form) is not None
+        )
+        sequences = []
+        for one in rendered:
+            if one.tokens.max() >= vocab_size:
+                _check_vocabulary(one.tokens.tolist(), vocab_size, f"{field}.{form}")
+            sequences.append(LinearSequence(one.tokens, one.trained, np.full(len(one.trained), np.nan, np.float32)))
         fitted, truncated = _fit_to_row(sequences, packing, field)
         trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated))
     return _write(trajectories, vocab_size, packing, out, None, dropped_groups=0)

@@ -80,7 +80,13 @@ class TandemBackend:
         peft = (model._internal_config or {}).get("peft_args") or {}
         lora = {"rank": peft.get("r"), "alpha": peft.get("lora_alpha"), "targets": peft.get("target_modules")}
         given = {name: value for name, value in lora.items() if value is not None}
-        status = await self._tandem.create_run(run, base_model=model.base_model, lora=given or None)
+        try:
+            status = await self._tandem.get_run(run)
+        except NotFound:
+            status = await self._tandem.create_run(run, base_model=model.base_model, lora=given or None)
+        known = status.spec.lora.model_dump(mode="json")
+        if wrong := [name for name, value in given.items() if value != known[name]]:
+            raise Conflict(f"run {run!r} has {wrong[0]} {known[wrong[0]]}; use another name", field=f"lora.{wrong[0]}")
         await self._arrived(model, status.newest_step)
 
     async def delete(self, model: Any) -> None:

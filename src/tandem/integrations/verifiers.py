@@ -1,13 +1,13 @@
 """verifiers: its rollouts become groups for `train_rl`.
 
-Version 0.4 (`verifiers.v1`, traces): `rollouts` runs an agent on tasks, `trace_to_trajectory` takes any trace. The old
+Version 0.4 (`verifiers.v1`): `Environment` runs an agent on a taskset, `trace_to_trajectory` takes any trace. The old
 API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample through the rollout door, then `outputs_to_groups`. Tokens and
 log-probs are the sampler's own in both.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -67,58 +67,76 @@ def outputs_to_groups(outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], 
     return [{"trajectories": trajectories} for trajectories in groups.values()]
 
 
-async def rollouts(
-    tasks: Iterable[Any],
-    run: str,
-    step: int,
-    *,
-    tokenizer: str,
-    group_size: int = 8,
-    inference_url: str | None = None,
-    harness: str = "null",
-    renderer: Any = None,
-    sampling: Mapping[str, Any] | None = None,
-    concurrency: int = 32,
-) -> AsyncIterator[Group]:
-    """Run an agent of `verifiers.v1` `group_size` times on each task (of a taskset) and yield a group per task, in the
-    order in which they end.
+class Environment:
+    """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
+    `use = "verifiers:<taskset>"`, with the rest under `arguments`.
 
-    `<run>@<step>` samples; `tokenizer`: the base model's directory or hub name; `inference_url`: vLLM's, default
-    TANDEM_INFERENCE_URL or http://127.0.0.1:8000, with the key in TANDEM_API_KEY; `renderer`: a RendererConfig, by
-    default the model's own. Harnesses run as processes on this machine. Rollouts that fail are left out; TandemError
-    where all of a task fail.
+    `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name; `inference_url`:
+    vLLM's, default TANDEM_INFERENCE_URL, OPENAI_BASE_URL, else http://127.0.0.1:8000, with the key in TANDEM_API_KEY;
+    `harness`: its programs run as processes on this machine; `renderer`: a RendererConfig or its fields, by default the
+    model's own; `sampling`: vLLM's options; `agent`: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
-    try:
-        import verifiers.v1 as vf
-    except ImportError as error:
-        message = "tandem.integrations.verifiers needs verifiers: pip install 'verifiers>=0.4'"
-        raise ImportError(message) from error
-    options = {"temperature": 1.0, **(sampling or {})}
-    if refused := distorting(options):
-        raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
-    url = (inference_url or os.environ.get("TANDEM_INFERENCE_URL") or "http://127.0.0.1:8000").rstrip("/")
-    client = vf.TrainClientConfig(
-        base_url=f"{url}/v1", api_key_var="TANDEM_API_KEY", renderer=renderer, renderer_model_name=tokenizer
-    )
-    config = vf.AgentConfig(
-        harness={"id": harness}, runtime=vf.SubprocessConfig(), model=f"{run}@{step}", client=client, sampling=options
-    )
-    gate = asyncio.Semaphore(concurrency)
 
-    async def one(agent: Any, task: Any) -> Any:
-        async with gate:
-            return await agent.run(task)
+    def __init__(
+        self,
+        name: Any,
+        *,
+        tokenizer: str,
+        inference_url: str | None = None,
+        harness: str = "null",
+        renderer: Any = None,
+        sampling: Mapping[str, Any] | None = None,
+        **agent: Any,
+    ) -> None:
+        try:
+            import verifiers.v1 as vf
+            from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+        except ImportError as error:
+            message = "tandem.integrations.verifiers needs verifiers: pip install 'verifiers>=0.4'"
+            raise ImportError(message) from error
+        options = {"temperature": 1.0, **(sampling or {})}
+        if refused := distorting(options):
+            raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
+        named = os.environ.get("TANDEM_INFERENCE_URL") or os.environ.get("OPENAI_BASE_URL")
+        url = (inference_url or named or "http://127.0.0.1:8000").rstrip("/").removesuffix("/v1")
+        keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
+        client = vf.TrainClientConfig(base_url=f"{url}/v1", **keys)
+        given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
+        self._agent: Callable[[str], Any] = lambda model: vf.Agent(
+            vf.AgentConfig(model=model, client=client, sampling=options, **given)
+        )
+        self._taskset = load_taskset(taskset_config_type(name)(id=name)) if isinstance(name, str) else name
 
-    async def group(agent: Any, task: Any) -> Group:
-        traces = await asyncio.gather(*(one(agent, task) for _ in range(group_size)))
-        if all(trace.has_error for trace in traces):
-            raise TandemError(f"all rollouts of task {task.data.idx} failed: {traces[-1].last_error.message}")
-        return {"trajectories": [made for trace in traces if (made := trace_to_trajectory(trace))]}
+    def tasks(self) -> Sequence[Any]:
+        return list(self._taskset)
 
-    async with vf.Agent(config) as agent:
-        for done in asyncio.as_completed([group(agent, task) for task in tasks]):
-            if (made := await done)["trajectories"]:
-                yield made
+    async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
+        """One trajectory, sampled from `sampler.model`; TandemError where the rollout fails."""
+        trace = await self._agent(sampler.model).run(task)
+        if (trajectory := trace_to_trajectory(trace)) is None:
+            raise TandemError(f"the rollout failed: {trace.last_error or 'nothing was sampled'}")
+        return trajectory
+
+    async def groups(
+        self, run: str, step: int, *, group_size: int = 8, tasks: Iterable[Any] | None = None, concurrency: int = 32
+    ) -> AsyncIterator[Group]:
+        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end. Rollouts that fail
+        are left out; TandemError where all of a task fail."""
+        gate = asyncio.Semaphore(concurrency)
+
+        async def group(agent: Any, task: Any) -> Group:
+            async def one() -> Any:
+                async with gate:
+                    return await agent.run(task)
+
+            traces = await asyncio.gather(*(one() for _ in range(group_size)))
+            if not (made := [t for trace in traces if (t := trace_to_trajectory(trace))]):
+                raise TandemError(f"all rollouts of task {task.data.idx} failed: {traces[-1].last_error}")
+            return {"trajectories": made}
+
+        async with self._agent(f"{run}@{step}") as agent:
+            for done in asyncio.as_completed([group(agent, task) for task in tasks or self.tasks()]):
+                yield await done
 
 
 def _turns(ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None) -> list[dict[str, Any]]:
