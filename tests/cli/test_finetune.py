@@ -93,7 +93,7 @@ def test_every_example_is_trained_once_per_epoch_in_batches(tandem, server, run)
 def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(tandem, server, run) -> None:
     with trainer(server, run, 4, failing=(2,)) as first:  # the fourth job can't start from a step that does not exist
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)
-        assert (status, "SIGSEGV" in err) == (3, True)
+        assert (status, "SIGSEGV" in err) == (3, True), err
         for _, job in server.spool.jobs.list(run, ("queued",)):
             server.spool.queue.cancel(job.spec.id)
         first.jobs = 3
