@@ -140,14 +140,19 @@ class Chain:
             raise
         start = job.spec.base_step - first
         for part in self.slices[first:]:
-            ahead = self._submit(tandem, self.slices[part.number + 1], start) if part != self.slices[-1] else job
+            ahead = job
             try:
-                job = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+                if part != self.slices[-1]:
+                    ahead = self._submit(tandem, self.slices[part.number + 1], start)
+                done = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+            except Conflict:
+                tandem.wait_job(job.id)  # raises JobFailed if it failed before the next one was submitted
+                raise
             except JobFailed:
                 if ahead != job:
                     tandem.cancel(ahead.id)
                 raise
-            job, done = ahead, job
+            job = ahead
         return done
 
     def _create_run(self, tandem: Tandem) -> bool:
