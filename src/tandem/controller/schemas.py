@@ -4,12 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem.data.examples import SFTExample
+from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
 LISTED_PENDING = 100
+RENDERED = 1000
 LONGEST_SECONDS = 1e8
 """Three years. Ranks can't count to any number of seconds."""
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
@@ -158,6 +159,15 @@ class SFTRequest(_TrainRequest):
 
 
 TrainRequest = Annotated[RLRequest | SFTRequest, Field(discriminator="kind")]
+
+
+class RenderRequest(Record):
+    """Examples and pairs to look at."""
+
+    model_config = _example(examples=[{"prompt": "Is water wet?", "completion": " maybe"}])
+
+    examples: list[SFTExample] = Field(default_factory=list, max_length=RENDERED)
+    pairs: list[PreferencePair] = Field(default_factory=list, max_length=RENDERED)
 
 
 class JobStatus(Record):

@@ -60,7 +60,10 @@ def _loads(text: bytes, place: str) -> Any:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"not UTF-8: {error.reason}; save the file as UTF-8", field=place) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"not JSON: {error}; correct it or leave it out", field=place) from error
+        problem = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            problem = f"{error.msg} at {f'line {error.lineno}, ' if error.lineno > 1 else ''}column {error.colno}"
+        raise InvalidInput(f"not JSON: {problem}; correct it or leave it out", field=place) from error
 
 
 class _Lines:
