@@ -11,8 +11,9 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }}
 body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse }} td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }}
-td.n {{ text-align: right }} .bar {{ background: #4a8f5c; height: .8rem; min-width: 1px }}
+table {{ border-collapse: collapse }} th {{ white-space: nowrap }}
+td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }}
+td.n {{ text-align: right }} .bar {{ background: #4a8f5c; height: .8rem; margin-top: .35rem }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem; border: 1px solid #8886; border-radius: 6px;
   color: #777; font: 13px/1.5 ui-monospace, monospace }}
 mark {{ background: #b9e6c3; color: #000; border-radius: 2px }} mark.down {{ background: #f3b6b0 }}
@@ -48,7 +49,8 @@ def page(
         broken=f'<h2>Broken</h2><ul class="broken">{listed}</ul>\n' if broken else "",
         bars="".join(
             f'<tr><td class="n">≤ {limit}<td class="n">{count}<td>'
-            f'<div class="bar" style="width:{count / most * 24:.2f}rem"></div>' for limit, count in counted
+            f'<div class="bar" style="width:max({count / most * 24:.2f}rem, {min(count, 1)}px)"></div>'
+            for limit, count in counted
         ),
         examples="\n".join(_example(place, rendering) for place, rendering in shown),
     )  # fmt: skip

@@ -189,7 +189,7 @@ class Renderer:
                     return_assistant_tokens_mask=marks, **self.tokenizer.special_tokens_map,
                 )  # fmt: skip
         except Exception as exc:  # a template is a program and may raise anything
-            raise InvalidInput(f"the chat template refuses the conversation: {exc}", field=name) from exc
+            raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
     def finish(self, plan: Plan, encoding: Any) -> list[Rendered]:
