@@ -140,6 +140,13 @@ class RLRequest(_TrainRequest):
     groups: list[Group] = Field(min_length=1)
     loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
+    max_off_policy_steps: int | None = Field(
+        default=None, ge=0, strict=True,
+        description="refuse turns that a step more than this much older than the base step sampled; each must name it",
+    )  # fmt: skip
+
+
+_HELD_OUT = "their loss is computed after the last optimizer step, and not trained"
 
 
 class SFTRequest(_TrainRequest):
@@ -155,10 +162,25 @@ class SFTRequest(_TrainRequest):
 
     kind: Literal["sft"] = "sft"
     examples: list[SFTExample] = Field(min_length=1)
+    held_out: list[SFTExample] = Field(default=[], description=_HELD_OUT)
     loss: schema.SFTLoss = schema.SFTLoss()
 
 
-TrainRequest = Annotated[RLRequest | SFTRequest, Field(discriminator="kind")]
+class DPORequest(_TrainRequest):
+    """Preference training on pairs of a chosen and a rejected answer: DPO, IPO or SimPO."""
+
+    model_config = _example(
+        kind="dpo", pairs=[{"prompt": "Is water wet? ", "chosen": "yes", "rejected": "no"}], loss={"beta": 0.1}
+    )
+
+    kind: Literal["dpo"] = "dpo"
+    pairs: list[PreferencePair] = Field(min_length=1)
+    held_out: list[PreferencePair] = Field(default=[], description=_HELD_OUT)
+    loss: schema.PreferenceLoss = schema.PreferenceLoss()
+
+
+AnyRequest = RLRequest | SFTRequest | DPORequest
+TrainRequest = Annotated[AnyRequest, Field(discriminator="kind")]
 
 
 class RenderRequest(Record):
@@ -175,7 +197,7 @@ class JobStatus(Record):
 
     id: str
     run: str
-    kind: Literal["rl", "sft"]
+    kind: schema.JobKind
     state: schema.JobState
     attempt: int = Field(description="attempts started so far")
     phase: str | None = Field(default=None, description="of the running attempt")

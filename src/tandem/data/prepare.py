@@ -3,16 +3,18 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tandem.data.advantages import group_advantages, spread
 from tandem.data.chat_template import load_tokenizer
-from tandem.data.examples import SFTExample
+from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
-from tandem.data.packed_format import digest, write_packed
+from tandem.data.packed_format import Int32, digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
-from tandem.data.render import render
+from tandem.data.prefix_tree import common_prefix
+from tandem.data.render import render, render_pairs
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -21,9 +23,13 @@ _MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 
 def prepare_rl(
-    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path
-) -> PackedData:
+    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path,
+    batch_size: int | None = None, base_step: int = 0, max_off_policy_steps: int | None = None,
+) -> PackedData:  # fmt: skip
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
+
+    `batch_size`: groups per optimizer step, for `row_batch`. With `max_off_policy_steps` every turn must say which step
+    sampled it, and none may be that much older than `base_step`, from which the job starts.
 
     Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
     `keep_zero_variance` is on. Reward statistics are over all trajectories of the client. `PackedData.path` stays
@@ -38,6 +44,7 @@ def prepare_rl(
     of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
+    policy_steps: list[int] = []
     for g, group in enumerate(groups):
         advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
         members = []
@@ -47,6 +54,8 @@ def prepare_rl(
             for k, turn in enumerate(trajectory.turns):
                 _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
                 _check_vocabulary(turn.token_ids, vocab_size, f"{field}.turns.{k}.token_ids")
+                _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
+                policy_steps += [] if turn.policy_step is None else [turn.policy_step]
             if trajectory.advantage is not None:
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
@@ -57,46 +66,93 @@ def prepare_rl(
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
-    return _write(trajectories, vocab_size, packing, out, dropped_groups, **statistics)
+    statistics: dict[str, Any] = {
+        f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
+    }
+    if policy_steps:
+        statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups, **statistics)
 
 
 def prepare_sft(
-    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path
-) -> PackedData:
+    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
+    held_out: Sequence[SFTExample] = (), batch_size: int | None = None, signed: bool = False,
+) -> PackedData:  # fmt: skip
     """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
 
-    Reads the tokenizer (a directory or a hub's name) only if an example is not `token_ids`; `tandem.data.render`
-    says how these become tokens. Fields of errors are `examples.<i>...`.
+    `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the tokenizer (a directory
+    or a hub's name) only if an example is not `token_ids`; `tandem.data.render` says how these become tokens. Fields of
+    errors are `examples.<i>...` and `held_out.<i>...`.
     """
-    if not examples:
-        raise InvalidInput("there is no example", field="examples")
-    tokenizer = None
-    if any(example.token_ids is None for example in examples):
-        tokenizer = load_tokenizer(tokenizer_path)
-    fields = [f"examples.{e}" for e in range(len(examples))]
+    everything, fields = _listed(examples, held_out, "examples")
+    plain = all(example.token_ids is not None for example in everything)
+    tokenizer = None if plain else load_tokenizer(tokenizer_path)
     trajectories = []
-    for e, rendered in enumerate(render(tokenizer, examples, fields)):
-        example, field = examples[e], fields[e]
-        _check_float32(example.weight, f"{field}.weight")
-        form = next(
-            form for form in ("token_ids", "messages", "completion", "text") if getattr(example, form) is not None
-        )
+    for e, rendered in enumerate(render(tokenizer, everything, fields)):
+        example, field = everything[e], fields[e]
+        form = next(form for form in _FORMS if getattr(example, form) is not None)
         sequences = []
         for one in rendered:
-            if one.tokens.max() >= vocab_size:
-                _check_vocabulary(one.tokens.tolist(), vocab_size, f"{field}.{form}")
-            sequences.append(LinearSequence(one.tokens, one.trained, np.full(len(one.trained), np.nan, np.float32)))
+            targets = one.tokens[one.trained] if one.targets is None else one.targets
+            weights = np.ones(len(one.trained), np.float32) if one.weights is None else one.weights
+            _check_range(one.tokens, vocab_size, f"{field}.{form}")
+            _check_range(targets, vocab_size, f"{field}.{form if one.targets is None else 'targets'}")
+            if not signed and (weights < 0).any():
+                problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
+                raise InvalidInput(problem, field=f"{field}.weights")
+            unknown = np.full(len(one.trained), np.nan, np.float32)
+            sequences.append(LinearSequence(one.tokens, one.trained, unknown, targets, weights))
         fitted, truncated = _fit_to_row(sequences, packing, field)
-        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated))
-    return _write(trajectories, vocab_size, packing, out, dropped_groups=0)
+        batch = 0 if e < len(examples) else -1
+        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
 
-def _linear_sequence(tokens: list[int], targets: list[int], logprobs: list[float]) -> LinearSequence:
+def prepare_dpo(
+    pairs: Sequence[PreferencePair], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
+    held_out: Sequence[PreferencePair] = (), batch_size: int | None = None,
+) -> PackedData:  # fmt: skip
+    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the advantages 1 (chosen) and -1
+    (rejected). The tokens that the two begin with are stored once. Fields of errors are `pairs.<i>...`."""
+    everything, fields = _listed(pairs, held_out, "pairs")
+    trajectories = []
+    for p, (prompt, *answers) in enumerate(render_pairs(load_tokenizer(tokenizer_path), everything, fields)):
+        whole = [np.concatenate([prompt, answer]) for answer in answers]
+        slots = sum(map(len, whole)) - common_prefix(*whole)
+        fits = slots <= packing.sequence_length
+        if not fits and packing.too_long != "drop":
+            remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
+            problem = f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
+            raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
+        batch = 0 if p < len(pairs) else -1
+        for tokens, sign in zip(whole, (1.0, -1.0), strict=True):
+            _check_range(tokens, vocab_size, fields[p])
+            targets = range(len(prompt), len(tokens))
+            sequence = _linear_sequence(tokens.tolist(), targets, [float("nan")] * len(targets))
+            trajectories.append(PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch))
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
+
+
+_FORMS = ("token_ids", "messages", "completion", "text")
+
+
+def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
+    """All examples or pairs, and the field of each."""
+    if not trained:
+        raise InvalidInput(f"there are no {name}", field=name)
+    fields = [f"{name}.{i}" for i in range(len(trained))] + [f"held_out.{i}" for i in range(len(held_out))]
+    return [*trained, *held_out], fields
+
+
+def _check_range(ids: Int32, vocab_size: int, field: str) -> None:
+    if ids.max() >= vocab_size:
+        _check_vocabulary(ids.tolist(), vocab_size, field)
+
+
+def _linear_sequence(tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float]) -> LinearSequence:
     """Cuts off the tokens after the last trained one: no trained token attends to them."""
-    return LinearSequence(
-        np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32), np.array(logprobs, np.float32)
-    )
+    ids, trained = np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32)
+    return LinearSequence(ids, trained, np.array(logprobs, np.float32), ids[trained], np.ones(len(trained), np.float32))
 
 
 def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
@@ -130,36 +186,37 @@ def _fit_to_row(
         raise InvalidInput(f"{longest} tokens don't fit a row of {length}; {remedy}", field=field)
     if packing.too_long == "drop":
         return [], True
-    fitted = []
-    for sequence in sequences:
-        count = int(np.searchsorted(sequence.targets, length))
-        if count:
-            end = int(sequence.targets[count - 1]) + 1
-            fitted.append(LinearSequence(sequence.tokens[:end], sequence.targets[:count], sequence.logprobs[:count]))
-    return fitted, True
+    return [cut for sequence in sequences if (cut := sequence.cut(length)) is not None], True
 
 
 def _write(
     trajectories: list[PackedTrajectory], vocab_size: int, packing: PackingSettings, out: Path,
-    dropped_groups: int, **rewards: float,
+    batch_size: int | None, dropped_groups: int, **statistics: Any,
 ) -> PackedData:  # fmt: skip
+    """Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
         if trajectory.sequences:
-            kept.append(replace(trajectory, group=numbers.setdefault(trajectory.group, len(numbers))))
+            group = numbers.setdefault(trajectory.group, len(numbers))
+            batch = group // batch_size if batch_size and trajectory.batch >= 0 else trajectory.batch
+            kept.append(replace(trajectory, group=group, batch=batch))
     dropped = len(trajectories) - len(kept)
-    if not kept:
+    trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
+    if not trained:
         raise _nothing_to_learn(dropped_groups, dropped, packing)
     arrays = pack(kept, packing.sequence_length)
     write_packed(out, arrays, vocab_size=vocab_size)
-    unshared = sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences)
+    unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
+    rows = arrays["row_batch"] >= 0
     return PackedData(
-        path="", sha256=digest(out), num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
-        num_items=len(arrays["item_target"]), num_tokens=int(arrays["row_num_tokens"].sum()),
-        num_unshared_tokens=unshared, num_trajectories=len(kept), num_groups=len(numbers),
+        path="", sha256=digest(out), num_rows=int(rows.sum()), sequence_length=packing.sequence_length,
+        num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
+        num_tokens=int(arrays["row_num_tokens"][rows].sum()), num_unshared_tokens=unshared,
+        num_trajectories=len(trained), num_groups=len({trajectory.group for trajectory in trained}),
+        num_held_out=len({trajectory.group for trajectory in kept[len(trained) :]}),
         dropped_groups=dropped_groups, dropped_trajectories=dropped,
-        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **rewards,
+        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
     )  # fmt: skip
 
 
@@ -180,6 +237,14 @@ def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
     if (highest := max(ids)) >= vocab_size:
         problem = f"token id {highest} at index {ids.index(highest)} is outside the model's vocabulary of {vocab_size}"
         raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
+
+
+def _check_policy_step(step: int | None, base_step: int, most: int | None, field: str) -> None:
+    if step is not None and step > base_step:
+        raise InvalidInput(f"step {step} is newer than the job's base step {base_step}", field=field)
+    if most is not None and (step is None or base_step - step > most):
+        age = "not given" if step is None else f"{base_step - step} steps older than the job's base step {base_step}"
+        raise InvalidInput(f"the step that sampled the turn is {age}; max_off_policy_steps is {most}", field=field)
 
 
 def _check_float32(value: float, field: str) -> None:
