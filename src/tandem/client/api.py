@@ -15,7 +15,7 @@ from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.requests import Requests
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.inputs import Group
 from tandem.errors import Conflict, NotServed
 from tandem.spool.fs import new_ulid
@@ -172,6 +172,14 @@ class Api(Requests):
         # With an id from here, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS)
+
+    async def render(
+        self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
+    ) -> list[Rendering]:
+        """How examples, and then pairs, would be trained: at most 1000 of each."""
+        body = {name: [one.model_dump(exclude_none=True) for one in ones]
+                for name, ones in (("examples", examples), ("pairs", pairs))}  # fmt: skip
+        return await self._call(list[Rendering], "POST", "data", "render", body=body, seconds=_PACKING_SECONDS)
 
     async def _wait(self, job: JobStatus, wait: Wait | None, timeout: float, on_event: OnEvent | None) -> JobStatus:
         if wait is not None:
