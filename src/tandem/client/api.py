@@ -95,6 +95,11 @@ class Api(Requests):
         """End `pin`; a step that is not pinned stays as it is."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
+    async def delete_checkpoint(self, run: str, step: int) -> None:
+        """Delete a checkpoint; Conflict for step 0, the newest, and one that is pinned, served or needed by a job. The
+        request is not repeated, like that of `delete_run`."""
+        await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
+
     async def rollback(self, run: str, step: int) -> RolledBack:
         """Make `step` the newest again. The request is not repeated: after Unreachable, look at the run first."""
         return await self._call(RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False)
