@@ -53,6 +53,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
+        self._steps_before = self.optimizer.state().step  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}
@@ -129,6 +130,7 @@ class Training:
             **means,
             "grad_norm": norm,
             "learning_rate": self.job.optimizer.learning_rate,
+            "optimizer_step": float(self._steps_before + step + 1),
             **reward_metrics(self.batch, rows),
             "rows": float(len(rows)),
             "tokens": tokens,
