@@ -1,6 +1,7 @@
 """`tandem track`: writes a run's metrics to TensorBoard, Weights & Biases, MLflow or JSON lines."""
 
 import math
+import signal
 from typing import Annotated
 
 import typer
@@ -27,6 +28,7 @@ def track(
     """
     from tandem.track import track as start
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # W&B writes what it holds when it is closed
     connect().get_run(run)  # a wrong address or name is told at once; later the controller may be away for long
     with Tandem(patience=math.inf) as tandem:
         written = start(tandem, run, to, follow=follow)
