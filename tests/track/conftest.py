@@ -70,8 +70,10 @@ class History:
             metrics = {"loss": loss, "reward_mean": 1 - loss, "optimizer_step": float(step), **memory}
             self.event("step", step=step, steps=len(losses), metrics=metrics)
 
-    def succeed(self) -> None:
+    def succeed(self, **evaluated: float) -> None:
         assert self.job is not None
+        if evaluated:
+            self.event("evaluated", step=1, metrics=evaluated)
         commit(self.server.spool, self.job)
         last, highest = {"optimizer": {"peak": 1000}}, {"optimizer": {"peak": 3000}}
         self.event("checkpoint", step=self.job.spec.base_step + 1, bytes=640, seconds=0.5)

@@ -59,12 +59,13 @@ def test_a_restart_goes_on_where_it_stopped(history, kind):
     history.steps(3, 0.7)
     assert list(run_track(history, kind).values()) == [1]
     history.steps(4, 0.6)
-    history.succeed()
-    assert list(run_track(history, kind).values()) == [2]
+    history.succeed(held_out_loss=0.75)
+    assert list(run_track(history, kind).values()) == [3]
     assert list(run_track(history, kind).values()) == [0]
     history.serve()
     assert list(run_track(history, kind).values()) == [1]
     assert loss(history, kind) == [[(1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)]]
+    assert curves(kind, history.directory, history.run, "eval/loss") == [[(4, 0.75)]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,8 @@ from tandem.client.clients import AsyncTandem, Tandem
 from tandem.client.memory import AttemptMemory
 from tandem.client.types import LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.inputs import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import Group, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
 from tandem.errors import InvalidInput
 from tandem.spool.schema import (
     Event,

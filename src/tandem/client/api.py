@@ -15,7 +15,8 @@ from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.requests import Requests
 from tandem.client.types import LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.inputs import Group, SFTExample
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import Group
 from tandem.errors import Conflict, NotServed
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served

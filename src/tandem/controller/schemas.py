@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
@@ -138,6 +139,10 @@ class RLRequest(_TrainRequest):
     groups: list[Group] = Field(min_length=1)
     loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
+    max_off_policy_steps: int | None = Field(
+        default=None, ge=0, strict=True,
+        description="refuse turns that a step more than this much older than the base step sampled; each must name it",
+    )  # fmt: skip
 
 
 class SFTRequest(_TrainRequest):
@@ -164,7 +169,7 @@ class JobStatus(Record):
 
     id: str
     run: str
-    kind: Literal["rl", "sft"]
+    kind: schema.JobKind
     state: schema.JobState
     attempt: int = Field(description="attempts started so far")
     phase: str | None = Field(default=None, description="of the running attempt")

@@ -93,14 +93,14 @@ class Follower:
         step = steps[-1].data["metrics"].get("optimizer_step") if steps else None
         if step is None:
             return None  # the job was trained by a version that did not count them
-        if event.type == "step":
-            values = _numbers(event.data["metrics"])
-            aliases = {"train/loss": "loss", "train/reward": "reward_mean"}
+        if metrics := event.data.get("metrics"):
+            values = _numbers(metrics)
+            aliases = {"train/loss": "loss", "train/reward": "reward_mean", "eval/loss": "held_out_loss"}
             values |= {alias: values[name] for alias, name in aliases.items() if name in values}
         elif event.type == "succeeded":
             values = _checkpoint(job, events, event)
         else:
-            values = {f"{event.type}/{name}": value for name, value in _numbers(event.data).items()}
+            values = {f"served/{name}": value for name, value in _numbers(event.data).items()}
         parameters = _flat(self._run.model_dump(exclude={"schema_version", "created"}))
         parameters |= _flat(job.spec.model_dump(include={"kind", "loss", "optimizer"}))
         return Row(Position(job.spec.created, job.id, event.seq, int(step)), event.type, event.time, values, parameters)
