@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from tandem.client.clients import Tandem
 from tandem.controller.schemas import JobStatus
-from tandem.data.formats import Examples, open_examples
+from tandem.data.formats import open_examples
 from tandem.data.inputs import Input, PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 from tandem.spool.schema import Event, LoraShape, OptimizerSettings, PreferenceLoss, RunName, Schedule, SFTLoss
@@ -87,7 +87,7 @@ class Chain:
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
-        self._data = _open(config.data, config, "data")
+        self._data = open_examples(config.data, config.format, config.kind)
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
@@ -95,7 +95,7 @@ class Chain:
             self._held_out = [self._data[index][1] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
-            others = _open(config.held_out, config, "held_out")
+            others = open_examples(config.held_out, config.format, config.kind)
             self._held_out = [others[index][1] for index in range(len(others))]
         else:
             self._held_out = []
@@ -128,7 +128,7 @@ class Chain:
         """
         made = self._create_run(tandem)
         first, start = self._done(tandem)
-        if first == len(self.slices):
+        if first == len(self.slices) and start is not None:
             raise Conflict(
                 f"this training is complete: it made {self.config.run}@{start + first}; for another one change its seed"
             )
@@ -140,14 +140,19 @@ class Chain:
             raise
         start = job.spec.base_step - first
         for part in self.slices[first:]:
-            ahead = self._submit(tandem, self.slices[part.number + 1], start) if part != self.slices[-1] else job
+            ahead = job
             try:
-                job = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+                if part != self.slices[-1]:
+                    ahead = self._submit(tandem, self.slices[part.number + 1], start)
+                done = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+            except Conflict:
+                tandem.wait_job(job.id)  # raises JobFailed if it failed before the next one was submitted
+                raise
             except JobFailed:
                 if ahead != job:
                     tandem.cancel(ahead.id)
                 raise
-            job, done = ahead, job
+            job = ahead
         return done
 
     def _create_run(self, tandem: Tandem) -> bool:
@@ -219,14 +224,6 @@ def _steps(part: Slice, event: Event) -> int:
     if event.type == "succeeded":
         return part.last
     return part.first + (int(event.data["step"]) if event.type == "step" else 0)
-
-
-def _open(path: str, config: SFTTraining | DPOTraining, field: str) -> Examples:
-    examples = open_examples(path, config.format)
-    if examples.kind != config.kind:
-        other = "pairs for tandem train dpo" if config.kind == "sft" else "examples for tandem train sft"
-        raise InvalidInput(f"{path} has {other}", field=field)
-    return examples
 
 
 def _digest(path: Path) -> str:
