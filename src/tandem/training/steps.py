@@ -30,7 +30,10 @@ from tandem.training.step_metrics import all_reduce, item_metrics, reward_metric
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
-    arrays = {field.name: torch.tensor(getattr(row, field.name), dtype=torch.int64) for field in fields(RowTensors)}
+    names = {field.name for field in fields(RowTensors)} - {"slot_experts"}
+    arrays = {name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names}
+    if row.slot_experts.size:
+        arrays["slot_experts"] = torch.tensor(row.slot_experts)
     return RowTensors(**{name: array if name == "subtree_end" else array.to(device) for name, array in arrays.items()})
 
 
