@@ -91,7 +91,7 @@ def random_row(length: int, used: int, vocabulary: int) -> RowTensors:
 
 
 def moved(row: RowTensors, where: torch.device) -> RowTensors:
-    return RowTensors(**{name: tensor.to(where) for name, tensor in vars(row).items()})
+    return RowTensors(**{name: tensor.to(where) for name, tensor in vars(row).items() if tensor is not None})
 
 
 def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
