@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import doctor, jobs, runs, smoke, train
+from tandem.cli import doctor, jobs, rl, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -77,6 +77,7 @@ def _become(module: str) -> Callable[[], None]:
 
 app.add_typer(runs.app, name="run")
 app.command("train")(train.train)
+app.command("rl")(rl.rl)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
 app.command("memory")(jobs.memory)

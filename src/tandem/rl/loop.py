@@ -1,0 +1,319 @@
+"""The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves the served step.
+
+One rule bounds everything: a group trains in a job of base step b only if no turn of it was sampled by a step older
+than b - `max_off_policy_steps`. A worker starts a group only if the jobs that this rule still allows have room for it.
+With 0 that is the synchronous loop: sample from N, train N -> N + 1, wait until N + 1 is served.
+"""
+
+import asyncio
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.client import AsyncTandem
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
+from tandem.rl import state as states
+from tandem.rl.config import Config
+from tandem.rl.environment import Environment, Trajectory, as_trajectory
+from tandem.rl.record import Record, batch_numbers
+from tandem.rl.sampler import Sampler
+from tandem.spool.locks import LockHeldError, file_lock
+
+# After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
+_UNINFORMATIVE = 16
+_POLL_SECONDS = 0.01
+
+
+@dataclass(eq=False)
+class Group:
+    task: str
+    trajectories: list[Trajectory]
+    began: float
+    ended: float
+
+    def __post_init__(self) -> None:
+        self.oldest = min(turn["policy_step"] for trajectory in self.trajectories for turn in trajectory["turns"])
+        self.informative = len({trajectory["reward"] for trajectory in self.trajectories}) > 1 or any(
+            trajectory.get("advantage") for trajectory in self.trajectories
+        )
+
+
+class Loop:
+    """`environments`: those of [[rl.environment]], then that of [eval]."""
+
+    def __init__(
+        self, config: Config, tandem: AsyncTandem, vllm: httpx.AsyncClient, environments: list[Environment],
+        state_file: Path, record: Record,
+    ) -> None:  # fmt: skip
+        self.config, self.record, self._rl = config, record, config.rl
+        self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
+        self._environments, self._file = environments, state_file
+        self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
+        self.workers = config.rl.workers or (self.bound + 1) * self._size
+        self.base = self.served = self.last = 0  # the next job's base step; the newest served step; the last to make
+        self.running: dict[str, tuple[asyncio.Task[None], int]] = {}  # task -> its group's coroutine, served step then
+        self.ready: list[Group] = []
+        self.counts: Counter[str] = Counter()  # since the last submission
+        self.sample: Trajectory | None = None
+        self.error = ""
+        self._rewards: list[float] = []  # since the last submission
+        self._sending = self._failing = self._equal = 0  # groups being submitted; failed, without a difference in a row
+
+    async def run(self) -> None:
+        """Train to the last step; raises what stopped the loop."""
+        try:
+            with file_lock(self._file.with_suffix(".lock"), blocking=False):
+                await self._begin()
+                async with asyncio.TaskGroup() as tasks:
+                    workers = tasks.create_task(self._work())
+                    tasks.create_task(self._train())
+                    await self._follow()
+                    workers.cancel()
+        except LockHeldError as error:
+            raise Conflict(f"another `tandem rl` uses {self._file}; stop it first", field="--state") from error
+        except BaseExceptionGroup as group:
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+
+    async def _begin(self) -> None:
+        """Create the run or find it, and go on from the state file: what was submitted is followed."""
+        run, uses = self.config.run, [section.use for section in self._rl.environment]
+        try:
+            status = await self._tandem.get_run(run.name)
+        except NotFound:
+            status = await self._tandem.create_run(run.name, lora=run.lora, weights=run.weights, seed=run.seed)
+        given = run.lora.model_dump(exclude_unset=True) if run.lora else {}
+        if given.items() - status.spec.lora.model_dump().items():
+            raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
+        new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
+        self.state = states.load(self._file, new)
+        if not self.state.jobs and status.num_pending:
+            raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
+        dead = False
+        for job in list(self.state.jobs):
+            if dead:  # it starts from a step that will not be
+                with suppress(NotFound):
+                    await self._tandem.cancel(job.id)
+            elif self.state.pending and job is self.state.jobs[-1]:
+                await self._send()
+                continue
+            else:
+                known = await self._state_of(job.id)
+                dead = known in ("failed", "cancelled") or (known == "" and status.newest_step <= job.base)
+            if dead:
+                self._forget(job)
+        self.state.pending = None
+        jobs = self.state.jobs
+        self._followed = jobs[0].base if jobs else (await self._tandem.get_run(run.name)).newest_step
+        self.base = jobs[-1].base + 1 if jobs else self._followed
+        self.last = self.state.first + self._rl.steps
+        self._idle_since = time.time()
+        states.save(self._file, self.state)
+        self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+        await self._evaluate(self._followed)
+
+    async def _state_of(self, job: str) -> str:
+        """The job's state; "" where the controller does not know it."""
+        try:
+            return (await self._tandem.get_job(job)).state
+        except NotFound:
+            return ""
+
+    def _forget(self, job: states.Submitted) -> None:
+        """The job made no step, and its tasks are handed out again."""
+        self.state.jobs.remove(job)
+        self.state.open += job.tasks
+
+    # ---- the workers' side
+
+    async def _work(self) -> None:
+        again = list(self.state.open)  # handed out before a restart
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await _until(lambda: self._room() > 0 and len(self.running) < self.workers)
+                task = again.pop(0) if again else self._next_task()
+                self.running[task] = groups.create_task(self._roll_out(task)), self.served
+
+    def _room(self) -> int:
+        """How many more groups that begin now the jobs to come can use."""
+        jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
+        return jobs * self._size - len(self.ready) - len(self.running) - self._sending
+
+    def _next_task(self) -> str:
+        """The next task of the environment that is furthest behind its share."""
+        cursors = self.state.cursors
+        i = min(range(len(cursors)), key=lambda i: (cursors[i] + 1) / self._rl.environment[i].weight)
+        cursors[i] += 1
+        self.state.open.append(task := f"{i}:{cursors[i] - 1}")
+        return task
+
+    async def _roll_out(self, task: str) -> None:
+        i, number = map(int, task.split(":"))
+        began = time.time()
+        try:
+            environment = self._environments[i]
+            made = await self._sampled(environment, environment.tasks[number], self._rl.group_size)
+            group = Group(task, made, began, time.time())
+        except Exception as error:
+            self._leave_out(task, "failed")
+            self._failing += 1
+            if self._failing >= max(3, self._size):
+                problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
+                raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
+        else:
+            self._failing = 0
+            self._keep(group)
+        finally:
+            self.running.pop(task, None)
+
+    def _keep(self, group: Group) -> None:
+        """Queue a group for the trainer, or leave it out because it teaches nothing."""
+        rewards = [trajectory["reward"] for trajectory in group.trajectories]
+        self._rewards += rewards
+        self.sample = group.trajectories[0]
+        self._equal = 0 if group.informative else self._equal + 1
+        replace = self._rl.advantage.baseline != "none" and not self._rl.advantage.keep_zero_variance
+        if group.informative or not (replace and self._rl.dynamic_sampling):
+            self.ready.append(group)
+            return
+        self._leave_out(group.task, "uninformative")
+        if self._equal >= _UNINFORMATIVE * self._size:
+            problem = f"in the last {self._equal} groups all rewards were equal (the last: {rewards[0]:g})"
+            raise NothingToLearn(f"{problem}; the run stays at step {self.base}: use other tasks, or end here")
+
+    def _leave_out(self, task: str, why: str) -> None:
+        self.counts[why] += 1
+        self.state.open.remove(task)
+
+    async def _sampled(self, of: Environment, task: Any, size: int, step: int | None = None) -> list[Trajectory]:
+        """`size` trajectories of a task, from the newest steps or all from `step`."""
+
+        def sampler() -> Sampler:
+            pin = self._rl.pin or step is not None
+            return Sampler(
+                self._vllm, self._run, lambda: self.served if step is None else step, self._rl.sampling, pin=pin
+            )
+
+        async def attempt(left: int) -> Trajectory:
+            try:
+                async with asyncio.timeout(self._rl.rollout_seconds):
+                    return as_trajectory(await of.rollout(task, sampler()))
+            except Exception as error:
+                self.counts["errors"] += 1
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+                if not left:
+                    raise
+            return await attempt(left - 1)
+
+        rollouts = [asyncio.ensure_future(attempt(self._rl.retries)) for _ in range(size)]
+        try:
+            return await asyncio.gather(*rollouts)
+        finally:
+            for rollout in rollouts:
+                rollout.cancel()
+
+    # ---- the trainer's side
+
+    async def _train(self) -> None:
+        while self.base < self.last:
+            await _until(self._has_batch)
+            self.ready.sort(key=lambda group: group.oldest)
+            batch, self.ready = self.ready[: self._size], self.ready[self._size :]
+            self._sending = len(batch)
+            await self._submit(batch)
+            self._sending = 0
+
+    def _has_batch(self) -> bool:
+        """Whether the next job has its groups; those that it must not train are dropped first."""
+        oldest = self.base - self.bound
+        for task in [task for task, (_, step) in self.running.items() if step < oldest]:
+            self.running.pop(task)[0].cancel()
+            self._leave_out(task, "stale")
+        for group in [group for group in self.ready if group.oldest < oldest]:
+            self.ready.remove(group)
+            self._leave_out(group.task, "stale")
+        return len(self.ready) >= self._size
+
+    async def _submit(self, batch: list[Group]) -> None:
+        """Write the request down, then send it."""
+        stem, tasks = f"{self._run[:40]}-rl-{self.base}", [group.task for group in batch]
+        name, number = stem, 1
+        while await self._state_of(name):  # of a job that failed, or whose step was rolled back
+            number += 1
+            name = f"{stem}-{number}"
+        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
+        numbers = batch_numbers(trajectories, self.base, self._rewards, self.counts)
+        numbers |= {"sampling": max(group.ended for group in batch) - min(group.began for group in batch)}
+        self._rewards, self.counts = [], Counter()
+        self.state.jobs.append(states.Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
+        self.state.open = [task for task in self.state.open if task not in tasks]
+        self.state.pending = {
+            **self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True),
+            "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
+            "groups": [{"trajectories": group.trajectories} for group in batch], "labels": {"tasks": " ".join(tasks)},
+        }  # fmt: skip
+        states.save(self._file, self.state)
+        if await self._send():
+            self.base += 1
+
+    async def _send(self) -> bool:
+        """Send the request that is written down; False where its groups teach nothing, and no job was made."""
+        assert self.state.pending is not None
+        job, taught = self.state.jobs[-1], True
+        try:
+            await self._tandem.train(self._run, self.state.pending)
+        except NothingToLearn:
+            self.state.jobs.remove(job)
+            taught = False
+            if self._equal >= _UNINFORMATIVE * self._size:
+                raise
+        except (InvalidInput, Conflict):
+            self._forget(job)
+            self.state.pending = None
+            states.save(self._file, self.state)
+            raise
+        self.state.pending = None
+        states.save(self._file, self.state)
+        return taught
+
+    # ---- the follower's side
+
+    async def _follow(self) -> None:
+        """Wait for each job and until its step is served; record the step's numbers."""
+        while self._followed < self.last:
+            await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
+            job = self.state.jobs[0]
+            await self._tandem.wait_job(job.id)
+            self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
+            self._followed = job.base + 1
+            self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
+            self.state.jobs.remove(job)
+            states.save(self._file, self.state)
+            await self._evaluate(self._followed)
+
+    async def _evaluate(self, step: int) -> None:
+        """Record the reward of `step` on the tasks of [eval], where it is due."""
+        settings, made = self.config.eval, step - self.state.first
+        if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
+            return
+        environment = self._environments[-1 if settings.environment else 0]
+        tasks = environment.tasks.first(settings.groups)
+        sampled = [self._sampled(environment, task, settings.samples, step) for task in tasks]
+        results = await asyncio.gather(*sampled, return_exceptions=True)
+        trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]
+        self.record.evaluation(step, trajectories, sum(not isinstance(result, list) for result in results))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(_POLL_SECONDS)
