@@ -53,7 +53,7 @@ def linear_row(
         positions=torch.where(slots < length, slots, 0),
         subtree_end=torch.where(slots < length, length, slots + 1),
         item_source=targets - 1,
-        item_target=targets,
+        item_token=torch.as_tensor(tokens, dtype=torch.int64)[targets],
     )
 
 

@@ -19,9 +19,11 @@ def small() -> Arrays:
         "positions": np.array([[0, 1, 2, 3, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0]], i32),
         "subtree_end": np.array([[5, 5, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]], i32),
         "row_num_tokens": np.array([5, 3], i32),
+        "row_batch": np.array([0, -1], i32),
         "item_offsets": np.array([0, 3, 5], np.int64),
         "item_target": np.array([2, 3, 4, 1, 2], i32),
         "item_source": np.array([1, 2, 1, 0, 1], i32),
+        "item_token": np.array([7, 8, 9, 2, 3], i32),
         "item_sequence": np.array([0, 0, 1, 2, 2], i32),
         "item_trajectory": np.array([0, 0, 1, 2, 2], i32),
         "item_logprob": np.array([-1, -2, -3, -4, -5], f32),
@@ -165,7 +167,7 @@ def alter(directory: Path, **fields: np.ndarray | int) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"format": 1}, FILE, "format 1 is not 2"),
+        ({"format": 1}, FILE, "format 1 is not 3"),
         ({"format": 2.0}, FILE, "not a record"),
         ({"vocab_size": [10, 10]}, FILE, "not a record"),
         ({"positions": None}, FILE, "must hold"),

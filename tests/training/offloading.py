@@ -31,7 +31,7 @@ class Training:
         loss = -self.policy(here).logprobs.mean()
         loss.backward()
         self.optimizer.reduce_gradients()
-        self.optimizer.step(self.optimizer.gradient_norm())
+        self.optimizer.step(self.optimizer.gradient_norm(), self.optimizer.settings.learning_rate)
         return loss.item()
 
     def trained(self) -> list[Tensor]:

@@ -67,7 +67,7 @@ def test_denominators_count_the_items_of_all_ranks(batch: PackedBatch, ranks: in
     totals = {"token": batch.num_items, "trajectory": batch.num_trajectories, "group": batch.num_groups}
     for kind, total in (totals | {"constant": 5.0 * batch.num_trajectories}).items():
         loss = RLLoss(normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None)
-        np.testing.assert_allclose(denominators(batch, plan, loss), [total], rtol=1e-12)
+        np.testing.assert_allclose(denominators(batch, plan.steps, loss), [total], rtol=1e-12)
 
 
 def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
@@ -78,7 +78,7 @@ def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
         "token": sum(example.weight * sum(example.trainable) for example in examples),
         "trajectory": sum(example.weight for example in examples),
     }.items():
-        assert denominators(batch, plan_of(batch, 64), SFTLoss(normalisation=kind)) == pytest.approx([total])
+        assert denominators(batch, plan_of(batch, 64).steps, SFTLoss(normalisation=kind)) == pytest.approx([total])
 
 
 def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) -> None:

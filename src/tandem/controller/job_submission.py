@@ -72,5 +72,8 @@ def _pack(
     if isinstance(request, SFTRequest):
         packed = prepare_sft(request.examples, tokenizer_path=deployment.model_path, **arguments)
         return SFTJob.model_validate(spec | {"data": packed})
-    packed = prepare_rl(request.groups, advantage=request.advantage, **arguments)
+    packed = prepare_rl(
+        request.groups, advantage=request.advantage, base_step=base_step, batch_size=request.optimizer.batch_size,
+        max_off_policy_steps=request.max_off_policy_steps, **arguments,
+    )  # fmt: skip
     return RLJob.model_validate(spec | {"data": packed})

@@ -138,6 +138,10 @@ class RLRequest(_TrainRequest):
     groups: list[Group] = Field(min_length=1)
     loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
+    max_off_policy_steps: int | None = Field(
+        default=None, ge=0, strict=True,
+        description="refuse turns that a step more than this much older than the base step sampled; each must name it",
+    )  # fmt: skip
 
 
 class SFTRequest(_TrainRequest):
@@ -164,7 +168,7 @@ class JobStatus(Record):
 
     id: str
     run: str
-    kind: Literal["rl", "sft"]
+    kind: schema.JobKind
     state: schema.JobState
     attempt: int = Field(description="attempts started so far")
     phase: str | None = Field(default=None, description="of the running attempt")

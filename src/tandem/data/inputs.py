@@ -45,11 +45,12 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_c
 class Turn(Input):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
-    not 1, run vLLM with `--logprobs-mode processed_logprobs`)."""
+    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: list[StrictFloat]
+    policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
 
     @field_validator("logprobs")
     @classmethod
@@ -211,11 +212,18 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}.logprobs")
     try:
-        return Turn(prompt_token_ids=prompt, token_ids=chosen["token_ids"], logprobs=logprobs)
+        step = _policy_step(data.get("model"))
+        return Turn(prompt_token_ids=prompt, token_ids=chosen["token_ids"], logprobs=logprobs, policy_step=step)
     except ValidationError as exc:
         error = from_validation_error(exc)
         field = error.field if error.field and error.field.startswith("prompt") else f"{where}.{error.field}"
         raise InvalidInput(error.message, field=field) from exc
+
+
+def _policy_step(model: Any) -> int | None:
+    """The step in a model's name, `<run>@<step>`; None in another's."""
+    _, _, step = model.rpartition("@") if isinstance(model, str) else ("", "", "")
+    return int(step) if step.isdecimal() and step.isascii() else None
 
 
 class TrajectoryBuilder:

@@ -10,12 +10,14 @@ are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L slot
 | `positions` | int32 [R, L] | depth in the tree = RoPE position; padding is 0 |
 | `subtree_end` | int32 [R, L] | query q may attend to key k exactly when `k <= q < subtree_end[k]`; padding: own + 1 |
 | `row_num_tokens` | int32 [R] | slots in use; padding is at the end of a row |
+| `row_batch` | int32 [R] | the row's batch with `optimizer.batch_size`, else 0; -1: held out, only evaluated |
 | `item_target` | int32 [N] | slot, within its row, of the trained token |
 | `item_source` | int32 [N] | slot of the token before it in the tree, whose logits predict it |
+| `item_token` | int32 [N] | the trained token; what stands in the slot, unless the client gave other targets |
 | `item_sequence` | int32 [N] | its linear sequence: 0, 1, ...; its items are contiguous, in order, in one row |
 | `item_trajectory` | int32 [N] | index into `trajectory_*` |
 | `item_logprob` | float32 [N] | the sampler's log-prob in nats; NaN for SFT |
-| `item_advantage` | float32 [N] | advantage; the example's weight for SFT |
+| `item_advantage` | float32 [N] | advantage; for SFT the item's weight; in a pair 1 (chosen) or -1 (rejected) |
 | `trajectory_group` | int32 [T] | index into `group_*` |
 | `trajectory_num_items` | int32 [T] | items that train this trajectory, over all rows |
 | `trajectory_reward` | float32 [T] | reward; NaN for SFT |
@@ -37,7 +39,7 @@ from numpy.typing import NDArray
 from tandem.errors import InvalidInput
 from tandem.spool import fs
 
-FORMAT = 2
+FORMAT = 3
 FILE = "arrays.npy"
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -59,6 +61,7 @@ class PackedRow:
     subtree_end: Int32
     item_target: Int32
     item_source: Int32
+    item_token: Int32
     item_sequence: Int32
     item_trajectory: Int32
     item_logprob: Float32
@@ -66,11 +69,13 @@ class PackedRow:
 
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end")
-_ROW_ITEMS = ("item_target", "item_source", "item_sequence", "item_trajectory", "item_logprob", "item_advantage")
+_ROW_ITEMS = (
+    "item_target", "item_source", "item_token", "item_sequence", "item_trajectory", "item_logprob", "item_advantage"
+)  # fmt: skip
 _TRAJECTORIES = ("trajectory_group", "trajectory_num_items", "trajectory_reward")
 # The arrays by dimensions: the letters of the table, and O for R + 1.
-_ARRAYS = {"RL": _ROW_SLOTS, "R": ("row_num_tokens",), "O": ("item_offsets",), "N": _ROW_ITEMS, "T": _TRAJECTORIES,
-           "G": ("group_num_items",)}  # fmt: skip
+_ARRAYS = {"RL": _ROW_SLOTS, "R": ("row_num_tokens", "row_batch"), "O": ("item_offsets",), "N": _ROW_ITEMS,
+           "T": _TRAJECTORIES, "G": ("group_num_items",)}  # fmt: skip
 _NAMES = tuple(name for names in _ARRAYS.values() for name in names)
 _DTYPES: dict[str, type[np.generic]] = dict.fromkeys(_NAMES, np.int32) | {
     "item_offsets": np.int64, "item_logprob": np.float32, "item_advantage": np.float32, "trajectory_reward": np.float32
@@ -119,6 +124,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self.num_trajectories = len(arrays["trajectory_group"])
         self.num_groups = len(arrays["group_num_items"])
         self.row_num_tokens: Int32 = np.array(arrays["row_num_tokens"])
+        self.row_batch: Int32 = np.array(arrays["row_batch"])
         self.item_offsets: Int64 = np.array(arrays["item_offsets"])
         self.trajectory_group: Int32 = np.array(arrays["trajectory_group"])
         self.trajectory_num_items: Int32 = np.array(arrays["trajectory_num_items"])
@@ -222,6 +228,11 @@ def _rows(arrays: Arrays, vocab_size: int) -> Rules:
     yield ((subtree_end > slot) & (subtree_end <= limit)).all(), "subtree_end", "a subtree leaves its row"
     rising = offsets[0] == 0 and offsets[-1] == items and (np.diff(offsets) >= 0).all()
     yield rising, "item_offsets", f"offsets must rise from 0 to {items}"
+    trained = np.unique(arrays["row_batch"][arrays["row_batch"] >= 0])
+    numbered = arrays["row_batch"].min() >= -1 and np.array_equal(trained, np.arange(len(trained)))
+    yield numbered and len(trained) > 0, "row_batch", "batches are not numbered 0, 1, ..., or -1 for held-out rows"
+    in_vocabulary = arrays["item_token"].min() >= 0 and arrays["item_token"].max() < vocab_size
+    yield in_vocabulary, "item_token", f"a trained token's id is outside the vocabulary [0, {vocab_size})"
 
 
 def _items(arrays: Arrays) -> Rules:

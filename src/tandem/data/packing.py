@@ -16,29 +16,45 @@ OPEN_ROWS = 8
 @dataclass(frozen=True)
 class LinearSequence:
     """`tokens` [n] int32, of which the last is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
-    rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled."""
+    rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled;
+    `trained` [k] int32: the tokens to train there, as a rule those of `tokens`; `weights` [k] float32: of the items."""
 
     tokens: Int32
     targets: Int32
     logprobs: Float32
+    trained: Int32
+    weights: Float32
+
+    def cut(self, length: int) -> "LinearSequence | None":
+        """Its beginning of at most `length` tokens, which ends with a trained token; None if none is left."""
+        count = int(np.searchsorted(self.targets, length))
+        if not count:
+            return None
+        return LinearSequence(
+            self.tokens[: int(self.targets[count - 1]) + 1], self.targets[:count], self.logprobs[:count],
+            self.trained[:count], self.weights[:count],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1, ... in order."""
+    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1, ... in order;
+    `batch`: as the packed array `row_batch`; the same for all of a group."""
 
     sequences: list[LinearSequence]
     group: int
     advantage: float
     reward: float
     truncated: bool
+    batch: int = 0
 
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
     """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
 
-    A group whose tree fits a row is kept whole: groups go, largest first, into the row with the least free slots that
-    suffice (best-fit decreasing). A group whose tree is larger is split over rows, which repeats prefixes.
+    A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest first, into the row
+    with the least free slots that suffice (best-fit decreasing). A group whose tree is larger is split over rows, which
+    repeats prefixes.
     """
     owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
     # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens do.
@@ -50,7 +66,15 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     for index, trajectory in enumerate(owner):
         groups[group_of[trajectory]].append(index)
     tokens = [sequence.tokens for sequence in sequences]
-    rows = _place(groups, tokens, sequence_length)
+    batch_of = {trajectory.group: trajectory.batch for trajectory in trajectories}
+    batches: dict[int, list[list[int]]] = {}
+    for number, members in enumerate(groups):
+        batches.setdefault(batch_of[number], []).append(members)
+    rows: list[PrefixTree] = []
+    row_batch: list[int] = []
+    for batch, of_batch in batches.items():
+        rows += _place(of_batch, tokens, sequence_length)
+        row_batch += [batch] * (len(rows) - len(row_batch))
 
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -68,18 +92,21 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     item_counts = [len(sequences[index].targets) for index in order]
     item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
     advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    ordered = [sequences[index] for index in order]
     return {
         "tokens": row_tokens,
         "positions": positions,
         "subtree_end": subtree_end,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
+        "row_batch": np.array(row_batch, np.int32),
         "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
         "item_target": np.concatenate(targets).astype(np.int32),
         "item_source": np.concatenate(sources).astype(np.int32),
+        "item_token": np.concatenate([sequence.trained for sequence in ordered]),
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
-        "item_logprob": np.concatenate([sequences[index].logprobs for index in order]),
-        "item_advantage": advantages[item_trajectory],
+        "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
+        "item_advantage": advantages[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered]),
         "trajectory_group": group_of,
         "trajectory_num_items": np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32),
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,13 @@ _MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 
 def prepare_rl(
-    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path
-) -> PackedData:
+    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path,
+    batch_size: int | None = None, base_step: int = 0, max_off_policy_steps: int | None = None,
+) -> PackedData:  # fmt: skip
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
+
+    `batch_size`: groups per optimizer step, for `row_batch`. With `max_off_policy_steps` every turn must say which step
+    sampled it, and none may be that much older than `base_step`, from which the job starts.
 
     Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
     `keep_zero_variance` is on. Reward statistics are over all trajectories of the client. `PackedData.path` stays
@@ -36,6 +41,7 @@ def prepare_rl(
     of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
+    policy_steps: list[int] = []
     for g, group in enumerate(groups):
         advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
         members = []
@@ -45,6 +51,8 @@ def prepare_rl(
             for k, turn in enumerate(trajectory.turns):
                 _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
                 _check_vocabulary(turn.token_ids, vocab_size, f"{field}.turns.{k}.token_ids")
+                _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
+                policy_steps += [] if turn.policy_step is None else [turn.policy_step]
             if trajectory.advantage is not None:
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
@@ -55,8 +63,12 @@ def prepare_rl(
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
-    return _write(trajectories, vocab_size, packing, out, dropped_groups, **statistics)
+    statistics: dict[str, Any] = {
+        f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
+    }
+    if policy_steps:
+        statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups, **statistics)
 
 
 def prepare_sft(
@@ -85,14 +97,13 @@ def prepare_sft(
             sequences = _link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
         fitted, truncated = _fit_to_row(sequences, packing, field)
         trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated))
-    return _write(trajectories, vocab_size, packing, out, dropped_groups=0)
+    return _write(trajectories, vocab_size, packing, out, None, dropped_groups=0)
 
 
-def _linear_sequence(tokens: list[int], targets: list[int], logprobs: list[float]) -> LinearSequence:
+def _linear_sequence(tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float]) -> LinearSequence:
     """Cuts off the tokens after the last trained one: no trained token attends to them."""
-    return LinearSequence(
-        np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32), np.array(logprobs, np.float32)
-    )
+    ids, trained = np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32)
+    return LinearSequence(ids, trained, np.array(logprobs, np.float32), ids[trained], np.ones(len(trained), np.float32))
 
 
 def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
@@ -126,36 +137,37 @@ def _fit_to_row(
         raise InvalidInput(f"{longest} tokens don't fit a row of {length}; {remedy}", field=field)
     if packing.too_long == "drop":
         return [], True
-    fitted = []
-    for sequence in sequences:
-        count = int(np.searchsorted(sequence.targets, length))
-        if count:
-            end = int(sequence.targets[count - 1]) + 1
-            fitted.append(LinearSequence(sequence.tokens[:end], sequence.targets[:count], sequence.logprobs[:count]))
-    return fitted, True
+    return [cut for sequence in sequences if (cut := sequence.cut(length)) is not None], True
 
 
 def _write(
     trajectories: list[PackedTrajectory], vocab_size: int, packing: PackingSettings, out: Path,
-    dropped_groups: int, **rewards: float,
+    batch_size: int | None, dropped_groups: int, **statistics: Any,
 ) -> PackedData:  # fmt: skip
+    """Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
         if trajectory.sequences:
-            kept.append(replace(trajectory, group=numbers.setdefault(trajectory.group, len(numbers))))
+            group = numbers.setdefault(trajectory.group, len(numbers))
+            batch = group // batch_size if batch_size and trajectory.batch >= 0 else trajectory.batch
+            kept.append(replace(trajectory, group=group, batch=batch))
     dropped = len(trajectories) - len(kept)
-    if not kept:
+    trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
+    if not trained:
         raise _nothing_to_learn(dropped_groups, dropped, packing)
     arrays = pack(kept, packing.sequence_length)
     write_packed(out, arrays, vocab_size=vocab_size)
-    unshared = sum(len(sequence.tokens) for trajectory in kept for sequence in trajectory.sequences)
+    unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
+    rows = arrays["row_batch"] >= 0
     return PackedData(
-        path="", sha256=digest(out), num_rows=len(arrays["tokens"]), sequence_length=packing.sequence_length,
-        num_items=len(arrays["item_target"]), num_tokens=int(arrays["row_num_tokens"].sum()),
-        num_unshared_tokens=unshared, num_trajectories=len(kept), num_groups=len(numbers),
+        path="", sha256=digest(out), num_rows=int(rows.sum()), sequence_length=packing.sequence_length,
+        num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
+        num_tokens=int(arrays["row_num_tokens"][rows].sum()), num_unshared_tokens=unshared,
+        num_trajectories=len(trained), num_groups=len({trajectory.group for trajectory in trained}),
+        num_held_out=len({trajectory.group for trajectory in kept[len(trained) :]}),
         dropped_groups=dropped_groups, dropped_trajectories=dropped,
-        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **rewards,
+        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
     )  # fmt: skip
 
 
@@ -176,6 +188,14 @@ def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
     if (highest := max(ids)) >= vocab_size:
         problem = f"token id {highest} at index {ids.index(highest)} is outside the model's vocabulary of {vocab_size}"
         raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
+
+
+def _check_policy_step(step: int | None, base_step: int, most: int | None, field: str) -> None:
+    if step is not None and step > base_step:
+        raise InvalidInput(f"step {step} is newer than the job's base step {base_step}", field=field)
+    if most is not None and (step is None or base_step - step > most):
+        age = "not given" if step is None else f"{base_step - step} steps older than the job's base step {base_step}"
+        raise InvalidInput(f"the step that sampled the turn is {age}; max_off_policy_steps is {most}", field=field)
 
 
 def _check_float32(value: float, field: str) -> None:

@@ -15,10 +15,11 @@ ALL: tuple[Exporter, ...] = ("trainer", "inference", "controller")
 
 OPEN: tuple[str, ...] = ()
 """The values of a label whose values are not known beforehand."""
-JOB_KINDS = ("rl", "sft")
+JOB_KINDS = ("rl", "sft", "dpo")
 PHASES = (
     "rendezvous", "data", "build", "rehearsal", "base_weights", "state", "probe",
-    "old_logprobs", "reference", "forward_backward", "optimizer", "checkpoint", "offload",
+    "old_logprobs", "reference", "forward_backward", "optimizer", "evaluate",
+    "checkpoint", "offload",
 )  # fmt: skip
 """What a rank does, in this order. "old_logprobs" to "optimizer" repeat for each optimizer step. Only resident ranks
 offload, and only ranks on a GPU rehearse a new model's first pass."""

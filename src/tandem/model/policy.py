@@ -33,7 +33,7 @@ class RowTensors:
     positions: torch.Tensor  # [S]
     subtree_end: torch.Tensor  # [S], or longer if the attention's row is: the rest is padding; on the host
     item_source: torch.Tensor  # [items], the slot each item is predicted from
-    item_target: torch.Tensor  # [items], the slot of the predicted token
+    item_token: torch.Tensor  # [items], the predicted token
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Policy(nn.Module):
         """`hidden`: the final hidden states [S, hidden]."""
         logprobs, entropy = item_logprobs(
             hidden[row.item_source],
-            row.tokens[row.item_target],
+            row.item_token,
             self.head,
             vocab_start=self._tp_rank * len(self.head),
             temperature=temperature,

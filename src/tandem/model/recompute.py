@@ -31,7 +31,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
             torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
             total * torch.cuda.get_per_process_memory_fraction(),
         )
-        head = working_bytes(len(row.item_target), policy.head)
+        head = working_bytes(len(row.item_token), policy.head)
         budget = (1 - HEADROOM) * most - torch.cuda.memory_allocated() - max(transient, head)
         levels = choose(kept, len(layers), budget)
     else:

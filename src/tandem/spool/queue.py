@@ -17,7 +17,7 @@ from tandem.spool import fs
 from tandem.spool.jobs import key_of
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import JobKey
-from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobSpec, JobState, RLJob
+from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobSpec, JobState
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
@@ -87,13 +87,13 @@ class Queue:
         return expected
 
     def _check_reference(self, spec: JobSpec) -> None:
-        """InvalidInput if the KL's reference is a checkpoint that will not exist when the job starts."""
-        if not isinstance(spec, RLJob) or not isinstance(reference := spec.loss.kl_reference, int):
+        """InvalidInput if the loss refers to a checkpoint that will not exist when the job starts."""
+        if (reference := spec.loss.reference_step) is None:
             return
         problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
         steps = self._spool.checkpoints.steps(spec.run)
         if reference > spec.base_step or (reference < steps[-1] and reference not in steps):
-            raise InvalidInput(problem, field="loss.kl_reference")
+            raise InvalidInput(problem, field=spec.loss.reference_field)
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:

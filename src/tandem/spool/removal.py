@@ -18,7 +18,7 @@ from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import HOUR_FORMAT, JobKey
-from tandem.spool.schema import PENDING, TERMINAL, RLJob
+from tandem.spool.schema import PENDING, TERMINAL
 from tandem.system.logs import Log
 
 log = Log("spool")
@@ -99,8 +99,8 @@ def _needed(spool: Spool, run: str) -> set[int]:
         needed.add(served.step)
     for _, job in spool.jobs.pending(run):
         needed |= {job.spec.base_step, job.spec.base_step + 1}
-        if isinstance(job.spec, RLJob) and isinstance(job.spec.loss.kl_reference, int):
-            needed.add(job.spec.loss.kl_reference)
+        if job.spec.loss.reference_step is not None:
+            needed.add(job.spec.loss.reference_step)
     return needed
 
 

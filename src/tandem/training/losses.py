@@ -25,6 +25,9 @@ Sources:
 - KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why the
   derivative of k1 is of no use: arXiv:2506.09477. Correction by the ratio: DeepSeek-V3.2, eq. 7. In the advantage:
   Ziegler et al., 2019, arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's cookbook.
+- Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A note on DPO with noisy
+  preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means over tokens as in TRL, because sums depend
+  on length; SimPO, Meng et al., 2024, arXiv:2405.14734, eq. 6.
 """
 
 from dataclasses import dataclass, replace
@@ -34,8 +37,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from tandem.spool.schema import RLLoss
+from tandem.spool.schema import PreferenceLoss, RLLoss
 
 # exp() takes no more than this many nats, so that no single token makes a loss or a gradient infinite in float32.
 MAX_NATS = 20.0
@@ -58,6 +62,7 @@ class Items:
     sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
     mean_kl: float = 0.0  # mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`
+    pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,12 @@ def item_weights(
     - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 / trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
+    - sum: w = d = 1; the caller takes D = 1
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
       d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
     """
     ones = np.ones(len(trajectory_items))
-    if normalisation == "token":
+    if normalisation in ("token", "sum"):
         return ones, ones
     if normalisation == "constant":
         assert constant is not None
@@ -234,6 +240,46 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 def sft_loss(items: Items) -> LossOutput:
     """Cross-entropy, l_i = -lp_i. Sums: `loss` (weighted), `items`, `entropy`."""
     return _output(items, -items.logprobs, {}, {})
+
+
+def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
+    """The loss of one row's pairs; an item with A > 0 belongs to its pair's chosen answer, others to the rejected one.
+
+    With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b = `loss.strength`, e the label
+    smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen - M_rejected) - margin for SimPO:
+
+    - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
+    - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
+
+    An answer's reward is b S (SimPO: b M). Sums: `loss`, `items`, `entropy`, and per pair `pairs`, `accuracy` (the
+    chosen answer has the larger reward), `margin`, `chosen_reward`, `rejected_reward`.
+    """
+    assert items.pair is not None
+    h = items.logprobs
+    if loss.kind != "simpo":
+        assert items.reference_logprobs is not None
+        h = h - items.reference_logprobs
+    pairs = int(items.pair.max()) + 1
+    answer = 2 * items.pair + (items.advantages < 0)
+
+    def per_answer(values: Tensor) -> Tensor:
+        """Sums of `values` [items] over the answers, [pairs, 2]."""
+        return values.new_zeros(2 * pairs).index_add(0, answer, values).view(pairs, 2)
+
+    total = per_answer(h)
+    means = total / per_answer(torch.ones_like(h))
+    rewards = loss.strength * (means if loss.kind == "simpo" else total)
+    if loss.kind == "ipo":
+        losses = (means[:, 0] - means[:, 1] - 1 / (2 * loss.strength)).square()
+    else:
+        margin = loss.margin if loss.margin is not None else 0.5
+        s = rewards[:, 0] - rewards[:, 1] - (margin if loss.kind == "simpo" else 0.0)
+        smoothing = loss.label_smoothing
+        losses = -(1 - smoothing) * logsigmoid(s) - smoothing * logsigmoid(-s)
+    chosen, rejected = rewards.detach().double().unbind(1)
+    sums = {"pairs": torch.ones_like(chosen), "accuracy": chosen > rejected, "margin": chosen - rejected,
+            "chosen_reward": chosen, "rejected_reward": rejected}  # fmt: skip
+    return _output(items, losses[items.pair], sums, {})  # the weights of a pair's items sum to the pair's
 
 
 def _output(items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> LossOutput:

@@ -110,8 +110,10 @@ class AdapterOptimizer:
         """Names of this rank's parameters whose gradients hold NaN or infinity."""
         return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
 
-    def step(self, norm: float) -> None:
+    def step(self, norm: float, learning_rate: float) -> None:
         """Scale the gradient down to `max_grad_norm` if `norm` is larger, and apply it."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
         if norm > self.settings.max_grad_norm:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:

@@ -4,22 +4,25 @@ Every rank computes the whole plan from the job and the packed tables, without c
 all rows of an optimizer step, not over one rank's rows (R20).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
-from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
+from tandem.spool.schema import Loss, OptimizerSettings, RLLoss, SFTLoss
 from tandem.training.losses import Floats, item_weights
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`steps[s]`: the rows of optimizer step s, in order. A row appears once per epoch."""
+    """`steps[s]`: the rows of optimizer step s, in order. A row appears once per epoch. `held_out`: rows that are only
+    evaluated."""
 
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
+    held_out: tuple[int, ...] = ()
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
         """`(row, counts)` for each micro step of data-parallel rank `dp_rank`.
@@ -32,8 +35,13 @@ class Plan:
         return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
 
     def visited_rows(self, dp_rank: int) -> list[int]:
-        """The rows that the rank computes in any micro step, once each."""
-        return list(dict.fromkeys(row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)))
+        """The rows that the rank computes in any micro step or evaluates, once each."""
+        trained = (row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank))
+        return list(dict.fromkeys([*trained, *self.own_held_out(dp_rank)]))
+
+    def own_held_out(self, dp_rank: int) -> list[int]:
+        """The held-out rows that this rank evaluates."""
+        return list(self.held_out[dp_rank :: self.data_parallel])
 
     def own_rows(self, epochs: int, dp_rank: int) -> list[int]:
         """Rows of the first of `epochs` passes that count on this rank: over all ranks each row once."""
@@ -46,8 +54,19 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
 
     Each epoch visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). A step has
     `settings.grad_accumulation_sequences` rows over all ranks; None means `data_parallel` (R19). The last step of an
-    epoch may have fewer. Raises InvalidInput if that number is not a multiple of `data_parallel`.
+    epoch may have fewer. Raises InvalidInput if that number is not a multiple of `data_parallel`. With
+    `settings.batch_size` the packer chose the rows of each step, and an epoch visits those steps in such a permutation.
     """
+    with_items = np.diff(batch.item_offsets) > 0
+    held_out = tuple(np.flatnonzero(with_items & (batch.row_batch < 0)).tolist())
+    rows = np.flatnonzero(with_items & (batch.row_batch >= 0))
+    orders = [np.random.default_rng([seed, base_step, epoch]) for epoch in range(settings.epochs)]
+    if settings.batch_size is not None:
+        of_batch = [
+            tuple(rows[batch.row_batch[rows] == number].tolist()) for number in np.unique(batch.row_batch[rows])
+        ]
+        chosen = (of_batch[number] for order in orders for number in order.permutation(len(of_batch)))
+        return Plan(tuple(chosen), data_parallel, held_out)
     size = settings.grad_accumulation_sequences or data_parallel
     if size % data_parallel:
         raise InvalidInput(
@@ -55,44 +74,45 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
             f"use a multiple of {data_parallel}, or leave it out to use {data_parallel}",
             field="optimizer.grad_accumulation_sequences",
         )
-    rows = np.flatnonzero(np.diff(batch.item_offsets))
     steps: list[tuple[int, ...]] = []
-    for epoch in range(settings.epochs):
-        order = np.random.default_rng([seed, base_step, epoch]).permutation(rows).tolist()
-        steps += [tuple(order[start : start + size]) for start in range(0, len(order), size)]
-    return Plan(tuple(steps), data_parallel)
+    for order in orders:
+        shuffled = order.permutation(rows).tolist()
+        steps += [tuple(shuffled[start : start + size]) for start in range(0, len(shuffled), size)]
+    return Plan(tuple(steps), data_parallel, held_out)
 
 
-def row_weights(batch: PackedBatch, row: PackedRow, loss: RLLoss | SFTLoss) -> tuple[Floats, Floats]:
-    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the example's weight."""
+def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
+    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the item's own weight."""
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
     weights, parts = item_weights(loss.mean_over, trajectory_items, group_items, constant)
-    example_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
-    return weights * example_weight, parts * example_weight
+    own_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
+    return weights * own_weight, parts * own_weight
 
 
-def denominators(batch: PackedBatch, plan: Plan, loss: RLLoss | SFTLoss) -> list[float]:
-    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank.
+def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
+    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank; 1 for a sum.
 
     Raises NothingToLearn if a step's items all have weight 0, or an SFT example has.
     """
-    rows = {row for step in plan.steps for row in step}
+    rows = {row for step in steps for row in step}
     if isinstance(loss, SFTLoss) and any((batch.row(row).item_advantage == 0).any() for row in rows):
         raise NothingToLearn("the weight of an example is so small that it is 0 in float32; use weights near 1")
+    if loss.mean_over == "sum":
+        return [1.0] * len(steps)
     of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
-    totals = [sum(of_row[row] for row in step) for step in plan.steps]
+    totals = [sum(of_row[row] for row in step) for step in steps]
     for step, total in enumerate(totals):
         if not total > 0:
             raise NothingToLearn(f"all items of optimizer step {step + 1} of {len(totals)} have weight 0")
     return totals
 
 
-def advantage_divisor(batch: PackedBatch, loss: RLLoss | SFTLoss) -> float:
+def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
     """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i w_i over all items
     of the job, else 1. Then the size of the gradient does not depend on the scale of the rewards (OpenPipe's ART)."""
-    if isinstance(loss, SFTLoss) or loss.advantage_scale == "none":
+    if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":
         return 1.0
     magnitude = weight = 0.0
     for index in np.flatnonzero(np.diff(batch.item_offsets)):

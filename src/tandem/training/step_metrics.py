@@ -16,7 +16,9 @@ _MEANS = {
     "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
     "importance": "importance_weight_mean", "masked": "masked_fraction",
 }  # fmt: skip
-"""Sum in `tandem.training.losses.LossOutput` -> metric."""
+"""Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
+_OF_PAIRS = {"accuracy": "pair_accuracy", "margin": "reward_margin", "chosen_reward": "chosen_reward",
+             "rejected_reward": "rejected_reward"}  # fmt: skip
 
 
 def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,
@@ -34,6 +36,7 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
+    metrics |= {metric: sums[name] / sums["pairs"] for name, metric in _OF_PAIRS.items() if name in sums}
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
         metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
@@ -46,7 +49,7 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
     trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
     rewards = batch.trajectory_reward[trajectories].astype(np.float64)
     count = {"trajectories": float(len(trajectories))}
-    if np.isnan(rewards).any():  # SFT
+    if np.isnan(rewards).any():  # SFT, DPO
         return count
     statistics = {"mean": rewards.mean(), "std": rewards.std(), "min": rewards.min(), "max": rewards.max()}
     return count | {f"reward_{name}": float(value) for name, value in statistics.items()}

@@ -20,8 +20,8 @@ from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model import recompute
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
-from tandem.spool.schema import RLJob, RLLoss, RunSpec, SFTJob, SFTLoss
-from tandem.training.losses import MAX_NATS, Items, LossOutput, rl_loss, sft_loss
+from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
+from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
 from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
@@ -39,7 +39,7 @@ class Training:
     """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `plan_steps` does."""
 
     run: RunSpec
-    job: RLJob | SFTJob
+    job: JobSpec
     batch: PackedBatch
     policy: Policy
     optimizer: AdapterOptimizer
@@ -47,7 +47,7 @@ class Training:
     device: torch.device
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
-    """Within it the policy computes as that KL reference does; afterwards it is exactly what it was before."""
+    """Within it the policy computes as that reference does; afterwards it is exactly what it was before."""
     fit: bool = False
     """Choose what layers keep for the backward pass by the device's memory (`tandem.model.recompute`)."""
 
@@ -66,7 +66,7 @@ class Training:
         applied, NonFinite, with what was not finite, and InvalidInput for log-probs that the sampler can't have given;
         at the end NothingToLearn if no step moved the policy.
         """
-        totals, loss = denominators(self.batch, self.plan, self.job.loss), self.job.loss
+        totals, loss = denominators(self.batch, self.plan.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
             if loss.old_logprobs == "trainer" and (len(totals) > 1 or loss.kl_in == "advantage"):
                 self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
@@ -74,6 +74,9 @@ class Training:
                 self._reference_logprobs = self._logprobs("reference", self.reference(loss.kl_reference))
             if loss.kl_in == "advantage":
                 self._mean_kl = self._mean_log_ratio()
+        if isinstance(loss, PreferenceLoss) and loss.kind != "simpo":
+            start = nullcontext() if loss.reference == "start" else self.reference(loss.reference)
+            self._reference_logprobs = self._logprobs("reference", start)
         metrics: dict[str, float] = {}
         largest = 0.0
         for step, total in enumerate(totals):
@@ -83,6 +86,25 @@ class Training:
         if isinstance(loss, RLLoss):
             self._check_learned(largest, metrics)
         return metrics
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if there are none."""
+        if not self.plan.held_out:
+            return {}
+        [denominator] = denominators(self.batch, [self.plan.held_out], self.job.loss)
+        names = ["loss", "items", "pairs", "accuracy", "margin"]
+        sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
+        with self.phases.phase("evaluate"):
+            for index in self.plan.own_held_out(self.topology.dp_rank):
+                self.phases.announce("evaluate")
+                of_row = self._loss(self.batch.row(index), denominator).sums
+                sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
+            totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+        found = {"loss": totals["loss"], "tokens": totals["items"]}
+        if totals["pairs"]:
+            found |= {f"pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
+        return {f"held_out_{name}": value for name, value in found.items()}
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
         """Log-probs of every row that this rank will visit, without gradients."""
@@ -120,7 +142,7 @@ class Training:
             )
             self._check_finite(step, means, norm)
             self._check_sampler(step, means)
-            optimizer.step(norm)
+            optimizer.step(norm, rate := self.job.optimizer.rate(step))
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
         rows = self.plan.steps[step]
@@ -128,14 +150,23 @@ class Training:
         return {
             **means,
             "grad_norm": norm,
-            "learning_rate": self.job.optimizer.learning_rate,
+            "learning_rate": rate,
             **reward_metrics(self.batch, rows),
+            **self._staleness(),
             "rows": float(len(rows)),
             "tokens": tokens,
             "tokens_per_second": tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9),
             **{f"seconds_{name}": slowest[name] for name in seconds},
             **{f"memory_{name}_bytes": slowest[name] for name in memory},
         }
+
+    def _staleness(self) -> dict[str, float]:
+        """By how many checkpoints the job's turns are older than the one that it starts from."""
+        data, base = self.job.data, self.job.base_step
+        if data.policy_step_min is None or data.policy_step_mean is None:
+            return {}
+        return {"off_policy_steps_max": float(base - data.policy_step_min),
+                "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip
 
     def _micro_steps(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
@@ -168,6 +199,11 @@ class Training:
         )  # fmt: skip
         if isinstance(loss, SFTLoss):
             return sft_loss(items)
+        if isinstance(loss, PreferenceLoss):
+            group = self.batch.trajectory_group[row.item_trajectory]
+            items.pair = tensor(np.unique(group, return_inverse=True)[1], torch.int64)
+            items.reference_logprobs = self._reference_logprobs.get(row.index)
+            return preference_loss(items, loss)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
             # A job of one optimizer step computes none before training: the old policy is the current one.

@@ -6,13 +6,25 @@ Every path in a record is relative to the spool's root, because containers may m
 from tandem.spool.schema.attempts import Beat, Hold, HoldPhase, Lease, RankMemory, RankProcess, RunnerInfo
 from tandem.spool.schema.base import PENDING, SCHEMA_VERSION, STEPS, TERMINAL, JobId, JobState, Record, RunName
 from tandem.spool.schema.checkpoints import LongProbe, Manifest, Probe, Served
-from tandem.spool.schema.jobs import Event, EventType, Job, JobError, JobResult, JobSpec, RLJob, SFTJob
+from tandem.spool.schema.jobs import (
+    DPOJob,
+    Event,
+    EventType,
+    Job,
+    JobError,
+    JobKind,
+    JobResult,
+    JobSpec,
+    RLJob,
+    SFTJob,
+)
 from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Origin, RunSpec, Serving
-from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
+from tandem.spool.schema.training import Loss, OptimizerSettings, PackedData, PreferenceLoss, RLLoss, Schedule, SFTLoss
 
 __all__ = [
-    "LORA_TARGETS", "PENDING", "SCHEMA_VERSION", "STEPS", "TERMINAL", "Beat", "Event", "EventType", "Hold",
-    "HoldPhase", "Job", "JobError", "JobId", "JobResult", "JobSpec", "JobState", "Lease", "LongProbe", "LoraShape",
-    "LoraTarget", "Manifest", "OptimizerSettings", "Origin", "PackedData", "Probe", "RLJob", "RLLoss", "RankMemory",
-    "RankProcess", "Record", "RunName", "RunSpec", "RunnerInfo", "SFTJob", "SFTLoss", "Served", "Serving",
+    "LORA_TARGETS", "PENDING", "SCHEMA_VERSION", "STEPS", "TERMINAL", "Beat", "DPOJob", "Event", "EventType",
+    "Hold", "HoldPhase", "Job", "JobError", "JobId", "JobKind", "JobResult", "JobSpec", "JobState", "Lease",
+    "LongProbe", "LoraShape", "LoraTarget", "Loss", "Manifest", "OptimizerSettings", "Origin", "PackedData",
+    "PreferenceLoss", "Probe", "RLJob", "RLLoss", "RankMemory", "RankProcess", "Record", "RunName", "RunSpec",
+    "RunnerInfo", "SFTJob", "SFTLoss", "Schedule", "Served", "Serving",
 ]  # fmt: skip

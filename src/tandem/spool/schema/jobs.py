@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.spool.schema.base import JobId, Record, RunName
-from tandem.spool.schema.training import OptimizerSettings, PackedData, RLLoss, SFTLoss
+from tandem.spool.schema.training import OptimizerSettings, PackedData, PreferenceLoss, RLLoss, SFTLoss
 
 
 class _JobSpec(Record):
@@ -37,7 +37,15 @@ class SFTJob(_JobSpec):
     optimizer: OptimizerSettings = OptimizerSettings()
 
 
-JobSpec = Annotated[RLJob | SFTJob, Field(discriminator="kind")]
+class DPOJob(_JobSpec):
+    kind: Literal["dpo"] = "dpo"
+    data: PackedData
+    loss: PreferenceLoss = PreferenceLoss()
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+
+JobSpec = Annotated[RLJob | SFTJob | DPOJob, Field(discriminator="kind")]
+JobKind = Literal["rl", "sft", "dpo"]
 
 
 class JobError(Record):
@@ -67,8 +75,8 @@ class Job(Record):
 
 
 EventType = Literal[
-    "claimed", "slept", "started", "loaded", "step", "offered", "checkpoint", "sent", "served", "released", "woken",
-    "requeued", "succeeded", "failed", "cancelled",
+    "claimed", "slept", "started", "loaded", "step", "evaluated", "offered", "checkpoint", "sent", "served", "released",
+    "woken", "requeued", "succeeded", "failed", "cancelled",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Records of what a job computes: its loss, its optimizer settings and its packed data."""
 
-from typing import Literal, Self
+import math
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +10,8 @@ from tandem.spool.schema.base import Record
 
 class RLLoss(Record):
     """The policy loss. Formulas and sources: `tandem.training.losses`."""
+
+    reference_field: ClassVar[str] = "loss.kl_reference"
 
     policy: Literal["cispo", "ppo", "gspo"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see `clip_bounds`).
@@ -77,6 +80,11 @@ class RLLoss(Record):
         return self
 
     @property
+    def reference_step(self) -> int | None:
+        """The checkpoint that the job needs beside its base step."""
+        return self.kl_reference if isinstance(self.kl_reference, int) else None
+
+    @property
     def weighs_sampler(self) -> bool:
         """Whether items have importance weights of trainer to sampler."""
         return any(value is not None for value in (self.tis_cap, self.tis_mask_low, self.tis_mask_high))
@@ -102,19 +110,104 @@ class RLLoss(Record):
 
 
 class SFTLoss(Record):
-    """Cross-entropy on the items."""
+    """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer step. Weights of
+    either sign need the sum, since their mean may divide by 0."""
 
-    normalisation: Literal["token", "trajectory"] = "token"
+    reference_field: ClassVar[str] = ""
+
+    normalisation: Literal["token", "trajectory", "sum"] = "token"
 
     @property
-    def mean_over(self) -> Literal["token", "trajectory"]:
+    def mean_over(self) -> Literal["token", "trajectory", "sum"]:
         return self.normalisation
+
+    @property
+    def reference_step(self) -> None:
+        return None
+
+
+class PreferenceLoss(Record):
+    """The loss of pairs of a chosen and a rejected answer. Formulas and sources: `tandem.training.losses`."""
+
+    reference_field: ClassVar[str] = "loss.reference"
+    kind: Literal["dpo", "ipo", "simpo"] = "dpo"
+    # None: 0.1 for DPO and IPO, 2 for SimPO.
+    beta: float | None = Field(default=None, gt=0)
+    # DPO and SimPO: the share of pairs that are taken to be the wrong way round.
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    # SimPO: by how much the chosen answer's reward is to exceed the rejected one's. None: 0.5.
+    margin: float | None = Field(default=None, ge=0)
+    # DPO and IPO: what the policy is compared with. "start" is the checkpoint that the job starts from.
+    reference: Literal["start", "base"] | int = "start"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.kind == "simpo" and self.reference != "start":
+            raise ValueError("SimPO has no reference; leave loss.reference out")
+        if self.kind != "simpo" and self.margin is not None:
+            raise ValueError('margin goes with kind="simpo"')
+        if self.kind == "ipo" and self.label_smoothing:
+            raise ValueError('label_smoothing goes with kind="dpo" or "simpo"')
+        if isinstance(self.reference, int) and self.reference < 0:
+            raise ValueError("reference is 'start', 'base' or a checkpoint's step >= 0")
+        return self
+
+    @property
+    def strength(self) -> float:
+        """`beta` after defaults."""
+        return self.beta or (2.0 if self.kind == "simpo" else 0.1)
+
+    @property
+    def mean_over(self) -> Literal["group"]:
+        """Every pair is a group and counts once."""
+        return "group"
+
+    @property
+    def reference_step(self) -> int | None:
+        return self.reference if isinstance(self.reference, int) else None
+
+
+Loss = RLLoss | SFTLoss | PreferenceLoss
+
+
+class Schedule(Record):
+    """How the learning rate changes from optimizer step to optimizer step, over all jobs of one training.
+
+    Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
+    x = (k - warmup) / (total - warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear), or
+    floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. 5).
+    """
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = Field(default=0, ge=0)
+    total: int | None = Field(default=None, ge=1)
+    start: int = Field(default=0, ge=0)  # the number of this job's first optimizer step
+    floor: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.shape != "constant" and self.total is None:
+            raise ValueError(f"shape={self.shape!r} needs total, the optimizer steps of the whole training")
+        if self.total is not None and self.total <= self.warmup:
+            raise ValueError("total must be above warmup")
+        return self
+
+    def factor(self, step: int) -> float:
+        """The factor of `learning_rate` in step `step` of the job, which counts from 0."""
+        k = self.start + step
+        if k < self.warmup:
+            return (k + 1) / (self.warmup + 1)
+        if self.total is None or self.shape == "constant":
+            return 1.0
+        x = min(1.0, (k - self.warmup) / (self.total - self.warmup))
+        return self.floor + (1 - self.floor) * (1 - x if self.shape == "linear" else (1 + math.cos(math.pi * x)) / 2)
 
 
 class OptimizerSettings(Record):
-    """Adam with decoupled weight decay on fp32 master weights. The learning rate is constant within a job."""
+    """Adam with decoupled weight decay on fp32 master weights."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
+    schedule: Schedule = Schedule()
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.99, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
@@ -122,8 +215,20 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size (R19).
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
+    # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those of one step.
+    batch_size: int | None = Field(default=None, ge=1)
     # Passes over the job's rows, in an order drawn from the run's seed and the base step.
     epochs: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.batch_size is not None and self.grad_accumulation_sequences is not None:
+            raise ValueError("give batch_size or grad_accumulation_sequences, not both")
+        return self
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the job's optimizer step `step`, which counts from 0."""
+        return self.learning_rate * self.schedule.factor(step)
 
 
 class PackedData(Record):
@@ -141,6 +246,9 @@ class PackedData(Record):
     dropped_groups: int = Field(default=0, ge=0)  # no variance in their rewards
     dropped_trajectories: int = Field(default=0, ge=0)  # too long, or nothing trained left after truncation
     truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
+    num_held_out: int = Field(default=0, ge=0)  # examples or pairs that are only evaluated; not in the counts above
+    policy_step_min: int | None = None  # RL: the oldest checkpoint that sampled a turn; None: unknown
+    policy_step_mean: float | None = None  # over turns
     reward_mean: float | None = None
     reward_std: float | None = None
     reward_min: float | None = None

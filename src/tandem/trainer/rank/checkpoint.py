@@ -167,11 +167,13 @@ def _write_and_sync(path: Path, parts: list[memoryview]) -> None:
 
 
 @contextmanager
-def reference_policy(spool: Spool, run: str, policy: Policy, reference: int | Literal["base"]) -> Iterator[None]:
-    """Within the block the policy is the KL's reference: the base model, or another checkpoint of the run.
+def reference_policy(
+    spool: Spool, run: str, policy: Policy, field: str, reference: int | Literal["base"]
+) -> Iterator[None]:
+    """Within the block the policy is the loss's reference: the base model, or another checkpoint of the run.
 
-    Afterwards its own adapter is back, bit for bit. Raises InvalidInput if there is no such checkpoint, and
-    CheckpointDamaged if it is not whole.
+    Afterwards its own adapter is back, bit for bit. Raises InvalidInput (field: `field`) if there is no such
+    checkpoint, and CheckpointDamaged if it is not whole.
     """
     if reference == "base":
         with policy.adapter_disabled():
@@ -180,7 +182,7 @@ def reference_policy(spool: Spool, run: str, policy: Policy, reference: int | Li
     try:
         spool.checkpoints.verify(run, reference)
     except NotFound as error:
-        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field="loss.kl_reference") from error
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
     parameters = policy.lora_parameters().values()
     own = [parameter.detach().clone() for parameter in parameters]
     try:

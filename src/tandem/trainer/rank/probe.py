@@ -65,7 +65,8 @@ def score_long(policy: Policy, tokens: list[int], row_length: int, device: torch
     quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
     positions = [position for end in quarters for position in range(end - 16, end)]
     targets = torch.tensor(positions, device=device)
-    row = replace(row_tensors([tokens], row_length, device), item_source=targets - 1, item_target=targets)
+    row = replace(row_tensors([tokens], row_length, device), item_source=targets - 1,
+                  item_token=torch.tensor([tokens[position] for position in positions], device=device))  # fmt: skip
     values = policy(row, temperature=1.0).logprobs.float().cpu().tolist()
     return LongProbe(tokens=tokens, positions=positions, logprobs=values)
 
@@ -114,10 +115,11 @@ def row_tensors(sequences: list[list[int]], row_length: int, device: torch.devic
     padding = (0, min(-(-used // multiple) * multiple, row_length) - used)
     positions = torch.arange(used) - (ends - sizes).repeat_interleave(sizes)
     targets = positions.nonzero()[:, 0]
+    flat = torch.tensor([token for tokens in sequences for token in tokens])
     return RowTensors(
-        tokens=pad(torch.tensor([token for tokens in sequences for token in tokens]), padding).to(device),
+        tokens=pad(flat, padding).to(device),
         positions=pad(positions, padding).to(device),
         subtree_end=torch.cat([ends.repeat_interleave(sizes), torch.arange(used, row_length) + 1]),
         item_source=(targets - 1).to(device),
-        item_target=targets.to(device),
+        item_token=flat[targets].to(device),
     )

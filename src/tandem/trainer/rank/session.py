@@ -103,7 +103,7 @@ class _Session:
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=partial(checkpoint.reference_policy, self._spool, run.name, policy),
+            reference=partial(checkpoint.reference_policy, self._spool, run.name, policy, job.loss.reference_field),
             fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
@@ -124,6 +124,9 @@ class _Session:
             self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
         metrics = training.train(report) | fp8_error
+        if evaluated := training.evaluate():
+            self._event("evaluated", step=self.heartbeat.step, metrics=evaluated)
+            metrics |= evaluated
         publication = self._publication(policy) if run.weights == "merged" and self._settings.way != "merge" else None
         manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
