@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.client import Trajectory
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NothingToLearn
 from tandem.rl.config import Config
 from tandem.rl.environment import Tasks
@@ -156,7 +157,7 @@ class Environment:
         self.stack = stack
         self.tasks = Tasks(range(50), 0)
 
-    async def rollout(self, task: int, sampler: Any) -> dict[str, Any]:
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
         messages = [{"role": "user", "content": str(task)}]
         messages.append(await sampler.chat(messages))
         await self.stack.pause(4 if task % 7 == 0 else 1)  # some are slow

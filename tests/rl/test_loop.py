@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from tandem.client import Trajectory
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
 from tandem.rl import loop as loops
 from tandem.rl import state as states
@@ -97,7 +98,7 @@ class Broken(Environment):
         super().__init__(stack)
         self.broken, self.errors = broken, errors
 
-    async def rollout(self, task: int, sampler: Any) -> dict[str, Any]:
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
         if task in self.broken and self.errors > 0:
             self.errors -= 1
             raise ValueError(f"task {task} is broken")
@@ -114,7 +115,7 @@ def test_a_rollout_that_raises_is_tried_again_and_then_its_group_is_dropped(tmp_
     assert "ValueError: task" in loop.error
     assert "test_loop.py, line" in loop.error
 
-    few = Broken(FakeStack(), broken={0}, errors=2)
+    few = Broken(FakeStack(), broken=set(range(50)), errors=2)
     (tmp_path / "few").mkdir()
     asyncio.run(make_loop(config(), few.stack, few, tmp_path / "few").run())
     assert sum(line["errors"] for line in lines(tmp_path / "few")) == 2
@@ -135,9 +136,9 @@ class Equal(Environment):
         super().__init__(stack)
         self.equal = equal
 
-    async def rollout(self, task: int, sampler: Any) -> dict[str, Any]:
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
         made = await super().rollout(task, sampler)
-        return made | {"reward": 1.0} if task in self.equal else made
+        return made.model_copy(update={"reward": 1.0}) if task in self.equal else made
 
 
 def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
+from pydantic import ValidationError
+
+from tandem.data.inputs import Trajectory, from_validation_error
 from tandem.errors import InvalidInput
 from tandem.rl.config import EnvironmentSection
-
-Trajectory = dict[str, Any]
 
 
 class Tasks:
@@ -64,8 +65,11 @@ class Environment:
 
 
 def as_trajectory(result: Any) -> Trajectory:
-    """What a rollout returned, as it is sent; InvalidInput where a turn does not say which step sampled it."""
-    trajectory = result.model_dump(exclude_none=True) if hasattr(result, "model_dump") else result
-    if not isinstance(trajectory, dict) or any(turn.get("policy_step") is None for turn in trajectory["turns"]):
+    """What a rollout returned; InvalidInput where it is wrong, or a turn does not say which step sampled it."""
+    try:
+        trajectory = Trajectory.model_validate(result)
+    except ValidationError as error:
+        raise from_validation_error(error) from error
+    if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return sampler.finish(reward)")
     return trajectory

@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 
-from tandem.client import AsyncTandem
+from tandem.client import AsyncTandem, Trajectory
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.rl import state as states
 from tandem.rl.config import Config
-from tandem.rl.environment import Environment, Trajectory, as_trajectory
+from tandem.rl.environment import Environment, as_trajectory
 from tandem.rl.record import Record, batch_numbers
 from tandem.rl.sampler import Sampler
 from tandem.spool.locks import LockHeldError, file_lock
@@ -39,10 +39,9 @@ class Group:
     ended: float
 
     def __post_init__(self) -> None:
-        self.oldest = min(turn["policy_step"] for trajectory in self.trajectories for turn in trajectory["turns"])
-        self.informative = len({trajectory["reward"] for trajectory in self.trajectories}) > 1 or any(
-            trajectory.get("advantage") for trajectory in self.trajectories
-        )
+        self.oldest = min(turn.policy_step or 0 for trajectory in self.trajectories for turn in trajectory.turns)
+        equal = len({trajectory.reward for trajectory in self.trajectories}) == 1
+        self.informative = not equal or any(trajectory.advantage for trajectory in self.trajectories)
 
 
 class Loop:
@@ -64,6 +63,7 @@ class Loop:
         self.sample: Trajectory | None = None
         self.error = ""
         self._rewards: list[float] = []  # since the last submission
+        self._evaluating = False
         self._sending = self._failing = self._equal = 0  # groups being submitted; failed, without a difference in a row
 
     async def run(self) -> None:
@@ -119,7 +119,6 @@ class Loop:
         self._idle_since = time.time()
         states.save(self._file, self.state)
         self.served = (await self._tandem.wait_served(run.name, self._followed)).step
-        await self._evaluate(self._followed)
 
     async def _state_of(self, job: str) -> str:
         """The job's state; "" where the controller does not know it."""
@@ -177,7 +176,7 @@ class Loop:
 
     def _keep(self, group: Group) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
-        rewards = [trajectory["reward"] for trajectory in group.trajectories]
+        rewards = [trajectory.reward for trajectory in group.trajectories]
         self._rewards += rewards
         self.sample = group.trajectories[0]
         self._equal = 0 if group.informative else self._equal + 1
@@ -198,10 +197,8 @@ class Loop:
         """`size` trajectories of a task, from the newest steps or all from `step`."""
 
         def sampler() -> Sampler:
-            pin = self._rl.pin or step is not None
-            return Sampler(
-                self._vllm, self._run, lambda: self.served if step is None else step, self._rl.sampling, pin=pin
-            )
+            pin = self.served if step is None and self._rl.pin else step
+            return Sampler(self._vllm, self._run, lambda: self.served, pin, self._rl.sampling)
 
         async def attempt(left: int) -> Trajectory:
             try:
@@ -242,7 +239,8 @@ class Loop:
         for group in [group for group in self.ready if group.oldest < oldest]:
             self.ready.remove(group)
             self._leave_out(group.task, "stale")
-        return len(self.ready) >= self._size
+        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones.
+        return len(self.ready) >= self._size and (self.base <= self._followed or not self._evaluating)
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
@@ -260,7 +258,9 @@ class Loop:
         self.state.pending = {
             **self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True),
             "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
-            "groups": [{"trajectories": group.trajectories} for group in batch], "labels": {"tasks": " ".join(tasks)},
+            "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
+                       for group in batch],
+            "labels": {"tasks": " ".join(tasks)},
         }  # fmt: skip
         states.save(self._file, self.state)
         if await self._send():
@@ -289,17 +289,20 @@ class Loop:
     # ---- the follower's side
 
     async def _follow(self) -> None:
-        """Wait for each job and until its step is served; record the step's numbers."""
+        """Wait for each job and until its step is served; record the step's numbers, and evaluate beside the next."""
+        evaluation = asyncio.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
             await self._tandem.wait_job(job.id)
             self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
-            self._followed = job.base + 1
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
             self.state.jobs.remove(job)
             states.save(self._file, self.state)
-            await self._evaluate(self._followed)
+            await evaluation
+            self._followed = job.base + 1
+            evaluation = asyncio.create_task(self._evaluate(self._followed))
+        await evaluation
 
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""
@@ -308,8 +311,10 @@ class Loop:
             return
         environment = self._environments[-1 if settings.environment else 0]
         tasks = environment.tasks.first(settings.groups)
+        self._evaluating = True
         sampled = [self._sampled(environment, task, settings.samples, step) for task in tasks]
         results = await asyncio.gather(*sampled, return_exceptions=True)
+        self._evaluating = False
         trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]
         self.record.evaluation(step, trajectories, sum(not isinstance(result, list) for result in results))
 

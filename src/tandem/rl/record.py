@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tandem.client import Event
-from tandem.rl.environment import Trajectory
+from tandem.client import Event, Trajectory
 from tandem.rl.state import Submitted
 
 LEFT_OUT = ("uninformative", "stale", "failed")
@@ -19,15 +18,15 @@ def batch_numbers(
 ) -> dict[str, Any]:
     """What is known of a batch when it is submitted. `sampled`: the rewards of all that was sampled for it, the groups
     that were left out too."""
-    turns = [turn for trajectory in trajectories for turn in trajectory["turns"]]
-    behind = [base - turn["policy_step"] for turn in turns]
-    rewards = [trajectory["reward"] for trajectory in trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    behind = [base - (turn.policy_step or 0) for turn in turns]
+    rewards = [trajectory.reward for trajectory in trajectories]
     return {
         "reward": fmean(sampled or rewards),
         "reward_trained": fmean(rewards),
         "metrics": _means(trajectories),
         "off_policy_steps": {"max": max(behind), "mean": fmean(behind)},
-        "tokens": sum(len(turn["token_ids"]) for turn in turns),
+        "tokens": sum(len(turn.token_ids) for turn in turns),
         "turns": len(turns),
         "left_out": {why: counts[why] for why in LEFT_OUT},
         "errors": counts["errors"],
@@ -39,7 +38,7 @@ def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The environment's own metrics, each over the trajectories that have it."""
     found: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        for name, value in trajectory.get("metrics", {}).items():
+        for name, value in trajectory.metrics.items():
             found.setdefault(name, []).append(value)
     return {name: fmean(values) for name, values in sorted(found.items())}
 
@@ -77,7 +76,7 @@ class Record:
 
     def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:
         """Record what the tasks of [eval] earned."""
-        rewards = [trajectory["reward"] for trajectory in trajectories]
+        rewards = [trajectory.reward for trajectory in trajectories]
         line = {"evaluated": step, "reward": fmean(rewards) if rewards else None, "samples": len(rewards)}
         self._write(line | {"failed": failed, "metrics": _means(trajectories)})
 

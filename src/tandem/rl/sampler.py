@@ -3,13 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
-from tandem.client import TrajectoryBuilder, sampling_options
+from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff, connection
-from tandem.errors import InvalidInput, NotServed, TandemError, Unreachable
+from tandem.errors import InvalidInput, TandemError
 
 PATIENCE = 300.0
 """Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
@@ -25,21 +26,21 @@ def open_vllm() -> httpx.AsyncClient:
 class Sampler:
     """What a rollout gets: `chat` samples one message, `finish` makes the trajectory of all that was sampled.
 
-    `newest()` is the step to sample from; with `pin` only the first turn asks for it. `response` is vLLM's last answer.
+    `newest()` is the newest served step, and `pin` the step to sample from in its place. `response` is vLLM's last
+    answer.
     """
 
     def __init__(
-        self, vllm: httpx.AsyncClient, run: str, newest: Callable[[], int], options: Mapping[str, Any], *, pin: bool
+        self, vllm: httpx.AsyncClient, run: str, newest: Callable[[], int], pin: int | None, options: Mapping[str, Any]
     ) -> None:
-        self._vllm, self._run, self._newest, self._options, self._pin = vllm, run, newest, options, pin
+        self._vllm, self._run, self._newest, self._pin, self._options = vllm, run, newest, pin, options
         self._builder = TrajectoryBuilder([])
-        self._steps: list[int] = []  # that sampled each turn
         self.response: dict[str, Any] = {}
 
     @property
     def model(self) -> str:
         """The model that the next turn samples from."""
-        return f"{self._run}@{self._steps[0] if self._pin and self._steps else self._newest()}"
+        return f"{self._run}@{self._newest() if self._pin is None else self._pin}"
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """The message that follows `messages`; `options`: vLLM's, such as `tools` or `max_tokens`.
@@ -47,38 +48,27 @@ class Sampler:
         InvalidInput for what vLLM refuses, such as a conversation longer than its context.
         """
         extra = sampling_options(**{"temperature": 1.0, **self._options, **options})["extra_body"]
-        response = await self._post({"messages": list(messages), "logprobs": True, **extra})
-        self.response = response.json()
+        self.response = await self._post({"messages": list(messages), "logprobs": True, **extra})
         self._builder.messages = [dict(message) for message in messages]
-        # With merged weights the header names all versions that the tokens came from, the oldest first.
-        model = response.headers.get("x-tandem-weights", self.response["model"]).split(",")[0]
-        self._steps.append(int(model.rpartition("@")[2]))
         return self._builder.add_response(self.response)
 
-    def finish(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> dict[str, Any]:
+    def finish(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
         """The trajectory of all turns so far."""
-        made = self._builder.finish(float(reward), metrics={k: float(v) for k, v in (metrics or {}).items()})
-        trajectory = made.model_dump(exclude_none=True)
-        for turn, step in zip(trajectory["turns"], self._steps, strict=True):
-            turn["policy_step"] = step
-        return trajectory
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        return self._builder.finish(float(reward), metrics=numbers)
 
-    async def _post(self, body: dict[str, Any]) -> httpx.Response:
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """vLLM's answer; the request is repeated while vLLM is away or does not have the step yet."""
         backoff = Backoff(PATIENCE)
         while True:
-            model = self.model
-            error: TandemError = Unreachable(f"vLLM at {self._vllm.base_url} does not answer; check OPENAI_BASE_URL")
-            try:
+            model, error = self.model, TandemError(f"vLLM at {self._vllm.base_url} does not answer")
+            with suppress(httpx.TransportError):
                 response = await self._vllm.post("chat/completions", json={**body, "model": model})
-            except httpx.TransportError as failure:
-                error.__cause__ = failure
-            else:
                 if response.is_success:
-                    return response
-                detail = f"vLLM answered {response.status_code} for {model}: {response.text[:500]}"
-                error = NotServed(detail) if response.status_code == 404 else InvalidInput(detail)
-                gone = response.status_code == 404 and self._pin and model != f"{self._run}@{self._newest()}"
+                    answer: dict[str, Any] = response.json()
+                    return answer
+                error = InvalidInput(f"vLLM answered {response.status_code} for {model}: {response.text[:500]}")
+                gone = response.status_code == 404 and self._pin is not None and self._pin < self._newest()
                 if gone or (response.status_code < 500 and response.status_code not in (404, 429)):
                     raise error
             await asyncio.sleep(backoff.next(error))

@@ -49,6 +49,6 @@ def panel(loop: Loop) -> RenderableType:
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))
     if loop.sample:
-        said = "\n".join(f"{m['role']}: {m.get('content') or m.get('tool_calls')}" for m in loop.sample["messages"])
-        parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample['reward']:g}"))
+        said = "\n".join(f"{m['role']}: {m.get('content') or m.get('tool_calls')}" for m in loop.sample.messages or [])
+        parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample.reward:g}"))
     return Panel(Group(*parts), title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}")
