@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, Input, PackingSettings, from_validation_error
 from tandem.errors import InvalidInput
-from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Serving
+from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving
 
 
 class RunSection(Input):
@@ -68,6 +68,10 @@ class RLSection(Input):
         sampled, trained = self.sampling.get("temperature", 1.0), self.loss.temperature
         if sampled != trained:
             raise ValueError(f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal")
+        if self.optimizer.schedule != Schedule() and self.optimizer.batch_size is None:
+            raise ValueError(
+                "optimizer.schedule needs optimizer.batch_size (groups), which says how many steps a job has"
+            )
         return self
 
 

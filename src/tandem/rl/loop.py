@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +256,13 @@ class Loop:
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(states.Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
+        settings = self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True)
+        optimizer = self._rl.optimizer
+        if optimizer.batch_size:  # one schedule over all jobs
+            start = (self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
+            settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
         self.state.pending = {
-            **self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True),
+            **settings,
             "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
             "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
                        for group in batch],
