@@ -141,9 +141,9 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
 
 def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "game", importlib.import_module("game").Game().sft_examples())
-    rl = Rl(stack, tmp_path, "game")
+    rl = Rl(stack, tmp_path, "game", steps="8", every="8")
     rl.finish()
-    check(stack, "game", SFT_STEPS, steps=12, bound=1)
+    check(stack, "game", SFT_STEPS, steps=8, bound=1)
     before, *_, after = rl.lines("evaluated")
     assert before["metrics"]["rounds"] > 1.5
     assert after["reward"] > before["reward"] + 0.25
@@ -154,7 +154,7 @@ def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalS
     teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=15)
     rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")
     process = rl.start()
-    until("a step", lambda: rl.lines("step"), 120, poll=0.01)
+    until("a job is submitted", lambda: rl.known().get("jobs"), 120, poll=0.01)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -25,7 +25,7 @@ class RunSection(Input):
 class EnvironmentSection(Input):
     """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of the groups."""
 
-    use: str = Field(pattern=r"^[\w.]+:[\w.-]+$")
+    use: str = Field(pattern=r"^[\w.]+:\S+$")
     weight: float = Field(default=1.0, gt=0)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
