@@ -55,7 +55,7 @@ def curve(seed: int, steps: int, *, fp8: bool) -> list[float]:
         loss = -policy(rows[step % len(rows)]).logprobs.mean()
         loss.backward()
         optimizer.reduce_gradients()
-        optimizer.step(optimizer.gradient_norm())
+        optimizer.step(optimizer.gradient_norm(), optimizer.settings.learning_rate)
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
 

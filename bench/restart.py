@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import report
-from tandem.data.inputs import PackingSettings, SFTExample
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import PackingSettings
 from tandem.data.prepare import prepare_sft
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter

@@ -109,7 +109,7 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
         optimizer.zero_grad()
         policy(tensors).logprobs.mean().backward()
         optimizer.reduce_gradients()
-        optimizer.step(optimizer.gradient_norm())
+        optimizer.step(optimizer.gradient_norm(), optimizer.settings.learning_rate)
 
     return step
 

@@ -48,7 +48,7 @@ def as_json(tandem):
 
 def train(tandem, run: str) -> str:
     """Queue the job of request.json; returns its id."""
-    return json.loads(tandem("train", run, "request.json", "--wait", "no", "--json")[1])["id"]
+    return json.loads(tandem("train", "job", run, "request.json", "--wait", "no", "--json")[1])["id"]
 
 
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
@@ -56,7 +56,7 @@ def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]
     with ThreadPoolExecutor() as threads:
         queued = threads.submit(until, "it is queued", lambda: server.spool.jobs.list(states=("queued",)))
         others = threads.submit(lambda: (queued.result(), action()))
-        result = tandem("train", *arguments)
+        result = tandem("train", "job", *arguments)
         others.result()
         return result
 
@@ -169,7 +169,7 @@ def test_queue_and_cancel(tandem, as_json, run):
     assert as_json("jobs", "show", job)["state"] == "queued"
     assert as_json("jobs", "cancel", job)["state"] == "cancelled"
     for arguments, field in ((["request.json", "--base-step", "7"], "base_step"), (["missing.json"], "FILE")):
-        status, _, err = tandem("train", run, *arguments, "--wait", "no")
+        status, _, err = tandem("train", "job", run, *arguments, "--wait", "no")
         assert (status, field in err) == (1, True)
 
 

@@ -57,7 +57,7 @@ BAD_VALUES = {
     "more seconds than ranks can count": ("stall_seconds", 1e300),
     "an attempt without end": ("deadline_seconds", 1e300),
     "negative base step": ("base_step", -1),
-    "unknown kind": ("kind", "dpo", None),
+    "unknown kind": ("kind", "ppo", None),
     "no examples": ("examples", []),
 }
 

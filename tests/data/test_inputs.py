@@ -12,7 +12,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter, ValidationError
 
 from tandem.data import inputs
-from tandem.data.inputs import Group, PackingSettings, SFTExample, from_validation_error, turn_from_openai
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import Group, PackingSettings, from_validation_error, turn_from_openai
 from tandem.errors import InvalidInput
 
 # The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM 0.32.
@@ -164,7 +165,7 @@ ANSWER = {"role": "assistant", "content": "!"}
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [ASK]}, "messages", "no assistant message"),
         ({"messages": [{"role": "assistant"}]}, "messages.0.content", "required"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "valid string"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "required"),
         ({"token_ids": [1, 2], "trainable": [False]}, "trainable", "1 flags for 2"),
         ({"token_ids": [1, 2], "trainable": [False, False]}, "trainable", "no token"),
         ({"token_ids": [1, 2], "trainable": [True, True]}, "trainable", "first token"),

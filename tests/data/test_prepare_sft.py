@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tandem.data.inputs import PackingSettings, SFTExample
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_sft
 from tandem.errors import InvalidInput, NothingToLearn

@@ -11,7 +11,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ranks import run_ranks
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample, Trajectory, Turn
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch

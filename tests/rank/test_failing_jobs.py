@@ -11,7 +11,8 @@ import torch
 
 from rank import jobs
 from tandem.data import prepare
-from tandem.data.inputs import Group, SFTExample, Trajectory, Turn
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE

@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import doctor, jobs, rl, runs, smoke, train
+from tandem.cli import doctor, finetune, jobs, rl, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -30,8 +30,7 @@ app = typer.Typer(
 
     Start everything on this machine with [bold]tandem up[/bold], then, in another terminal:
 
-    [bold]tandem run create my-run[/bold], [bold]tandem train my-run examples.jsonl[/bold], and ask vLLM for the model
-    [bold]my-run@1[/bold].
+    [bold]tandem train sft my-run examples.jsonl[/bold], and ask vLLM for the model [bold]my-run@1[/bold].
 
     TANDEM_URL is the controller's address (http://127.0.0.1:8080), TANDEM_API_KEY the key sent to it.
     [bold]tandem doctor[/bold] checks everything and says what to do.
@@ -76,7 +75,11 @@ def _become(module: str) -> Callable[[], None]:
 
 
 app.add_typer(runs.app, name="run")
-app.command("train")(train.train)
+_train = typer.Typer(help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True)
+_train.command("sft")(finetune.sft)
+_train.command("dpo")(finetune.dpo)
+_train.command("job")(train.job)
+app.add_typer(_train, name="train")
 app.command("rl")(rl.rl)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)

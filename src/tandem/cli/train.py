@@ -1,4 +1,4 @@
-"""`tandem train`: makes a job of a file of examples or groups, and shows its progress."""
+"""`tandem train job`: makes a job of a file of examples or groups, and shows its progress."""
 
 import json as jsonlib
 import sys
@@ -18,7 +18,7 @@ from tandem.errors import InvalidInput
 Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
 
 
-def train(
+def job(
     run: RunArgument,
     file: Annotated[str, typer.Argument(help="JSON or JSON lines (see above); '-' is standard input.")],
     setting: Annotated[
@@ -38,7 +38,7 @@ def train(
     ] = Wait.SERVED,
     json: Json = False,
 ) -> None:
-    """Train a run by one job, which makes its next step.
+    """Train a run by one job of yours, which makes its next step.
 
     FILE is one of: [bold]JSON lines[/bold] (or a JSON array), where each line is an example for SFT
     ({"messages": [...]}) or a group for RL ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole

@@ -15,9 +15,10 @@ from typing import Any
 
 from tandem.client.clients import AsyncTandem, Tandem
 from tandem.client.memory import AttemptMemory
-from tandem.client.types import LogPart, RLOptions, SFTOptions
+from tandem.client.types import DPOOptions, LogPart, RLOptions, SFTOptions
 from tandem.controller.schemas import CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.inputs import Group, SFTExample, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import Group, Trajectory, TrajectoryBuilder, Turn, turn_from_openai
 from tandem.errors import InvalidInput
 from tandem.spool.schema import (
     Event,
@@ -25,6 +26,7 @@ from tandem.spool.schema import (
     LoraShape,
     Manifest,
     OptimizerSettings,
+    PreferenceLoss,
     RankMemory,
     RLLoss,
     RunSpec,
@@ -33,10 +35,10 @@ from tandem.spool.schema import (
 )
 
 __all__ = [
-    "AsyncTandem", "AttemptMemory", "CheckpointInfo", "Event", "Group", "JobError", "JobStatus", "LogPart",
-    "LoraShape", "Manifest", "OptimizerSettings", "RLLoss", "RLOptions", "RankMemory", "RolledBack", "RunSpec",
-    "RunStatus", "SFTExample", "SFTLoss", "SFTOptions", "Served", "Tandem", "Trajectory", "TrajectoryBuilder", "Turn",
-    "sampling_options", "turn_from_openai"
+    "AsyncTandem", "AttemptMemory", "CheckpointInfo", "DPOOptions", "Event", "Group", "JobError", "JobStatus",
+    "LogPart", "LoraShape", "Manifest", "OptimizerSettings", "PreferenceLoss", "PreferencePair", "RLLoss",
+    "RLOptions", "RankMemory", "RolledBack", "RunSpec", "RunStatus", "SFTExample", "SFTLoss", "SFTOptions",
+    "Served", "Tandem", "Trajectory", "TrajectoryBuilder", "Turn", "sampling_options", "turn_from_openai"
 ]  # fmt: skip
 
 

@@ -13,9 +13,10 @@ from tandem.client.event_cursor import EventCursor
 from tandem.client.http import Backoff, path
 from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.requests import Requests
-from tandem.client.types import LogPart, OnEvent, RLOptions, SFTOptions, Wait
+from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.inputs import Group, SFTExample
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import Group
 from tandem.errors import Conflict, NotServed
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served
@@ -152,8 +153,22 @@ class Api(Requests):
         status = await self.train(run, {"kind": "sft", "examples": examples, **options})
         return await self._wait(status, wait, timeout, on_event)
 
+    async def train_dpo(
+        self,
+        run: str,
+        pairs: Sequence[PreferencePair | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[DPOOptions],
+    ) -> JobStatus:
+        """Queue a job of preference pairs; otherwise like `train_rl`."""
+        status = await self.train(run, {"kind": "dpo", "pairs": pairs, **options})
+        return await self._wait(status, wait, timeout, on_event)
+
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
-        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl" or "sft")."""
+        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or "dpo")."""
         # With an id from here, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS)

@@ -108,6 +108,7 @@ class Tandem:
 
     train_rl = _blocking(Api.train_rl)
     train_sft = _blocking(Api.train_sft)
+    train_dpo = _blocking(Api.train_dpo)
     train = _blocking(Api.train)
 
     get_job = _blocking(Api.get_job)

@@ -1,11 +1,12 @@
 """The types of the client's arguments and results that no request or response has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import AdvantageSettings, PackingSettings
-from tandem.spool.schema import Event, OptimizerSettings, RLLoss, SFTLoss
+from tandem.spool.schema import Event, OptimizerSettings, PreferenceLoss, RLLoss, SFTLoss
 
 Wait = Literal["job", "served"]
 OnEvent = Callable[[Event], object]
@@ -33,11 +34,20 @@ class _JobOptions(TypedDict, total=False):
 class SFTOptions(_JobOptions, total=False):
     """Options of `train_sft`; the defaults are those of `tandem.controller.schemas.SFTRequest`."""
 
+    held_out: Sequence[SFTExample | Mapping[str, Any]]
     loss: SFTLoss | Mapping[str, Any]
+
+
+class DPOOptions(_JobOptions, total=False):
+    """Options of `train_dpo`; the defaults are those of `tandem.controller.schemas.DPORequest`."""
+
+    held_out: Sequence[PreferencePair | Mapping[str, Any]]
+    loss: PreferenceLoss | Mapping[str, Any]
 
 
 class RLOptions(_JobOptions, total=False):
     """Options of `train_rl`; the defaults are those of `tandem.controller.schemas.RLRequest`."""
 
     loss: RLLoss | Mapping[str, Any]
+    max_off_policy_steps: int
     advantage: AdvantageSettings | Mapping[str, Any]

@@ -9,12 +9,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from tandem.controller.deployment import Deployment
 from tandem.controller.http_errors import invalid_json
-from tandem.controller.schemas import RLRequest, SFTRequest, TrainRequest
-from tandem.data.prepare import prepare_rl, prepare_sft
+from tandem.controller.schemas import AnyRequest, DPORequest, RLRequest, TrainRequest
+from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
-from tandem.spool.schema import Job, JobSpec, RLJob, SFTJob
+from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, SFTJob
 
-_request: TypeAdapter[RLRequest | SFTRequest] = TypeAdapter(TrainRequest)
+_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
 
 
 def submit_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
@@ -38,14 +38,14 @@ def submit_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool
     )
 
 
-def _fingerprint(run: str, request: RLRequest | SFTRequest) -> str:
+def _fingerprint(run: str, request: AnyRequest) -> str:
     """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written does not matter."""
     canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
     content = canonical.model_dump_json(exclude={"id"})
     return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
 
 
-def _check(deployment: Deployment, request: RLRequest | SFTRequest) -> None:
+def _check(deployment: Deployment, request: AnyRequest) -> None:
     """The checks that need the deployment, but not the state of the run."""
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:
@@ -61,7 +61,7 @@ def _check(deployment: Deployment, request: RLRequest | SFTRequest) -> None:
 
 
 def _pack(
-    deployment: Deployment, request: RLRequest | SFTRequest, run: str, job_id: str, base_step: int, directory: Path
+    deployment: Deployment, request: AnyRequest, run: str, job_id: str, base_step: int, directory: Path
 ) -> JobSpec:
     """Write the packed arrays into `directory`; returns the job's specification."""
     names = ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer")
@@ -69,11 +69,15 @@ def _pack(
     spec |= {"id": job_id, "run": run, "base_step": base_step, "created": time.time()}
     spec["fingerprint"] = _fingerprint(run, request)
     arguments: dict[str, Any] = {"vocab_size": deployment.arch.vocab_size, "packing": request.packing, "out": directory}
-    if isinstance(request, SFTRequest):
-        packed = prepare_sft(request.examples, tokenizer_path=deployment.model_path, **arguments)
-        return SFTJob.model_validate(spec | {"data": packed})
-    packed = prepare_rl(
-        request.groups, advantage=request.advantage, base_step=base_step, batch_size=request.optimizer.batch_size,
-        max_off_policy_steps=request.max_off_policy_steps, **arguments,
-    )  # fmt: skip
-    return RLJob.model_validate(spec | {"data": packed})
+    arguments["batch_size"] = request.optimizer.batch_size
+    if isinstance(request, RLRequest):
+        packed = prepare_rl(
+            request.groups, advantage=request.advantage, base_step=base_step,
+            max_off_policy_steps=request.max_off_policy_steps, **arguments,
+        )  # fmt: skip
+        return RLJob.model_validate(spec | {"data": packed})
+    arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
+    if isinstance(request, DPORequest):
+        return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})
+    packed = prepare_sft(request.examples, signed=request.loss.normalisation == "sum", **arguments)
+    return SFTJob.model_validate(spec | {"data": packed})

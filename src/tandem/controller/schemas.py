@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
@@ -144,6 +145,9 @@ class RLRequest(_TrainRequest):
     )  # fmt: skip
 
 
+_HELD_OUT = "their loss is computed after the last optimizer step, and not trained"
+
+
 class SFTRequest(_TrainRequest):
     """Supervised fine-tuning; the loss is on the assistant's tokens only."""
 
@@ -157,10 +161,25 @@ class SFTRequest(_TrainRequest):
 
     kind: Literal["sft"] = "sft"
     examples: list[SFTExample] = Field(min_length=1)
+    held_out: list[SFTExample] = Field(default=[], description=_HELD_OUT)
     loss: schema.SFTLoss = schema.SFTLoss()
 
 
-TrainRequest = Annotated[RLRequest | SFTRequest, Field(discriminator="kind")]
+class DPORequest(_TrainRequest):
+    """Preference training on pairs of a chosen and a rejected answer: DPO, IPO or SimPO."""
+
+    model_config = _example(
+        kind="dpo", pairs=[{"prompt": "Is water wet? ", "chosen": "yes", "rejected": "no"}], loss={"beta": 0.1}
+    )
+
+    kind: Literal["dpo"] = "dpo"
+    pairs: list[PreferencePair] = Field(min_length=1)
+    held_out: list[PreferencePair] = Field(default=[], description=_HELD_OUT)
+    loss: schema.PreferenceLoss = schema.PreferenceLoss()
+
+
+AnyRequest = RLRequest | SFTRequest | DPORequest
+TrainRequest = Annotated[AnyRequest, Field(discriminator="kind")]
 
 
 class JobStatus(Record):

@@ -1,29 +1,55 @@
-"""Tokenises chat examples with the model's own chat template.
+"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained.
 
-Each assistant message is trained in the context in which it would be sampled. Its prompt is the rendering of the
-messages before it with the generation prompt; the trained text is the rest of the rendering that ends with the message.
-So the trained tokens are also exact for templates that render old messages differently (Qwen3 leaves out old
-reasoning): such a message becomes a sequence of its own, as an RL turn does, and shares its prefix in the row.
+Where the template has `{% generation %}`, these tags are the mask. Otherwise each assistant message is trained in the
+context in which it would be sampled: its prompt is the rendering of the messages before it with the generation prompt,
+and the trained text is the rest of the rendering that ends with the message, up to its end-of-turn token. (White space
+after that is not trained, since sampling stops before it.) So the trained tokens are also exact for templates that
+render old messages differently (Qwen3 leaves out old reasoning): such a message becomes a sequence of its own, as an RL
+turn does, and shares its prefix in the row.
 
-A message is trained up to and including its end-of-turn token. White space after that token is not trained, since
-sampling stops before it.
+Many texts are tokenised at once, a conversation once. A border between context and trained text is found in its tokens
+by tokenising what is between the special token before it and the border: tokenizers never merge over special tokens.
 """
 
+import dataclasses
+import re
 import threading
+from bisect import bisect_right
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from tandem.data.inputs import Message
+import numpy as np
+
+from tandem.data.examples import Message
+from tandem.data.packed_format import Float32, Int32
 from tandem.errors import InvalidInput
 
-_loading = threading.Lock()
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _INSTEAD = "give token_ids and trainable instead of messages"
+_REMEMBERED_TAILS, _TAIL_CHARACTERS = 4096, 64
+_one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of {% generation %}, are not thread-safe
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A linear sequence of an example. `tokens` [n], of which the last is trained; `trained` [k]: indices in `tokens`
+    of the trained ones, rising, the first >= 1, k >= 1; `weights` [k]: the factors of their losses (None: all 1);
+    `targets` [k]: the tokens to predict in their place (None: themselves)."""
+
+    tokens: Int32
+    trained: Int32
+    weights: Float32 | None = None
+    targets: Int32 | None = None
+
+
+@lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name; needs no torch. Raises InvalidInput (field: base_model)."""
+    """transformers' tokenizer of a directory or hub name, read once; needs no torch. Raises InvalidInput (field:
+    base_model)."""
     try:
-        # transformers imports its parts as they are first used, which fails in two threads at once.
-        with _loading:
+        with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
             from transformers import AutoTokenizer
 
@@ -32,55 +58,213 @@ def load_tokenizer(path: str) -> Any:
         raise InvalidInput(f"can't load a tokenizer from {path}: {exc}", field="base_model") from exc
 
 
-def chat_turns(tokenizer: Any, messages: list[Message], where: str) -> list[tuple[list[int], list[int]]]:
-    """(prompt token ids, trained token ids) of each assistant message, in order.
+@dataclass(slots=True)
+class Plan:
+    """A sequence before it is tokenised. `spans`: its trained characters. `turns`: (prompt, prompt and completion,
+    field) of each trained message, to tokenise them one by one where a token spans a border; empty: that is refused."""
 
-    InvalidInput (field below `where`) if the template fails, or if the message can't be told from its prompt.
-    """
-    if not tokenizer.chat_template:
-        raise InvalidInput(f"the base model's tokenizer has no chat template; {_INSTEAD}", field=f"{where}.messages")
-    plain = [message.model_dump() for message in messages]
-    turns = []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        field = f"{where}.messages.{index}"
-        prompt = _render(tokenizer, plain[:index], field, generation=True)
-        whole = _render(tokenizer, plain[: index + 1], field, generation=False)
-        if not whole.startswith(prompt):
-            problem = "the chat template renders the messages before this one differently once this message is there"
-            raise InvalidInput(f"{problem}; {_INSTEAD}", field=field)
-        turns.append(_tokens(tokenizer, prompt, whole, field))
-    return turns
+    text: str
+    spans: list[tuple[int, int]]
+    turns: list[tuple[str, str, str]]
+    field: str
+    chat: bool = True
+    lead: list[int] = dataclasses.field(default_factory=list)
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], field: str, *, generation: bool) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
-    except Exception as exc:  # a template is a program and may raise anything
-        raise InvalidInput(f"the chat template refuses the conversation: {exc}", field=field) from exc
-    assert isinstance(rendered, str)
-    return rendered
+type Planned = list[Plan | Rendered] | InvalidInput
 
 
-def _tokens(tokenizer: Any, prompt: str, whole: str, field: str) -> tuple[list[int], list[int]]:
-    # The template's text has all special tokens already.
-    prompt_ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    whole_ids: list[int] = tokenizer.encode(whole, add_special_tokens=False)
-    trained = whole_ids[len(prompt_ids) :]
-    if whole_ids[: len(prompt_ids)] != prompt_ids:
-        # A token spans the border. Sampling starts after the prompt's own tokens, so the message is tokenised alone.
-        completion = whole[len(prompt) :]
-        trained = tokenizer.encode(completion, add_special_tokens=False)
-        if tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:
-            problem = "a token spans the border to the message, which the tokenizer can't tokenise alone"
-            raise InvalidInput(f"{problem}; {_INSTEAD}", field=field)
-    if not prompt_ids:
-        raise InvalidInput("the chat template renders nothing before this message", field=field)
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = [at for at, number in enumerate(trained) if number in special]
-    if ends and not tokenizer.decode(trained[ends[-1] + 1 :]).strip():
-        trained = trained[: ends[-1] + 1]
-    if not trained:
-        raise InvalidInput("the chat template renders nothing for this message", field=field)
-    return prompt_ids, trained
+class Renderer:
+    """A tokenizer with what is computed from it once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if self.backend is not None:  # a tokenizer.json may ask for these
+            self.backend.no_truncation()
+            self.backend.no_padding()
+        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.endings = tuple(special.values())
+        self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
+        self.special[list(special)] = True
+        self.lead = [n for n in tokenizer("").input_ids if n == tokenizer.bos_token_id]
+        self._tails: dict[str, list[int]] = {}
+
+    def encode_all(self, texts: list[str]) -> list[Any]:
+        if self.backend is None:
+            return [self.encode(text) for text in texts]
+        encodings: list[Any] = self.backend.encode_batch(texts, add_special_tokens=False)
+        return encodings
+
+    def encode(self, text: str) -> list[int]:
+        if self.backend is None:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def text(self, prompt: str, completion: str, field: str) -> Plan:
+        """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
+        ended by EOS where there is one."""
+        eos = self.tokenizer.eos_token or ""
+        whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
+        turns = [(prompt, whole, field)]
+        lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
+        return Plan(whole, [(len(prompt), len(whole))], turns, field, False, lead)
+
+    def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> Planned:
+        """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
+        try:
+            if not self.tokenizer.chat_template:
+                problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
+                raise InvalidInput(problem, field=names[0].rpartition(".")[0])
+            template = self.tokenizer.get_chat_template(tools=tools)
+            plain = [message.for_template() for message in messages]
+            if _GENERATION.search(template):
+                return [self._marked(template, plain, names, trained, tools)]
+            return list(self._turns(template, plain, names, trained, tools))
+        except InvalidInput as error:
+            return error
+
+    def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
+        """The plan of a template with `{% generation %}`."""
+        last = names[max(trained)]
+        text, spans = self._apply(template, plain, tools, last, marks=True)
+        spans = [span for span in spans if span[0] < span[1]]
+        assistants = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
+        if trained != set(assistants):
+            if len(spans) != len(assistants):
+                problem = (
+                    f"the chat template marks {len(spans)} parts of {len(assistants)} assistant messages as trained"
+                )
+                raise InvalidInput(f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last)
+            spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
+        if not spans:
+            raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
+        return Plan(text, spans, [], last)
+
+    def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
+        """The plans of a template without: one for all turns of which each continues the one before it."""
+        plans: list[Plan] = []
+        for index in sorted(trained):
+            name = names[index]
+            prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
+            whole, _ = self._apply(template, plain[: index + 1], tools, name)
+            if not whole.startswith(prompt):
+                problem = (
+                    "the chat template renders the messages before this one differently once this message is there"
+                )
+                raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
+            completion = whole[len(prompt) :].rstrip()
+            ended = completion.endswith(self.endings)
+            if not plans or not prompt.startswith(plans[-1].text):
+                plans.append(Plan("", [], [], name))
+            plan = plans[-1]
+            plan.text = prompt + completion if ended else whole
+            plan.spans.append((len(prompt), len(plan.text)))
+            plan.turns.append((prompt, whole, name))
+        return plans
+
+    def _apply(
+        self,
+        template: str,
+        messages: list[Any],
+        tools: Any,
+        name: str,
+        *,
+        generation: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text, and the spans that its marks enclose."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            with _one_at_a_time if marks else nullcontext():
+                (text,), spans = render_jinja_template(
+                    conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=generation,
+                    return_assistant_tokens_mask=marks, **self.tokenizer.special_tokens_map,
+                )  # fmt: skip
+        except Exception as exc:  # a template is a program and may raise anything
+            raise InvalidInput(f"the chat template refuses the conversation: {exc}", field=name) from exc
+        return text, spans[0] if marks else []
+
+    def finish(self, plan: Plan, encoding: Any) -> list[Rendered]:
+        """The sequences of a plan, from the encoding of its text."""
+        ids = np.array(encoding if self.backend is None else encoding.ids, np.int32)
+        at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)]) if self.backend is not None else ()
+        spans = [encoding.token_to_chars(int(i)) for i in at]
+        ends = [end for _, end in spans]
+
+        def index(position: int) -> int | None:
+            """Of the token that begins at this character, if the tokens before it are those of the text before it."""
+            if position == len(plan.text):
+                return len(ids)
+            before = bisect_right(ends, position) - 1
+            first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
+            tail = self._tail(plan.text[start:position])
+            return first + len(tail) if ids[first : first + len(tail)].tolist() == tail else None
+
+        trained: list[int] = []
+        for start, end in ((index(start), index(end)) for start, end in plan.spans):
+            if plan.turns and (start is None or end is None or start >= end or (start == 0 and plan.chat)):
+                return self._one_by_one(plan)
+            if start is None or end is None:
+                problem = "a token spans the border between context and trained text, so the mask is ambiguous"
+                raise InvalidInput(f"{problem}; {_INSTEAD}", field=plan.field)
+            trained.extend(range(start, end))
+        lead = len(plan.lead)
+        if not lead and trained[:1] == [0]:  # nothing predicts the first token
+            del trained[0]
+        if not trained:
+            raise InvalidInput("the text is a single token, which nothing predicts; leave it out", field=plan.field)
+        where = np.array(trained, np.int32) + lead
+        return [Rendered(np.concatenate([np.array(plan.lead, np.int32), ids])[: where[-1] + 1], where)]
+
+    def _tail(self, text: str) -> list[int]:
+        if len(text) > _TAIL_CHARACTERS:
+            return self.encode(text)
+        if text not in self._tails:
+            if len(self._tails) >= _REMEMBERED_TAILS:
+                self._tails = {}
+            self._tails = self._tails | {text: self.encode(text)}
+        return self._tails[text]
+
+    def _one_by_one(self, plan: Plan) -> list[Rendered]:
+        """The sequences of a plan whose turns are tokenised each by itself; a turn continues the sequence before it
+        where its prompt has the same tokens."""
+        found: list[Rendered] = []
+        tokens: list[int] = []
+        trained: list[int] = []
+        for prompt, whole, name in plan.turns:
+            context, completion = self._turn(plan, prompt, whole, name)
+            if tokens and context[: len(tokens)] != tokens:
+                found.append(Rendered(np.array(tokens, np.int32), np.array(trained, np.int32)))
+                trained = []
+            tokens = context + completion
+            trained.extend(range(len(context), len(tokens)))
+        return [*found, Rendered(np.array(tokens, np.int32), np.array(trained, np.int32))]
+
+    def _turn(self, plan: Plan, prompt: str, whole: str, name: str) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of the trained text after it."""
+        prompt_ids, whole_ids = self.encode(prompt), self.encode(whole)
+        trained = whole_ids[len(prompt_ids) :]
+        if whole_ids[: len(prompt_ids)] != prompt_ids:
+            # A token spans the border. Sampling starts after the prompt's own tokens, so it is tokenised alone.
+            completion = whole[len(prompt) :]
+            trained = self.encode(completion)
+            if self.tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:
+                problem = "a token spans the border to the message, which the tokenizer can't tokenise alone"
+                raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
+        if not prompt_ids:
+            raise InvalidInput("the chat template renders nothing before this message", field=name)
+        ends = [at for at, number in enumerate(trained) if self.special[min(number, len(self.special) - 1)]]
+        if ends and not self.tokenizer.decode(trained[ends[-1] + 1 :]).strip():
+            trained = trained[: ends[-1] + 1]
+        if not trained:
+            raise InvalidInput("the chat template renders nothing for this message", field=name)
+        return plan.lead + prompt_ids, trained
+
+
+@lru_cache(maxsize=2)
+def renderer(tokenizer: Any) -> Renderer:
+    return Renderer(tokenizer)

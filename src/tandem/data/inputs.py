@@ -1,4 +1,5 @@
-"""What a client sends: trajectories as vLLM sampled them, SFT examples, and settings. Imports no numpy and no torch.
+"""What a client sends: trajectories as vLLM sampled them, and settings (examples are in `tandem.data.examples`).
+Imports no numpy and no torch.
 
 An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
 `extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the sampled token ids and
@@ -118,54 +119,11 @@ class PackingSettings(Input):
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
 
 
-class Message(Input):
-    role: str = Field(min_length=1)
-    content: str
-
-
-class SFTExample(Input):
-    """Either `messages`, rendered with the model's chat template and trained on assistant messages only, or `token_ids`
-    with `trainable` (same length; the first is false, since nothing predicts the first token). `weight` multiplies
-    the loss of each trained token."""
-
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    token_ids: TokenIds | None = Field(default=None, min_length=2)
-    trainable: list[Annotated[bool, Field(strict=True)]] | None = None
-    weight: StrictFloat = Field(default=1.0, ge=LOWEST_WEIGHT)
-
-    @field_validator("messages")
-    @classmethod
-    def _has_assistant(cls, messages: list[Message] | None) -> list[Message] | None:
-        if messages is not None and not any(message.role == "assistant" for message in messages):
-            raise ValueError("there is no assistant message, so there is nothing to train")
-        return messages
-
-    @field_validator("trainable")
-    @classmethod
-    def _trainable(cls, trainable: list[bool] | None, info: ValidationInfo) -> list[bool] | None:
-        ids = info.data.get("token_ids")
-        if trainable is None or ids is None:
-            return trainable
-        if len(trainable) != len(ids):
-            raise ValueError(f"{len(trainable)} flags for {len(ids)} token ids; there must be one for each")
-        if not any(trainable):
-            raise ValueError("no token is trainable")
-        if trainable[0]:
-            raise ValueError("the first token can't be trained, since no token predicts it; set it to false")
-        return trainable
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        given = [part is not None for part in (self.messages, self.token_ids, self.trainable)]
-        if given not in ([True, False, False], [False, True, True]):
-            raise ValueError("give either messages, or token_ids and trainable")
-        return self
-
-
 def from_validation_error(exc: ValidationError) -> InvalidInput:
     """The first error as InvalidInput, with its dotted path as `field`; the message counts the other errors."""
     errors = exc.errors()
-    return invalid_input(errors, errors[0]["loc"])
+    # Without the tags of unions, which no key of ours looks like.
+    return invalid_input(errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")])
 
 
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:

@@ -67,14 +67,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         groups[group_of[trajectory]].append(index)
     tokens = [sequence.tokens for sequence in sequences]
     batch_of = {trajectory.group: trajectory.batch for trajectory in trajectories}
-    batches: dict[int, list[list[int]]] = {}
-    for number, members in enumerate(groups):
-        batches.setdefault(batch_of[number], []).append(members)
-    rows: list[PrefixTree] = []
-    row_batch: list[int] = []
-    for batch, of_batch in batches.items():
-        rows += _place(of_batch, tokens, sequence_length)
-        row_batch += [batch] * (len(rows) - len(row_batch))
+    rows, row_batch = _rows_of_batches(groups, batch_of, tokens, sequence_length)
 
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -112,6 +105,17 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
         "group_num_items": np.bincount(group_of[item_trajectory], minlength=len(groups)).astype(np.int32),
     }
+
+
+def _rows_of_batches(
+    groups: list[list[int]], batch_of: dict[int, int], tokens: list[Int32], sequence_length: int
+) -> tuple[list[PrefixTree], list[int]]:
+    """The rows, batch after batch, and the batch of each."""
+    batches: dict[int, list[list[int]]] = {}
+    for number, members in enumerate(groups):
+        batches.setdefault(batch_of[number], []).append(members)
+    placed = {batch: _place(members, tokens, sequence_length) for batch, members in batches.items()}
+    return [row for rows in placed.values() for row in rows], [batch for batch, rows in placed.items() for _ in rows]
 
 
 class _Rows:

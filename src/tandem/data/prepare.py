@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from tandem.data.advantages import group_advantages, spread
-from tandem.data.chat_template import chat_turns, load_tokenizer
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, SFTExample
-from tandem.data.packed_format import digest, write_packed
+from tandem.data.chat_template import load_tokenizer
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
+from tandem.data.packed_format import Int32, digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
+from tandem.data.prefix_tree import common_prefix
+from tandem.data.render import render, render_pairs
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -72,32 +75,78 @@ def prepare_rl(
 
 
 def prepare_sft(
-    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path
-) -> PackedData:
+    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
+    held_out: Sequence[SFTExample] = (), batch_size: int | None = None, signed: bool = False,
+) -> PackedData:  # fmt: skip
     """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
 
-    Reads the tokenizer (a directory or a hub's name) only if an example has `messages`; `tandem.data.chat_template`
-    says how these become tokens. Fields of errors are `examples.<i>...`.
+    `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the tokenizer (a directory
+    or a hub's name) only if an example is not `token_ids`; `tandem.data.render` says how these become tokens. Fields of
+    errors are `examples.<i>...` and `held_out.<i>...`.
     """
-    if not examples:
-        raise InvalidInput("there is no example", field="examples")
-    tokenizer = load_tokenizer(tokenizer_path) if any(example.messages for example in examples) else None
+    everything, fields = _listed(examples, held_out, "examples")
+    plain = all(example.token_ids is not None for example in everything)
+    tokenizer = None if plain else load_tokenizer(tokenizer_path)
     trajectories = []
-    for e, example in enumerate(examples):
-        field = f"examples.{e}"
-        _check_float32(example.weight, f"{field}.weight")
-        if example.token_ids is not None and example.trainable is not None:
-            _check_vocabulary(example.token_ids, vocab_size, f"{field}.token_ids")
-            targets = [index for index, trained in enumerate(example.trainable) if trained]
-            sequences = [_linear_sequence(example.token_ids, targets, [float("nan")] * len(targets))]
-        else:
-            turns = chat_turns(tokenizer, example.messages or [], field)
-            for prompt, completion in turns:
-                _check_vocabulary(prompt + completion, vocab_size, f"{field}.messages")
-            sequences = _link_turns((prompt, ids, [float("nan")] * len(ids)) for prompt, ids in turns)
+    for e, rendered in enumerate(render(tokenizer, everything, fields)):
+        example, field = everything[e], fields[e]
+        form = next(form for form in _FORMS if getattr(example, form) is not None)
+        sequences = []
+        for one in rendered:
+            targets = one.tokens[one.trained] if one.targets is None else one.targets
+            weights = np.ones(len(one.trained), np.float32) if one.weights is None else one.weights
+            _check_range(one.tokens, vocab_size, f"{field}.{form}")
+            _check_range(targets, vocab_size, f"{field}.{form if one.targets is None else 'targets'}")
+            if not signed and (weights < 0).any():
+                problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
+                raise InvalidInput(problem, field=f"{field}.weights")
+            unknown = np.full(len(one.trained), np.nan, np.float32)
+            sequences.append(LinearSequence(one.tokens, one.trained, unknown, targets, weights))
         fitted, truncated = _fit_to_row(sequences, packing, field)
-        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated))
-    return _write(trajectories, vocab_size, packing, out, None, dropped_groups=0)
+        batch = 0 if e < len(examples) else -1
+        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
+
+
+def prepare_dpo(
+    pairs: Sequence[PreferencePair], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
+    held_out: Sequence[PreferencePair] = (), batch_size: int | None = None,
+) -> PackedData:  # fmt: skip
+    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the advantages 1 (chosen) and -1
+    (rejected). The tokens that the two begin with are stored once. Fields of errors are `pairs.<i>...`."""
+    everything, fields = _listed(pairs, held_out, "pairs")
+    trajectories = []
+    for p, (prompt, *answers) in enumerate(render_pairs(load_tokenizer(tokenizer_path), everything, fields)):
+        whole = [np.concatenate([prompt, answer]) for answer in answers]
+        slots = sum(map(len, whole)) - common_prefix(*whole)
+        fits = slots <= packing.sequence_length
+        if not fits and packing.too_long != "drop":
+            remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
+            problem = f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
+            raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
+        batch = 0 if p < len(pairs) else -1
+        for tokens, sign in zip(whole, (1.0, -1.0), strict=True):
+            _check_range(tokens, vocab_size, fields[p])
+            targets = range(len(prompt), len(tokens))
+            sequence = _linear_sequence(tokens.tolist(), targets, [float("nan")] * len(targets))
+            trajectories.append(PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch))
+    return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
+
+
+_FORMS = ("token_ids", "messages", "completion", "text")
+
+
+def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
+    """All examples or pairs, and the field of each."""
+    if not trained:
+        raise InvalidInput(f"there are no {name}", field=name)
+    fields = [f"{name}.{i}" for i in range(len(trained))] + [f"held_out.{i}" for i in range(len(held_out))]
+    return [*trained, *held_out], fields
+
+
+def _check_range(ids: Int32, vocab_size: int, field: str) -> None:
+    if ids.max() >= vocab_size:
+        _check_vocabulary(ids.tolist(), vocab_size, field)
 
 
 def _linear_sequence(tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float]) -> LinearSequence:

@@ -1,0 +1,235 @@
+"""A training longer than a job: a file of examples or pairs as a chain of jobs, each of which makes a checkpoint.
+
+The content of the file and the settings name the jobs, so the same training started again goes on where it was: the
+run's checkpoints say which jobs have succeeded. Only the slice of one job is in memory.
+"""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tandem.client.clients import Tandem
+from tandem.controller.schemas import JobStatus
+from tandem.data.formats import open_examples
+from tandem.data.inputs import Input, PackingSettings
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
+from tandem.spool.schema import Event, LoraShape, OptimizerSettings, PreferenceLoss, RunName, Schedule, SFTLoss
+
+OnStep = Callable[[int, Event], object]
+
+
+class TrainingConfig(Input):
+    """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML file."""
+
+    run: RunName
+    data: str = Field(description="a file of examples or pairs; docs/data.md lists the formats")
+    format: str = "auto"
+    held_out: str | float | None = Field(
+        default=None, description="a file, or the share of DATA, whose loss is computed but not trained"
+    )
+    epochs: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=32, ge=1, description="examples or pairs per optimizer step")
+    learning_rate: float | None = Field(default=None, gt=0, description="default: 2e-4 for SFT, 2e-5 for pairs")
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: float = Field(default=0.03, ge=0, description="optimizer steps, or below 1 the share of all")
+    floor: float = Field(default=0.0, ge=0, le=1, description="of the learning rate at the end, as a share")
+    checkpoint_every: int = Field(default=100, ge=1, description="optimizer steps of a job, which makes a checkpoint")
+    evaluate_every: int = Field(default=1, ge=1, description="compute the held-out loss in every n-th job")
+    sequence_length: int = PackingSettings.model_fields["sequence_length"].default
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    lora: LoraShape | None = Field(default=None, description="of a run that does not exist yet")
+    optimizer: OptimizerSettings = Field(default=OptimizerSettings(), description="Adam's other settings, as in a job")
+    seed: Annotated[int, Field(strict=True)] = Field(default=0, description="of the order of the examples")
+
+    @model_validator(mode="after")
+    def _share(self) -> Self:
+        if isinstance(self.held_out, float) and not 0 < self.held_out < 1:
+            raise ValueError("held_out is a file or a share between 0 and 1")
+        others = {"learning_rate", "schedule", "epochs", "batch_size", "grad_accumulation_sequences"}
+        if given := sorted(others & self.optimizer.model_fields_set):
+            raise ValueError(f"optimizer.{given[0]}: the training sets it; see learning_rate, schedule and batch_size")
+        return self
+
+
+class SFTTraining(TrainingConfig):
+    """Of examples."""
+
+    kind: Literal["sft"] = "sft"
+    loss: SFTLoss = Field(default=SFTLoss(), description="as in a job")
+
+
+class DPOTraining(TrainingConfig):
+    """Of pairs."""
+
+    kind: Literal["dpo"] = "dpo"
+    loss: PreferenceLoss = Field(default=PreferenceLoss(), description="as in a job")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A job of the chain: optimizer steps [first, last) of the whole training, all in one epoch."""
+
+    number: int
+    epoch: int
+    first: int
+    last: int
+
+
+class Chain:
+    """One training. InvalidInput (field: the setting, or the file) if its data can't be opened or is too little."""
+
+    def __init__(self, config: SFTTraining | DPOTraining) -> None:
+        self.config = config
+        self._key = "pairs" if config.kind == "dpo" else "examples"
+        self._data = open_examples(config.data, config.format, config.kind)
+        indices = list(range(len(self._data)))
+        if isinstance(config.held_out, float):
+            random.Random(f"{config.seed} held out").shuffle(indices)
+            size = max(1, round(config.held_out * len(indices)))
+            self._held_out = [self._data[index][1] for index in indices[:size]]
+            indices = sorted(indices[size:])
+        elif config.held_out is not None:
+            others = open_examples(config.held_out, config.format, config.kind)
+            self._held_out = [others[index][1] for index in range(len(others))]
+        else:
+            self._held_out = []
+        if not indices:
+            raise InvalidInput(f"{config.data} has nothing to train", field="data")
+        self._indices = indices
+        self.examples = len(indices)
+        self._order: tuple[int, list[int]] = (-1, [])  # of one epoch
+        per_epoch = math.ceil(len(indices) / config.batch_size)
+        self.total = config.epochs * per_epoch
+        starts = range(0, per_epoch, config.checkpoint_every)
+        self.slices = [
+            Slice(number, epoch, epoch * per_epoch + start,
+                  epoch * per_epoch + min(start + config.checkpoint_every, per_epoch))
+            for number, (epoch, start) in enumerate((e, s) for e in range(config.epochs) for s in starts)
+        ]  # fmt: skip
+        held_out = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
+        content = [config.model_dump_json(exclude={"data", "held_out"}), _digest(Path(config.data)), held_out]
+        self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
+        warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
+        self._schedule = Schedule(
+            shape=config.schedule, total=self.total, warmup=min(warmup, self.total - 1), floor=config.floor
+        )
+
+    def run(self, tandem: Tandem, on_step: OnStep = lambda *_: None) -> JobStatus:
+        """Submit what is not done yet, one job ahead of the one that trains, and wait for the last.
+
+        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed, with which the
+        chain ends; `run` again takes that job up once more. Conflict if another training of the run came between.
+        """
+        made = self._create_run(tandem)
+        first, start = self._done(tandem)
+        if first == len(self.slices) and start is not None:
+            raise Conflict(
+                f"this training is complete: it made {self.config.run}@{start + first}; for another one change its seed"
+            )
+        try:
+            job = self._submit(tandem, self.slices[first], start)
+        except InvalidInput:
+            if made:
+                tandem.delete_run(self.config.run)
+            raise
+        start = job.spec.base_step - first
+        for part in self.slices[first:]:
+            ahead = job
+            try:
+                if part != self.slices[-1]:
+                    ahead = self._submit(tandem, self.slices[part.number + 1], start)
+                done = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+            except Conflict:
+                tandem.wait_job(job.id)  # raises JobFailed if it failed before the next one was submitted
+                raise
+            except JobFailed:
+                if ahead != job:
+                    tandem.cancel(ahead.id)
+                raise
+            job = ahead
+        return done
+
+    def _create_run(self, tandem: Tandem) -> bool:
+        """Whether the run was made here."""
+        try:
+            tandem.get_run(self.config.run)
+            return False
+        except NotFound:
+            tandem.create_run(self.config.run, lora=self.config.lora)
+            return True
+
+    def _done(self, tandem: Tandem) -> tuple[int, int | None]:
+        """How many of the jobs have made their checkpoints, and the step that the first one started from, if known."""
+        for checkpoint in reversed(tandem.checkpoints(self.config.run)):
+            name, _, rest = (checkpoint.job or "").partition(".")
+            if name == self.name:
+                done = int(rest.partition(".")[0]) + 1
+                return done, checkpoint.step - done
+        return 0, None
+
+    def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
+        """The job of this part: the one that waits, runs or has succeeded, or else a new one."""
+        tries = (f"{self.name}.{part.number:05}" + (f".{again}" if again else "") for again in range(1000))
+        for name in tries:
+            try:
+                job = tandem.get_job(name)
+            except NotFound:
+                return tandem.train(self.config.run, self._request(part, name, start))
+            if job.state not in ("failed", "cancelled"):
+                return job
+        raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
+
+    def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
+        config = self.config
+        loss = config.loss
+        if (
+            isinstance(loss, PreferenceLoss)
+            and loss.kind != "simpo"
+            and loss.reference == "start"
+            and start is not None
+        ):
+            loss = loss.model_copy(update={"reference": start})  # one reference for the whole chain
+        rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
+        evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
+        own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}
+        return {
+            "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
+            self._key: list(self._examples(part)), "held_out": self._held_out if evaluated else [],
+            "loss": loss.model_dump(),
+            "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
+            "optimizer": config.optimizer.model_copy(update={"learning_rate": rate, **own}).model_dump(),
+            "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
+        }  # fmt: skip
+
+    def _examples(self, part: Slice) -> Iterator[dict[str, Any]]:
+        """The examples of a job, in the order of its epoch, drawn from the seed."""
+        if self._order[0] != part.epoch:
+            order = list(self._indices)
+            random.Random(f"{self.config.seed} {part.epoch}").shuffle(order)
+            self._order = (part.epoch, order)
+        offset = part.epoch * (self.total // self.config.epochs)
+        first, last = ((step - offset) * self.config.batch_size for step in (part.first, part.last))
+        for index in self._order[1][first:last]:
+            yield self._data[index][1]
+
+
+def _steps(part: Slice, event: Event) -> int:
+    """Optimizer steps of the training that are done after this event of a part's job."""
+    if event.type == "succeeded":
+        return part.last
+    return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file; of a directory's files by name and size."""
+    if path.is_dir():
+        names = sorted((str(file.relative_to(path)), file.stat().st_size) for file in path.rglob("*") if file.is_file())
+        return hashlib.sha256(repr(names).encode()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,243 @@
+"""What a client sends for SFT and preference training: conversations, texts and tokens. Imports no numpy and no torch.
+
+`tandem.data.formats` turns the records of files into these; `tandem.data.render` turns these into tokens.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.functional_validators import AfterValidator
+
+from tandem.data.inputs import LOWEST_WEIGHT, Input, StrictFloat, TokenIds
+
+LARGEST_WEIGHT = 1e30
+StrictBool = Annotated[bool, Field(strict=True)]
+
+
+def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"can't be written as JSON: {exc}") from exc
+    return value
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value or "{}")
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"neither a JSON object nor the text of one: {exc}") from exc
+    return {} if value is None else value
+
+
+def _joined(content: Any) -> Any:
+    """The text of a list of content parts, joined as vLLM joins it."""
+    if not isinstance(content, list):
+        return content
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"part {i} is {kind!r}; only parts {{type: text, text: ...}} are trained, so leave it out")
+    return "\n".join(part["text"] for part in content)
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
+
+
+class FunctionCall(Input):
+    """`arguments`: a JSON object, or its text, as OpenAI writes it."""
+
+    name: str = Field(min_length=1)
+    arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
+
+
+class ToolCall(Input):
+    """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, dict) and "function" not in value and "name" in value else value
+
+
+class Message(Input):
+    """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content` may be called
+    `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the assistant is context only."""
+
+    role: str = Field(min_length=1)
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
+    )
+    weight: Literal[0, 1] | None = None
+    train: StrictBool | None = None
+    content: Annotated[str | None, BeforeValidator(_joined)] = Field(default=None, validate_default=True)
+
+    @field_validator("tool_calls", "reasoning_content", "weight", "train")
+    @classmethod
+    def _of_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("only a message with the role assistant can have this; leave it out")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _content(cls, content: str | None, info: ValidationInfo) -> str | None:
+        if content is None and not info.data.get("tool_calls") and not info.data.get("reasoning_content"):
+            raise ValueError("required: the message has neither content nor tool_calls")
+        return content
+
+    @property
+    def trained(self) -> bool:
+        return self.role == "assistant" and self.weight != 0 and self.train is not False
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as vLLM gives it to a chat template; reasoning under each name that templates read."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        if self.reasoning_content is not None:
+            message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), self.reasoning_content)
+        more = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return message | {key: value for key, value in more.items() if value is not None}
+
+
+# The tags are parts of pydantic's paths; `inputs.from_validation_error` leaves them out.
+Messages = Annotated[list[Message], Field(min_length=1)]
+TextOrMessages = Annotated[
+    Annotated[str, Tag("as text")] | Annotated[Messages, Tag("as messages")],
+    Discriminator(lambda value: "as messages" if isinstance(value, list) else "as text"),
+]
+Tools = Annotated[list[JsonObject], Field(min_length=1)]
+_FORMS = ({"messages"}, {"prompt", "completion"}, {"text"}, {"token_ids", "trainable"}, {"token_ids", "weights"})
+_MORE = {"weight", "tools", "targets"}
+
+
+class SFTExample(Input):
+    """One of these forms; `tandem.data.render` says how they become tokens:
+
+    - `messages`, and optionally `tools`: the assistant's messages are trained;
+    - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is trained;
+    - `text`: everything but its first token is trained;
+    - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the first token);
+    - `token_ids` with `weights`, for each the factor of its loss, of either sign (the first is 0), and optionally
+      `targets`, for each the token to predict in its place.
+
+    `weight` multiplies the loss of each trained token."""
+
+    messages: Messages | None = None
+    tools: Tools | None = None
+    prompt: TextOrMessages | None = None
+    completion: TextOrMessages | None = None
+    text: str | None = Field(default=None, min_length=1)
+    token_ids: TokenIds | None = Field(default=None, min_length=2)
+    trainable: list[StrictBool] | None = None
+    weights: list[StrictFloat] | None = None
+    targets: TokenIds | None = None
+    weight: StrictFloat = Field(default=1.0, ge=LOWEST_WEIGHT)
+
+    @field_validator("messages", "completion")
+    @classmethod
+    def _has_assistant(cls, messages: Any) -> Any:
+        if isinstance(messages, list) and not any(message.trained for message in messages):
+            raise ValueError("there is no assistant message to train" + _context_only(messages))
+        if messages == "":
+            raise ValueError("empty, so there is nothing to train")
+        return messages
+
+    @field_validator("trainable", "weights", "targets")
+    @classmethod
+    def _per_token(cls, values: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+        ids = info.data.get("token_ids")
+        if values is None or ids is None:
+            return values
+        if len(values) != len(ids):
+            what = {"trainable": "flags", "weights": "weights"}.get(info.field_name or "", "targets")
+            raise ValueError(f"{len(values)} {what} for {len(ids)} token ids; there must be one for each")
+        if info.field_name == "targets":
+            return values
+        if not any(values):
+            raise ValueError("no token is trainable")
+        if values[0]:
+            raise ValueError("the first token can't be trained, since no token predicts it; set it to false or 0")
+        for i, value in enumerate(values if info.field_name == "weights" else ()):
+            if value and not LOWEST_WEIGHT <= abs(value) <= LARGEST_WEIGHT:
+                allowed = f"0, or from {LOWEST_WEIGHT:g} to {LARGEST_WEIGHT:g} and of either sign"
+                raise ValueError(f"{value} at index {i} is out of range; give {allowed}")
+        return values
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = {name for name in self.model_fields_set - _MORE if getattr(self, name) is not None}
+        if given not in _FORMS:
+            tokens = "token_ids and trainable, or token_ids and weights"
+            raise ValueError(f"give either messages, or prompt and completion, or text, or {tokens}")
+        if isinstance(self.prompt, str) != isinstance(self.completion, str):
+            raise ValueError("prompt and completion must both be texts, or both be lists of messages")
+        if self.tools is not None and not isinstance(self.prompt, list) and self.messages is None:
+            raise ValueError("tools go with messages only; leave them out")
+        if self.targets is not None and self.weights is None:
+            raise ValueError("targets go with weights only; give weights")
+        return self
+
+
+def _context_only(messages: list[Message]) -> str:
+    excluded = any(message.role == "assistant" for message in messages)
+    return ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
+
+
+class PreferencePair(Input):
+    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages.
+
+    Without `prompt`, the common beginning of the two is the prompt. As messages, each of the two is one message of the
+    assistant after the prompt."""
+
+    prompt: TextOrMessages | None = None
+    chosen: TextOrMessages
+    rejected: TextOrMessages
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _like_each_other(self) -> Self:
+        parts = [part for part in (self.prompt, self.chosen, self.rejected) if part is not None]
+        if len({isinstance(part, str) for part in parts}) == 2:
+            raise ValueError("prompt, chosen and rejected must all be texts, or all be lists of messages")
+        if self.chosen == self.rejected:
+            raise ValueError("chosen and rejected are the same, so there is nothing to prefer")
+        if "" in (self.chosen, self.rejected):
+            raise ValueError("chosen or rejected is empty")
+        if isinstance(self.chosen, str) and self.tools is not None:
+            raise ValueError("tools go with messages only; leave them out")
+        if isinstance(self.chosen, list):
+            for name, (_, completion) in zip(("chosen", "rejected"), self.conversations(), strict=True):
+                if [message.role for message in completion] != ["assistant"]:
+                    problem = f"{name} must be one message of the assistant after what the two have in common"
+                    raise ValueError(f"{problem}, but is {[message.role for message in completion]}")
+        return self
+
+    def conversations(self) -> list[tuple[list[Message], list[Message]]]:
+        """(prompt, completion) as messages of `chosen` and of `rejected`."""
+        chosen, rejected = list(self.chosen), list(self.rejected)
+        prompt = list(self.prompt or [])
+        while self.prompt is None and chosen and rejected and chosen[0] == rejected[0]:
+            prompt.append(chosen.pop(0))
+            rejected.pop(0)
+        return [(prompt, chosen), (prompt, rejected)]  # type: ignore[list-item]

@@ -1,0 +1,160 @@
+"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets.
+
+Of JSON lines, where each line begins is in memory, 16 bytes a line. Imports pyarrow where it is needed.
+"""
+
+import json
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from tandem.errors import InvalidInput
+
+LARGEST_ARRAY = 2**30
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+_WRAPPERS = {"data", "examples", "pairs", "train"}
+
+
+class Records(Protocol):
+    """Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[str, Any]: ...
+
+
+def open_records(path: Path) -> Records:
+    """The records of a file or directory; InvalidInput where it can't be read, or is no such file."""
+    try:
+        if path.is_dir():
+            return _of_directory(path)
+        with path.open("rb") as file:
+            head = file.read(4096)
+        if packed := next((name for magic, name in _PACKED.items() if head.startswith(magic)), None):
+            raise InvalidInput(f"{path.name} is compressed ({packed}); unpack it first", field="FILE")
+        if head.startswith(b"PAR1"):
+            return _Rows(path.name, [path], parquet=True)
+        if path.suffix.lower() in (".csv", ".tsv"):
+            raise InvalidInput(f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE")
+        if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            return _Elements(path)
+        lines = _Lines(path)
+        try:
+            one = len(lines) == 1 and any(isinstance(value, list) for value in dict(lines[0][1]).values())
+            return _Elements(path) if one and _WRAPPERS & lines[0][1].keys() else lines
+        except (InvalidInput, TypeError, ValueError):
+            try:  # perhaps one object over several lines
+                return _Elements(path)
+            except InvalidInput:
+                return lines
+    except OSError as error:
+        raise InvalidInput(f"can't read {path}: {error.strerror or error}", field="FILE") from error
+
+
+def _loads(text: bytes, place: str) -> Any:
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a number in JSON")
+
+    try:
+        return json.loads(text.decode("utf-8-sig"), parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"not UTF-8: {error.reason}; save the file as UTF-8", field=place) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"not JSON: {error}; correct it or leave it out", field=place) from error
+
+
+class _Lines:
+    """JSON lines; blank ones don't count as records."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._name = path.open("rb"), path.name
+        self._offsets, self._numbers = array("Q"), array("Q")
+        offset = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.isspace():
+                self._offsets.append(offset)
+                self._numbers.append(number)
+            offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        place = f"{self._name} line {self._numbers[index]}"
+        self._file.seek(self._offsets[index])
+        return place, _loads(self._file.readline(), place)
+
+
+class _Elements:
+    """The elements of a JSON array, or of the one array in an object; all of it is in memory."""
+
+    def __init__(self, path: Path) -> None:
+        if path.stat().st_size > LARGEST_ARRAY:
+            raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
+        content = _loads(path.read_bytes(), path.name)
+        wrapped = [value for name, value in content.items() if name in _WRAPPERS] if isinstance(content, dict) else []
+        self._name, self._items = path.name, wrapped[0] if len(wrapped) == 1 else content
+        if not isinstance(self._items, list):
+            self._items = [content]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        return f"{self._name} [{index}]", self._items[index]
+
+
+class _Rows:
+    """The rows of Parquet or Arrow files, mapped; Parquet is unpacked to a temporary Arrow file first."""
+
+    def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
+        try:
+            import pyarrow as pa
+            from pyarrow import ipc
+            from pyarrow import parquet as pq
+        except ImportError as error:
+            raise InvalidInput(f"reading {name} needs pyarrow: pip install 'tandem-rl[data]'", field="FILE") from error
+        try:
+            with tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
+                if parquet:
+                    with ipc.new_stream(unpacked, pq.ParquetFile(files[0]).schema_arrow) as writer:
+                        for file in files:
+                            for batch in pq.ParquetFile(file).iter_batches(1024):
+                                writer.write_batch(batch)
+                    unpacked.flush()
+                    files = [Path(unpacked.name)]
+                tables = [ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+                self._name, self._table = name, pa.concat_tables(tables)
+        except pa.ArrowException as error:
+            raise InvalidInput(f"can't read {name}: {error}", field="FILE") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        return f"{self._name} row {index}", _without_none(self._table.slice(index, 1).to_pylist()[0])
+
+
+def _without_none(value: Any) -> Any:
+    """Arrow gives all rows the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _of_directory(path: Path) -> Records:
+    """A Dataset or DatasetDict that datasets has saved (the split train, or the only one), or Parquet files."""
+    if (path / "dataset_dict.json").exists():
+        splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+        if "train" not in splits and len(splits) != 1:
+            raise InvalidInput(
+                f"name one of its splits: {', '.join(str(path / name) for name in splits)}", field="FILE"
+            )
+        return _of_directory(path / ("train" if "train" in splits else splits[0]))
+    if (path / "state.json").exists():
+        files = [path / file["filename"] for file in json.loads((path / "state.json").read_bytes())["_data_files"]]
+        return _Rows(path.name, files, parquet=False)
+    found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+    if not found:
+        raise InvalidInput(f"{path} has neither a saved dataset nor Parquet files; name a file", field="FILE")
+    return _Rows(path.name, [file for file in found if file.name.startswith("train")] or found, parquet=True)

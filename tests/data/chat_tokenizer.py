@@ -1,0 +1,52 @@
+"""A byte-level BPE tokenizer, trained here, with the special tokens that a chat template names; TRL's templates."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
+_CORPUS = [
+    "The quick brown fox jumps over the lazy dog. What is the weather in Paris today? It is sunny, 21 degrees.\n\n",
+    '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\nassistant user system tool\n',
+    "I should think about it first, then answer: yes, no or maybe. Ist das so? 是的。 café naïve 🙂\n",
+] * 20
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPECIAL = re.compile(
+    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:s|/s|bos|eos|start_of_turn|end_of_turn|sop)>|\[(?:gMASK|INST|/INST)\]"
+)
+
+
+@cache
+def _base() -> str:
+    from tokenizers import Regex
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # type: ignore[list-item]
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return str(tokenizer.to_str())
+
+
+def chat_tokenizer(template: str) -> Any:
+    """A tokenizer with this chat template. Its special tokens are those that look so in the template."""
+    tokenizer = Tokenizer.from_str(_base())
+    special = sorted({"<|im_end|>", *_SPECIAL.findall(template)})
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")])
+    bos = next((token for token in ("<|begin_of_text|>", "<bos>", "<s>") if token in special), None)
+    ends = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")
+    eos = next(token for token in ends if token in special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos)
+    fast.chat_template = template
+    return fast
