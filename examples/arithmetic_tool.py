@@ -5,8 +5,8 @@ The call is plain text (`calc 3+4`), so it works with every chat template; with 
 ways, by the tool and by a guess:
 
     python examples/arithmetic_tool.py > sums.jsonl
-    tandem run create arithmetic
-    tandem train arithmetic sums.jsonl --set optimizer.learning_rate=5e-3 --set optimizer.epochs=30
+    tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
+    tandem rl examples/arithmetic_tool.toml
 """
 
 import json

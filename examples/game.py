@@ -4,8 +4,8 @@ In the next round he plays what would have beaten the answer. A model that has n
 form, with all answers alike:
 
     python examples/game.py > games.jsonl
-    tandem run create game
-    tandem train game games.jsonl --set optimizer.learning_rate=5e-3 --set optimizer.epochs=30
+    tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
+    tandem rl examples/game.toml
 """
 
 import json

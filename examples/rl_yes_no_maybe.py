@@ -3,8 +3,8 @@
 A model that has never seen the task first learns the three answers, each as often as the others:
 
     python examples/rl_yes_no_maybe.py > examples.jsonl
-    tandem run create yes-no-maybe
-    tandem train yes-no-maybe examples.jsonl --set optimizer.learning_rate=5e-3 --set optimizer.epochs=30
+    tandem train sft yes-no-maybe examples.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
+    tandem rl examples/rl_yes_no_maybe.toml
 """
 
 import json

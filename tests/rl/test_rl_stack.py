@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EXAMPLES = Path(tiny_model.__file__).parent
-SFT_STEPS = 2
+SFT_STEPS = 1
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-def teach(stack: LocalStack, run: str, examples: list[dict[str, Any]], epochs: int = 30) -> None:
-    """Create the run and teach it the form of the task by SFT: coarse, then fine."""
+def teach(stack: LocalStack, run: str, examples: list[dict[str, Any]], epochs: int = 40) -> None:
+    """Create the run and teach it the form of the task by SFT, as `tandem train sft` would."""
     stack.client.create_run(run, lora={"rank": 16, "alpha": 32})
-    for learning_rate in (5e-3, 5e-4):
-        optimizer = {"learning_rate": learning_rate, "epochs": epochs, "batch_size": 32}
-        stack.client.train_sft(run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served")
+    schedule = {"shape": "cosine", "total": epochs * ceil(len(examples) / 32)}
+    optimizer = {"learning_rate": 5e-3, "epochs": epochs, "batch_size": 32, "schedule": schedule}
+    stack.client.train_sft(run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served")
 
 
 class Rl:
@@ -151,7 +152,7 @@ def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -
 
 
 def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalStack, tmp_path: Path) -> None:
-    teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=15)
+    teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=20)
     rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")
     process = rl.start()
     until("a job is submitted", lambda: rl.known().get("jobs"), 120, poll=0.01)
