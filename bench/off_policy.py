@@ -94,8 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     root = (options.out or Path(tempfile.mkdtemp())) / "spool"
     model = root / "models" / "bench"
     if not (model / "config.json").exists():
-        made = make_model(root / "models", options.shape, options.device)
-        made.rename(model)
+        make_model(model, options.shape, options.device)
         write_tokenizer(model, SHAPES[options.shape]["vocab_size"])
         (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     length = str(options.model_len)

@@ -14,8 +14,8 @@ import pytest
 
 from tandem.client import Trajectory
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NothingToLearn
+from tandem.rl import environment
 from tandem.rl.config import Config
-from tandem.rl.environment import Tasks
 from tandem.rl.loop import Loop
 from tandem.rl.record import Record
 from tandem.spool.schema import Event, LoraShape
@@ -47,6 +47,7 @@ class FakeStack:
         self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
+        self.shared_gpus = False
         self.calls, self.kill_at = 0, -1
         self._background: set[asyncio.Task[None]] = set()
 
@@ -63,7 +64,9 @@ class FakeStack:
     async def get_run(self, run: str) -> SimpleNamespace:
         self.mark()
         pending = sum(job.state in ("queued", "running") for job in self.jobs.values())
-        return SimpleNamespace(newest_step=self.newest, num_pending=pending, spec=SimpleNamespace(lora=LoraShape()))
+        spec = SimpleNamespace(lora=LoraShape())
+        shared = self.shared_gpus
+        return SimpleNamespace(newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec)
 
     async def get_job(self, job: str) -> SimpleNamespace:
         self.mark()
@@ -150,14 +153,14 @@ class FakeStack:
         return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1, 2], "choices": [choice]})
 
 
-class Environment:
+class Environment(environment.Environment):
     """Two turns, and a reward for each "a"."""
 
     def __init__(self, stack: FakeStack) -> None:
         self.stack = stack
-        self.tasks = Tasks(range(50), 0)
+        self.tasks = environment.Tasks(range(50), 0)
 
-    async def rollout(self, task: int, sampler: Any) -> Trajectory:
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:  # type: ignore[override]
         messages = [{"role": "user", "content": str(task)}]
         messages.append(await sampler.chat(messages))
         await self.stack.pause(4 if task % 7 == 0 else 1)  # some are slow

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from tandem.errors import InvalidInput
-from tandem.rl.config import Config, EnvironmentSection, read_toml
-from tandem.rl.environment import Environment, Tasks, as_trajectory
+from tandem.rl.config import Config, EnvironmentSection, RLSection, read_toml
+from tandem.rl.environment import Environment, Tasks
 from tandem.rl.sampler import Sampler
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -153,9 +154,19 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
         ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
     ],
 )
-def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        as_trajectory(result)
+def test_a_rollout_that_returns_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Any, message: str
+) -> None:
+    (tmp_path / "other_env_of_test.py").write_text(
+        "def tasks(): return [1]\nasync def one(task, sampler): return task\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = Environment(EnvironmentSection(use="other_env_of_test:one"), 0, "e")
+    errors: list[Exception] = []
+    settings = RLSection.model_validate({"steps": 1, "retries": 1, "environment": [{"use": "a:b"}]})
+    with pytest.raises((InvalidInput, ValidationError), match=message):
+        asyncio.run(environment.play(result, lambda: None, settings, errors.append))
+    assert len(errors) == 2
 
 
 def test_a_turn_samples_from_the_newest_step_unless_it_is_pinned() -> None:

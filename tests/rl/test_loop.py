@@ -230,3 +230,12 @@ def test_evaluation_before_between_and_after(tmp_path: Path) -> None:
     evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
     assert [line["evaluated"] for line in evaluated] == [0, 2, 4, 5]
     assert {line["samples"] for line in evaluated} == {4}
+
+
+def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
+    stack = FakeStack()
+    stack.shared_gpus = True
+    with pytest.raises(InvalidInput, match="take turns on the same GPUs") as refused:
+        asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
+    assert refused.value.field == "rl.max_off_policy_steps"
+    asyncio.run(make_loop(config(steps=1), stack, Environment(stack), tmp_path).run())

@@ -31,7 +31,7 @@ def rl(
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
     except KeyboardInterrupt:
-        err.print(f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}")
+        err.print(f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}", soft_wrap=True)
         raise
 
 

@@ -1,18 +1,33 @@
 """Environments: a person's coroutine and its tasks, or a taskset of verifiers."""
 
+import asyncio
 import importlib
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
-from pydantic import ValidationError
-
-from tandem.data.inputs import Trajectory, from_validation_error
+from tandem.data.inputs import Trajectory
 from tandem.errors import InvalidInput
-from tandem.rl.config import EnvironmentSection
+from tandem.rl.config import EnvironmentSection, RLSection
+
+
+@dataclass(eq=False)
+class Group:
+    """The trajectories of a task; `oldest`: the oldest step that sampled a turn."""
+
+    task: str
+    trajectories: list[Trajectory]
+    began: float
+    ended: float
+
+    def __post_init__(self) -> None:
+        made = self.trajectories
+        self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
+        self.informative = len({one.reward for one in made}) > 1 or any(one.advantage for one in made)
 
 
 class Tasks:
@@ -22,7 +37,7 @@ class Tasks:
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None
         self._known: Sequence[Any] = source if isinstance(source, Sequence) else []
-        self._more = iter(() if isinstance(source, Sequence) else source)
+        self._more = iter([] if isinstance(source, Sequence) else source)
 
     def __getitem__(self, number: int) -> Any:
         self.first(number + 1)
@@ -63,13 +78,19 @@ class Environment:
         )
         self.tasks = Tasks(made.tasks(), seed)
 
-
-def as_trajectory(result: Any) -> Trajectory:
-    """What a rollout returned; InvalidInput where it is wrong, or a turn does not say which step sampled it."""
-    try:
-        trajectory = Trajectory.model_validate(result)
-    except ValidationError as error:
-        raise from_validation_error(error) from error
-    if any(turn.policy_step is None for turn in trajectory.turns):
-        raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return sampler.finish(reward)")
-    return trajectory
+    async def play(
+        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object]
+    ) -> Trajectory:
+        """One rollout. An error is passed to `failed`, and the rollout tried again, up to `retries` times."""
+        for left in reversed(range(settings.retries + 1)):
+            try:
+                async with asyncio.timeout(settings.rollout_seconds):
+                    trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
+                if any(turn.policy_step is None for turn in trajectory.turns):
+                    raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+                return trajectory
+            except Exception as error:
+                failed(error)
+                if not left:
+                    raise
+        raise AssertionError

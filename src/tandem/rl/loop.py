@@ -11,7 +11,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tandem.client import AsyncTandem, Trajectory
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.rl import state as states
 from tandem.rl.config import Config
-from tandem.rl.environment import Environment, as_trajectory
+from tandem.rl.environment import Environment, Group
 from tandem.rl.record import Record, batch_numbers
 from tandem.rl.sampler import Sampler
 from tandem.spool.locks import LockHeldError, file_lock
@@ -30,19 +29,6 @@ from tandem.spool.locks import LockHeldError, file_lock
 # After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
 _UNINFORMATIVE = 16
 _POLL_SECONDS = 0.01
-
-
-@dataclass(eq=False)
-class Group:
-    task: str
-    trajectories: list[Trajectory]
-    began: float
-    ended: float
-
-    def __post_init__(self) -> None:
-        self.oldest = min(turn.policy_step or 0 for trajectory in self.trajectories for turn in trajectory.turns)
-        equal = len({trajectory.reward for trajectory in self.trajectories}) == 1
-        self.informative = not equal or any(trajectory.advantage for trajectory in self.trajectories)
 
 
 class Loop:
@@ -92,13 +78,15 @@ class Loop:
             status = await self._tandem.get_run(run.name)
         except NotFound:
             status = await self._tandem.create_run(run.name, lora=run.lora, weights=run.weights, seed=run.seed)
-        given = run.lora.model_dump(exclude_unset=True) if run.lora else {}
-        if given.items() - status.spec.lora.model_dump().items():
+        if run.lora and run.lora.model_dump(exclude_unset=True).items() - status.spec.lora.model_dump().items():
             raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
         new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
         self.state = states.load(self._file, new)
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
+        if status.shared_gpus and self.bound:
+            problem = "trainer and vLLM take turns on the same GPUs, so nobody samples while a job trains; set it to 0"
+            raise InvalidInput(problem, field="rl.max_off_policy_steps")
         dead = False
         for job in list(self.state.jobs):
             if dead:  # it starts from a step that will not be
@@ -107,26 +95,22 @@ class Loop:
             elif self.state.pending and job is self.state.jobs[-1]:
                 await self._send()
                 continue
-            else:
-                known = await self._state_of(job.id)
-                dead = known in ("failed", "cancelled") or (known == "" and status.newest_step <= job.base)
-            if dead:
+            known = await self._state_of(job.id)
+            if dead := dead or known in ("failed", "cancelled") or (not known and status.newest_step <= job.base):
                 self._forget(job)
-        self.state.pending = None
         jobs = self.state.jobs
         self._followed = jobs[0].base if jobs else (await self._tandem.get_run(run.name)).newest_step
         self.base = jobs[-1].base + 1 if jobs else self._followed
         self.last = self.state.first + self._rl.steps
         self._idle_since = time.time()
-        states.save(self._file, self.state)
+        self._write_down(None)
         self.served = (await self._tandem.wait_served(run.name, self._followed)).step
 
     async def _state_of(self, job: str) -> str:
         """The job's state; "" where the controller does not know it."""
-        try:
+        with suppress(NotFound):
             return (await self._tandem.get_job(job)).state
-        except NotFound:
-            return ""
+        return ""
 
     def _forget(self, job: states.Submitted) -> None:
         """The job made no step, and its tasks are handed out again."""
@@ -160,9 +144,8 @@ class Loop:
         i, number = map(int, task.split(":"))
         began = time.time()
         try:
-            environment = self._environments[i]
-            made = await self._sampled(environment, environment.tasks[number], self._rl.group_size)
-            group = Group(task, made, began, time.time())
+            of = self._environments[i]
+            group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
         except Exception as error:
             self._leave_out(task, "failed")
             self._failing += 1
@@ -170,24 +153,22 @@ class Loop:
                 problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
                 raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
         else:
-            self._failing = 0
             self._keep(group)
         finally:
             self.running.pop(task, None)
 
     def _keep(self, group: Group) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        self._rewards += rewards
-        self.sample = group.trajectories[0]
+        self._failing, self.sample = 0, group.trajectories[0]
+        self._rewards += [trajectory.reward for trajectory in group.trajectories]
         self._equal = 0 if group.informative else self._equal + 1
-        replace = self._rl.advantage.baseline != "none" and not self._rl.advantage.keep_zero_variance
-        if group.informative or not (replace and self._rl.dynamic_sampling):
+        teaches = self._rl.advantage.baseline == "none" or self._rl.advantage.keep_zero_variance
+        if group.informative or teaches or not self._rl.dynamic_sampling:
             self.ready.append(group)
-            return
-        self._leave_out(group.task, "uninformative")
-        if self._equal >= _UNINFORMATIVE * self._size:
-            problem = f"in the last {self._equal} groups all rewards were equal (the last: {rewards[0]:g})"
+        else:
+            self._leave_out(group.task, "uninformative")
+        if self._equal >= _UNINFORMATIVE * self._size and not teaches:
+            problem = f"in the last {self._equal} groups all rewards were equal (the last: {self.sample.reward:g})"
             raise NothingToLearn(f"{problem}; the run stays at step {self.base}: use other tasks, or end here")
 
     def _leave_out(self, task: str, why: str) -> None:
@@ -201,24 +182,14 @@ class Loop:
             pin = self.served if step is None and self._rl.pin else step
             return Sampler(self._vllm, self._run, lambda: self.served, pin, self._rl.sampling)
 
-        async def attempt(left: int) -> Trajectory:
-            try:
-                async with asyncio.timeout(self._rl.rollout_seconds):
-                    return as_trajectory(await of.rollout(task, sampler()))
-            except Exception as error:
-                self.counts["errors"] += 1
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
-                if not left:
-                    raise
-            return await attempt(left - 1)
+        def failed(error: Exception) -> None:
+            self.counts["errors"] += 1
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
 
-        rollouts = [asyncio.ensure_future(attempt(self._rl.retries)) for _ in range(size)]
-        try:
-            return await asyncio.gather(*rollouts)
-        finally:
-            for rollout in rollouts:
-                rollout.cancel()
+        async with asyncio.TaskGroup() as rollouts:
+            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
+        return [rollout.result() for rollout in made]
 
     # ---- the trainer's side
 
@@ -234,22 +205,21 @@ class Loop:
     def _has_batch(self) -> bool:
         """Whether the next job has its groups; those that it must not train are dropped first."""
         oldest = self.base - self.bound
-        for task in [task for task, (_, step) in self.running.items() if step < oldest]:
+        late = [task for task, (_, step) in self.running.items() if step < oldest]
+        for task in late:
             self.running.pop(task)[0].cancel()
+        stale = [group for group in self.ready if group.oldest < oldest]
+        self.ready = [group for group in self.ready if group not in stale]
+        for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
-        for group in [group for group in self.ready if group.oldest < oldest]:
-            self.ready.remove(group)
-            self._leave_out(group.task, "stale")
         # vLLM serves only the newest steps, so one is evaluated before there are two newer ones.
         return len(self.ready) >= self._size and (self.base <= self._followed or not self._evaluating)
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
-        stem, tasks = f"{self._run[:40]}-rl-{self.base}", [group.task for group in batch]
-        name, number = stem, 1
+        tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
         while await self._state_of(name):  # of a job that failed, or whose step was rolled back
-            number += 1
-            name = f"{stem}-{number}"
+            name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         numbers = batch_numbers(trajectories, self.base, self._rewards, self.counts)
         numbers |= {"sampling": max(group.ended for group in batch) - min(group.began for group in batch)}
@@ -261,36 +231,33 @@ class Loop:
         if optimizer.batch_size:  # one schedule over all jobs
             start = (self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
             settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
-        self.state.pending = {
+        self._write_down({
             **settings,
             "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
             "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
                        for group in batch],
             "labels": {"tasks": " ".join(tasks)},
-        }  # fmt: skip
-        states.save(self._file, self.state)
+        })  # fmt: skip
         if await self._send():
             self.base += 1
 
     async def _send(self) -> bool:
         """Send the request that is written down; False where its groups teach nothing, and no job was made."""
         assert self.state.pending is not None
-        job, taught = self.state.jobs[-1], True
+        refused: TandemError | None = None
         try:
             await self._tandem.train(self._run, self.state.pending)
-        except NothingToLearn:
-            self.state.jobs.remove(job)
-            taught = False
-            if self._equal >= _UNINFORMATIVE * self._size:
-                raise
-        except (InvalidInput, Conflict):
-            self._forget(job)
-            self.state.pending = None
-            states.save(self._file, self.state)
-            raise
-        self.state.pending = None
+        except (InvalidInput, Conflict) as error:
+            refused = error
+            self._forget(self.state.jobs[-1])
+        self._write_down(None)
+        if refused and not isinstance(refused, NothingToLearn):
+            raise refused
+        return refused is None
+
+    def _write_down(self, pending: dict[str, Any] | None) -> None:
+        self.state.pending = pending
         states.save(self._file, self.state)
-        return taught
 
     # ---- the follower's side
 
@@ -304,7 +271,7 @@ class Loop:
             self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
             self.state.jobs.remove(job)
-            states.save(self._file, self.state)
+            self._write_down(self.state.pending)
             await evaluation
             self._followed = job.base + 1
             evaluation = asyncio.create_task(self._evaluate(self._followed))
@@ -315,10 +282,8 @@ class Loop:
         settings, made = self.config.eval, step - self.state.first
         if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
             return
-        environment = self._environments[-1 if settings.environment else 0]
-        tasks = environment.tasks.first(settings.groups)
-        self._evaluating = True
-        sampled = [self._sampled(environment, task, settings.samples, step) for task in tasks]
+        of, self._evaluating = self._environments[-1 if settings.environment else 0], True
+        sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]
         results = await asyncio.gather(*sampled, return_exceptions=True)
         self._evaluating = False
         trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]

@@ -36,11 +36,8 @@ def batch_numbers(
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The environment's own metrics, each over the trajectories that have it."""
-    found: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: fmean(values) for name, values in sorted(found.items())}
+    names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
+    return {name: fmean(one.metrics[name] for one in trajectories if name in one.metrics) for name in names}
 
 
 class Record:
