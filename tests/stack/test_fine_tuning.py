@@ -87,3 +87,15 @@ def test_pairs_turn_the_answer_round(stack: LocalStack) -> None:
     jobs = [job.spec for job in stack.client.list_jobs("turned")]
     assert len(jobs) == 3
     assert {job.loss.reference for job in jobs[1:]} == {0}  # type: ignore[union-attr]
+
+
+def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    tuned = lines(stack, "sft", "--config", "examples/sft.toml")
+    of_step = [line["held_out_loss"] for line in tuned if "held_out_loss" in line]
+    assert of_step[-1] < 0.35
+    newest = stack.client.get_run("sums").newest_step
+    stack.client.fork("sums", newest, "short-sums")
+    turned = lines(stack, "dpo", "--config", "examples/dpo.toml")
+    assert turned[-1]["held_out_pair_accuracy"] == 1
+    Path(os.environ.get("TANDEM_TEST_CURVES", os.devnull)).write_text(json.dumps({"sft": tuned, "dpo": turned}))
