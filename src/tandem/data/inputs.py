@@ -179,8 +179,10 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
     try:
-        more = {"policy_step": policy_step_of(data.get("model")), "routed_experts": chosen.get("routed_experts")}
-        return Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, **more)
+        return Turn(
+            prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs,
+            policy_step=policy_step_of(data.get("model")), routed_experts=chosen.get("routed_experts"),
+        )  # fmt: skip
     except ValidationError as exc:
         error = from_validation_error(exc)
         field = error.field if error.field and error.field.startswith("prompt") else f"{where}{error.field}"
