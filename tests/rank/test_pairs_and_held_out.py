@@ -13,12 +13,13 @@ from torch.nn.functional import logsigmoid
 
 from rank import jobs
 from tandem.data.chat_template import load_tokenizer
-from tandem.data.examples import PreferencePair
+from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
-from tandem.data.prepare import prepare_dpo
+from tandem.data.prepare import prepare_dpo, prepare_sft
 from tandem.data.render import render_pairs
+from tandem.errors import InvalidInput
 from tandem.spool import Spool
-from tandem.spool.schema import DPOJob, PreferenceLoss, Schedule
+from tandem.spool.schema import DPOJob, PreferenceLoss, Schedule, SFTJob, SFTLoss
 
 ROW = 64
 BETA, RATE = 0.3, 3e-3
@@ -128,3 +129,35 @@ def test_batches_hold_the_examples_of_one_step(spool: Spool, model: Path) -> Non
     name = submit_pairs(spool, model, "r", PreferenceLoss(kind="simpo"), batch_size=4)
     jobs.run_here(spool, name)
     assert sorted(step["trajectories"] for step in jobs.steps_of(spool, name)) == [4, 8]
+
+
+def test_weights_of_either_sign_and_other_targets_are_a_weighted_sum(spool: Spool, model: Path) -> None:
+    """Any loss whose derivative by each log-prob a client knows is minus the sum of weight times log-prob."""
+    rng = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 250, (2, 9), generator=rng)
+    targets = torch.randint(0, 250, (2, 9), generator=rng)
+    weights = torch.randn(2, 9, generator=rng).double()
+    weights[:, 0] = weights[0, 4] = 0
+    examples = [SFTExample(token_ids=i, weights=w, targets=t)
+                for i, w, t in zip(ids.tolist(), weights.tolist(), targets.tolist(), strict=True)]  # fmt: skip
+    pack = partial(prepare_sft, examples, tokenizer_path="", vocab_size=320, signed=True,
+                   packing=PackingSettings(sequence_length=ROW))  # fmt: skip
+    name = jobs._submit(spool, SFTJob, "r", "signed", pack, SFTLoss(normalisation="sum"), SETTINGS)
+    jobs.run_here(spool, name)
+    reference = Reference(model, spool.checkpoints.path("r", 0))
+    logprobs = reference.model(ids).logits[:, :-1].log_softmax(-1).gather(-1, targets[:, 1:, None])[..., 0]
+    loss = -(weights[:, 1:] * logprobs).sum()
+    loss.backward()
+    norm = sum(float(p.grad.square().sum()) for p in reference.model.parameters() if p.grad is not None) ** 0.5
+    [step] = jobs.steps_of(spool, name)
+    assert step["trainable_tokens"] == 15
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_mean_of_weights_of_either_sign_is_refused(tmp_path: Path) -> None:
+    example = SFTExample(token_ids=[1, 2, 3], weights=[0, 1, -1])
+    with pytest.raises(InvalidInput, match="sum") as refused:
+        prepare_sft([example], tokenizer_path="", vocab_size=9, packing=PackingSettings(), out=tmp_path / "data")
+    assert refused.value.field == "examples.0.weights"
+    assert not (tmp_path / "data").exists()

@@ -223,7 +223,7 @@ def _steps(part: Slice, event: Event) -> int:
     """Optimizer steps of the training that are done after this event of a part's job."""
     if event.type == "succeeded":
         return part.last
-    return part.first + (int(event.data["step"]) if event.type == "step" else 0)
+    return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)
 
 
 def _digest(path: Path) -> str:

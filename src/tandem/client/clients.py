@@ -97,6 +97,7 @@ class Tandem:
         self.close()
 
     create_run = _blocking(Api.create_run)
+    render = _blocking(Api.render)
     get_run = _blocking(Api.get_run)
     list_runs = _blocking(Api.list_runs)
     fork = _blocking(Api.fork)

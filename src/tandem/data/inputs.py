@@ -47,12 +47,16 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_c
 class Turn(Input):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
-    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it."""
+    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it;
+    `routed_experts`: of a mixture, the experts of each token but the last, as vLLM returns them under
+    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers, experts per token]);
+    training then uses these."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: list[StrictFloat]
     policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
+    routed_experts: str | None = None
 
     @field_validator("logprobs")
     @classmethod
@@ -175,8 +179,10 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     else:
         raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
     try:
-        step = policy_step_of(data.get("model"))
-        return Turn(prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, policy_step=step)
+        return Turn(
+            prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs,
+            policy_step=policy_step_of(data.get("model")), routed_experts=chosen.get("routed_experts"),
+        )  # fmt: skip
     except ValidationError as exc:
         error = from_validation_error(exc)
         field = error.field if error.field and error.field.startswith("prompt") else f"{where}{error.field}"

@@ -1,0 +1,101 @@
+"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: what is learned, and kills of the command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_stack import LocalStack
+from waiting import until
+
+pytestmark = pytest.mark.slow
+QUESTIONS = [f"Is it {what}?" for what in ("red", "big", "old", "new", "far", "dry", "hot", "low", "shy", "raw")]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    with LocalStack(tmp_path_factory.mktemp("fine-tuning"), TANDEM_LAUNCH="resident") as stack:
+        yield stack
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "no"}] for q in QUESTIONS * 4]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    pairs = [{"prompt": chat[:1], "chosen": [{"role": "assistant", "content": "yes"}], "rejected": chat[1:]}
+             for chat in chats]  # fmt: skip
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
+    environment = stack.environment | {"TANDEM_URL": stack.controller_url, "TANDEM_API_KEY": stack.api_key}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem", "train", *arguments, "--json"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
+    """The steps that a command prints, to its end."""
+    out, err = command(stack, *arguments).communicate(timeout=300)
+    assert out, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+SFT = ("chats.jsonl", "--batch-size", "4", "--checkpoint-every", "2", "--epochs", "2", "--held-out", "0.1",
+       "--lr", "0.01", "--sequence-length", "128", "--lora-rank", "8")  # fmt: skip
+
+
+def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(stack: LocalStack) -> None:
+    whole = lines(stack, "sft", "whole", *SFT)
+    assert [line["step"] for line in whole if "loss" in line] == list(range(1, 19))
+    held_out = [line["held_out_loss"] for line in whole if "held_out_loss" in line]
+    assert len(held_out) == 10
+    assert held_out[-1] < 0.1 * held_out[0]
+    steps: list[int] = []
+    for after in (1, 3, 7):  # optimizer steps
+        killed = command(stack, "sft", "killed", *SFT)
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            steps.append(json.loads(line)["step"])
+            if steps[-1] >= after:
+                break
+        os.kill(killed.pid, signal.SIGKILL if after != 3 else signal.SIGINT)
+        killed.communicate()
+    assert lines(stack, "sft", "killed", *SFT)[-1]["step"] == 18
+    runs = [stack.spool.checkpoints.path(run, 10) / "adapter_model.safetensors" for run in ("whole", "killed")]
+    assert runs[0].read_bytes() == runs[1].read_bytes()
+    made = stack.client.checkpoints("killed")
+    assert [checkpoint.step for checkpoint in made] == list(range(11))
+
+
+def test_pairs_turn_the_answer_round(stack: LocalStack) -> None:
+    until("the run of SFT is served", lambda: stack.client.get_run("whole").served)
+    stack.client.fork("whole", 10, "turned")
+    answered = lines(stack, "dpo", "turned", "pairs.jsonl", "--batch-size", "8", "--lr", "0.005", "--epochs", "3",
+                     "--checkpoint-every", "5", "--sequence-length", "128")  # fmt: skip
+    assert answered[0]["loss"] == pytest.approx(0.6931, abs=0.05)
+    assert answered[-1]["pair_accuracy"] == 1
+    assert answered[-1]["loss"] < 0.2
+    jobs = [job.spec for job in stack.client.list_jobs("turned")]
+    assert len(jobs) == 3
+    assert {job.loss.reference for job in jobs[1:]} == {0}  # type: ignore[union-attr]
+
+
+def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    tuned = lines(stack, "sft", "--config", "examples/sft.toml")
+    of_step = [line["held_out_loss"] for line in tuned if "held_out_loss" in line]
+    assert of_step[-1] < 0.35
+    newest = stack.client.get_run("sums").newest_step
+    stack.client.fork("sums", newest, "short-sums")
+    turned = lines(stack, "dpo", "--config", "examples/dpo.toml")
+    assert turned[-1]["held_out_pair_accuracy"] == 1
+    Path(os.environ.get("TANDEM_TEST_CURVES", os.devnull)).write_text(json.dumps({"sft": tuned, "dpo": turned}))
