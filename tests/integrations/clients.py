@@ -52,7 +52,7 @@ def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -
     }
     done = subprocess.run(
         [str(python), str(program), *arguments], env=environment, cwd=stack.root, capture_output=True, text=True,
-        timeout=300, check=False,
+        timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{program.name}: {done.stdout[-3000:]}\n{done.stderr[-50000:]}"
     return done.stdout
