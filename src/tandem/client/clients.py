@@ -103,6 +103,7 @@ class Tandem:
     fork = _blocking(Api.fork)
     rollback = _blocking(Api.rollback)
     delete_run = _blocking(Api.delete_run)
+    delete_checkpoint = _blocking(Api.delete_checkpoint)
     pin = _blocking(Api.pin)
     unpin = _blocking(Api.unpin)
     wait_served = _blocking(Api.wait_served)

@@ -71,6 +71,7 @@ class RunStatus(Record):
     )
     num_pending: int = Field(description="how many jobs are running or queued")
     size: int = Field(description="bytes of all its checkpoints, discarded ones too")
+    shared_gpus: bool = Field(default=False, description="whether vLLM sleeps while a job trains")
 
 
 class Fork(Record):
