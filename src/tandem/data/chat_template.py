@@ -86,22 +86,22 @@ class Renderer:
             self.backend.no_padding()
         special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.endings = tuple(special.values())
+        # Tokenizers take the leftmost special token, and of several the longest.
+        self.marks = re.compile(
+            "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True)) or "$^"
+        )
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
         self._tails: dict[str, list[int]] = {}
 
-    def encode_all(self, texts: list[str]) -> list[Any]:
-        """Encodings; lists of ids where the tokenizer is not a fast one."""
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
         if self.backend is None:
             return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        encodings: list[Any] = self.backend.encode_batch(texts, add_special_tokens=False)
-        return encodings
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
-        (encoding,) = self.encode_all([text])
-        ids: list[int] = encoding if self.backend is None else encoding.ids
-        return ids
+        return self.encode_all([text])[0]
 
     def text(self, prompt: str, completion: str, name: str) -> Plan:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
@@ -189,12 +189,12 @@ class Renderer:
             raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, encoding: Any) -> list[Rendered]:
-        """The sequences of a plan, from the encoding of its text."""
-        ids = np.array(encoding if self.backend is None else encoding.ids, np.int32)
-        at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)]) if self.backend is not None else ()
-        spans = [encoding.token_to_chars(int(i)) for i in at]
-        ends = [end for _, end in spans]
+    def finish(self, plan: Plan, encoded: list[int]) -> list[Rendered]:
+        """The sequences of a plan, from the tokens of its text."""
+        ids = np.array(encoded, np.int32)
+        at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
+        spans = [match.span() for match in self.marks.finditer(plan.text)]
+        ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
             """Of the token that begins at this character, if the tokens before it are those of the text before it."""

@@ -140,7 +140,7 @@ def _sequences(tokenizer: Any, plans: _Planned, encodings: Any) -> list[Rendered
         return [plans] if isinstance(plans, Rendered) else plans
     own = [next(encodings) for _ in plans]  # all of them, also where the first is refused
     try:
-        done = [renderer(tokenizer).finish(plan, encoding) for plan, encoding in zip(plans, own, strict=True)]
+        done = [renderer(tokenizer).finish(plan, encoded) for plan, encoded in zip(plans, own, strict=True)]
         return [sequence for sequences in done for sequence in sequences]
     except InvalidInput as error:
         return error
