@@ -90,6 +90,10 @@ def _learning() -> list[Json]:
         of_last_step("Trainer against sampler", "logprob_mismatch", "Mean absolute difference of log-probs, in nats: "
                      "from two implementations and one step of lag.", defaults={"min": 0}),
         of_last_step("Learning rate", "learning_rate", "As set by the job.", "sci"),
+        of_last_step("Age of the data", "off_policy_steps", "By how many steps the oldest turn is older than the job's "
+                     "base step.", defaults={"min": 0}, none="no RL job yet"),
+        timeseries("Held-out loss", "After the last job with held-out examples: `tandem_train_held_out_loss`.", "short",
+                   query("tandem_train_held_out_loss{@pod}", "{{pod}}"), width=6, none="nothing held out"),
     ]  # fmt: skip
 
 

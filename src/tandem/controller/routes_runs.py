@@ -50,6 +50,7 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
         pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
         num_pending=len(running) + index.count("queued", run),
         size=spool.checkpoints.size(run),
+        shared_gpus=deployment.settings.gpu_mode == "shared",
     )
 
 

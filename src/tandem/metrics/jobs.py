@@ -42,7 +42,9 @@ _LAST_STEP = {
     "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
     "reward_mean": ("reward_mean", "Mean reward (RL)"),
     "reward_std": ("reward_std", "Standard deviation of the rewards (RL)"),
+    "off_policy_steps_max": ("off_policy_steps", "Steps that the oldest turn is older than the base step (RL)"),
 }  # fmt: skip
+_HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
 # Key in the event `step` -> the counter that adds it up, and what it counts.
 _TOTALS = {
@@ -54,6 +56,8 @@ _TOTALS = {
 _counter = partial(Metric, kind="counter")
 _histogram = partial(Metric, kind="histogram")
 METRICS = (
+    Metric(_HELD_OUT, "The loss of the held-out examples after the last job that had any (SFT, DPO).",
+           "event evaluated"),
     Metric(_LAST_STEP_AT, "When the running job last finished an optimizer step; absent before its first one, and "
            "without a job.", "event step"),
     _histogram("tandem_train_step_duration_seconds", "Forward, backward and optimizer of one step, on the slowest "
@@ -165,6 +169,8 @@ class JobsCollector(Collector):
                 self._last.pop(f"tandem_train_{name}", None)
                 if (value := number(data.get("metrics"), key)) is not None:
                     self._last[f"tandem_train_{name}"] = value
+        elif event.type == "evaluated" and (value := number(data.get("metrics"), "held_out_loss")) is not None:
+            self._last[_HELD_OUT] = value
         elif event.type == "checkpoint" and (seconds := number(data, "seconds")) is not None:
             self._last["tandem_checkpoint_duration_seconds"] = seconds
         elif event.type == "released":

@@ -1,0 +1,56 @@
+"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his move first.
+
+In the next round he plays what would have beaten the answer. A model that has never seen the game first learns its
+form, with all answers alike:
+
+    python examples/game.py > games.jsonl
+    tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
+    tandem rl examples/game.toml
+"""
+
+import json
+from itertools import product
+from typing import Any
+
+BEATEN_BY = {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+Message = dict[str, Any]
+
+
+class Game:
+    """The reward is the share of the rounds that are won; an answer that is no move ends the game."""
+
+    def __init__(self, rounds: int = 2) -> None:
+        self.rounds = rounds
+
+    def tasks(self) -> list[str]:
+        """The opponent's first moves."""
+        return list(BEATEN_BY)
+
+    async def rollout(self, move: str, sampler: Any) -> Any:
+        """One game: its turns are one trajectory."""
+        messages: list[Message] = []
+        won = played = 0
+        while move and played < self.rounds:
+            messages.append({"role": "user", "content": move})
+            messages.append(await sampler.chat(messages))
+            answer = messages[-1]["content"].strip()
+            won += answer == BEATEN_BY[move]
+            played += 1
+            move = BEATEN_BY.get(answer, "")
+        return sampler.finish(won / self.rounds, metrics={"rounds": played})
+
+    def sft_examples(self) -> list[dict[str, list[Message]]]:
+        """Every game that can be played, the foolish ones too."""
+        examples = []
+        for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
+            messages: list[Message] = []
+            for answer in answers:
+                messages += [{"role": "user", "content": move}, {"role": "assistant", "content": answer}]
+                move = BEATEN_BY[answer]
+            examples.append({"messages": messages})
+        return examples
+
+
+if __name__ == "__main__":
+    for example in Game().sft_examples():
+        print(json.dumps(example))

@@ -1,0 +1,1 @@
+"""`tandem rl`: a client that rolls out groups with a person's environment and trains them, for a number of steps."""

@@ -1,0 +1,112 @@
+"""The settings of `tandem rl`, from a TOML file."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from tandem.client import sampling_options
+from tandem.data.inputs import AdvantageSettings, Input, PackingSettings, from_validation_error
+from tandem.errors import InvalidInput
+from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving
+
+
+class RunSection(Input):
+    """The run; it is created unless it exists."""
+
+    name: RunName
+    lora: LoraShape | None = None
+    weights: Serving | None = None
+    seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
+
+
+class EnvironmentSection(Input):
+    """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of the groups."""
+
+    use: str = Field(pattern=r"^[\w.]+:\S+$")
+    weight: float = Field(default=1.0, gt=0)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class EvalSection(Input):
+    """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first `groups` tasks."""
+
+    every: int = Field(default=10, ge=1)
+    groups: int = Field(default=8, ge=1)
+    samples: int = Field(default=1, ge=1)
+    environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
+
+
+class RLSection(Input):
+    steps: int = Field(ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1)
+    workers: int | None = Field(default=None, ge=1)  # groups in flight at most; None: as many as the bound can use
+    max_off_policy_steps: int = Field(default=0, ge=0)
+    dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
+    on_stale: Literal["drop"] = "drop"
+    pin: bool = False  # all turns of a rollout sample from the step that its first turn sampled from
+    retries: int = Field(default=2, ge=0)  # of a rollout that raised
+    rollout_seconds: float = Field(default=600.0, gt=0)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    loss: RLLoss = RLLoss()
+    advantage: AdvantageSettings = AdvantageSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    packing: PackingSettings = PackingSettings()
+    environment: list[EnvironmentSection] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _samples_what_it_trains(self) -> Self:
+        if own := self.sampling.keys() & {"model", "messages", "n", "stream", "logprobs", "return_token_ids"}:
+            raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
+        try:
+            sampling_options(**self.sampling)
+        except InvalidInput as error:
+            raise ValueError(f"sampling.{error}") from error
+        sampled, trained = self.sampling.get("temperature", 1.0), self.loss.temperature
+        if sampled != trained:
+            raise ValueError(f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal")
+        if self.optimizer.schedule != Schedule() and self.optimizer.batch_size is None:
+            raise ValueError(
+                "optimizer.schedule needs optimizer.batch_size (groups), which says how many steps a job has"
+            )
+        return self
+
+
+class Config(Input):
+    run: RunSection
+    rl: RLSection
+    eval: EvalSection | None = None
+
+
+def read_toml[M: BaseModel](path: Path, model: type[M]) -> M:
+    """The file's content; raises InvalidInput that names the line, the field and what to do."""
+    try:
+        text = path.read_text()
+        return model.model_validate(tomllib.loads(text))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInput(f"can't read {path} as TOML: {error}") from error
+    except ValidationError as error:
+        first, refused = error.errors()[0], from_validation_error(error)
+        remedies = {"extra_forbidden": "no such setting; correct or remove it", "missing": "is missing; add it"}
+        what = remedies.get(first["type"], refused.message)
+        raise InvalidInput(f"{path}, line {_line(text, first['loc'])}: {what}", field=refused.field) from error
+
+
+def _line(text: str, loc: tuple[int | str, ...]) -> int:
+    """The line that sets `loc`, else that of the nearest table around it."""
+    lines: dict[tuple[int | str, ...], int] = {(): 1}
+    counts: dict[str, int] = {}
+    table: tuple[int | str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
+            table, names = (), header[2].split(".")
+            counts[header[2]] = counts.get(header[2], -1) + (header[1] == "[[")
+            for name in (".".join(names[: i + 1]) for i in range(len(names))):
+                table += (name.rpartition(".")[2], *([counts[name]] if counts.get(name, -1) >= 0 else []))
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault((*table, *key[1].split(".")), number)
+    return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

@@ -1,0 +1,295 @@
+"""The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves the served step.
+
+One rule bounds everything: a group trains in a job of base step b only if no turn of it was sampled by a step older
+than b - `max_off_policy_steps`. A worker starts a group only if the jobs that this rule still allows have room for it.
+With 0 that is the synchronous loop: sample from N, train N -> N + 1, wait until N + 1 is served.
+"""
+
+import asyncio
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.client import AsyncTandem, Trajectory
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
+from tandem.rl import state as states
+from tandem.rl.config import Config
+from tandem.rl.environment import Environment, Group
+from tandem.rl.record import Record, batch_numbers
+from tandem.rl.sampler import Sampler
+from tandem.spool.locks import LockHeldError, file_lock
+
+# After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
+_UNINFORMATIVE = 16
+_POLL_SECONDS = 0.01
+
+
+class Loop:
+    """`environments`: those of [[rl.environment]], then that of [eval]."""
+
+    def __init__(
+        self, config: Config, tandem: AsyncTandem, vllm: httpx.AsyncClient, environments: list[Environment],
+        state_file: Path, record: Record,
+    ) -> None:  # fmt: skip
+        self.config, self.record, self._rl = config, record, config.rl
+        self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
+        self._environments, self._file = environments, state_file
+        self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
+        self.workers = config.rl.workers or (self.bound + 1) * self._size
+        self.base = self.served = self.last = 0  # the next job's base step; the newest served step; the last to make
+        self.running: dict[str, tuple[asyncio.Task[None], int]] = {}  # task -> its group's coroutine, served step then
+        self.ready: list[Group] = []
+        self.counts: Counter[str] = Counter()  # since the last submission
+        self.sample: Trajectory | None = None
+        self.error = ""
+        self._rewards: list[float] = []  # since the last submission
+        self._evaluating = False
+        self._sending = self._failing = self._equal = 0  # groups being submitted; failed, without a difference in a row
+
+    async def run(self) -> None:
+        """Train to the last step; raises what stopped the loop."""
+        try:
+            with file_lock(self._file.with_suffix(".lock"), blocking=False):
+                await self._begin()
+                async with asyncio.TaskGroup() as tasks:
+                    workers = tasks.create_task(self._work())
+                    tasks.create_task(self._train())
+                    await self._follow()
+                    workers.cancel()
+        except LockHeldError as error:
+            raise Conflict(f"another `tandem rl` uses {self._file}; stop it first", field="--state") from error
+        except BaseExceptionGroup as group:
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+
+    async def _begin(self) -> None:
+        """Create the run or find it, and go on from the state file: what was submitted is followed."""
+        run, uses = self.config.run, [section.use for section in self._rl.environment]
+        try:
+            status = await self._tandem.get_run(run.name)
+        except NotFound:
+            status = await self._tandem.create_run(run.name, lora=run.lora, weights=run.weights, seed=run.seed)
+        if run.lora and run.lora.model_dump(exclude_unset=True).items() - status.spec.lora.model_dump().items():
+            raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
+        new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
+        self.state = states.load(self._file, new)
+        if not self.state.jobs and status.num_pending:
+            raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
+        if status.shared_gpus and self.bound:
+            problem = "trainer and vLLM take turns on the same GPUs, so nobody samples while a job trains; set it to 0"
+            raise InvalidInput(problem, field="rl.max_off_policy_steps")
+        dead = False
+        for job in list(self.state.jobs):
+            if dead:  # it starts from a step that will not be
+                with suppress(NotFound):
+                    await self._tandem.cancel(job.id)
+            elif self.state.pending and job is self.state.jobs[-1]:
+                await self._send()
+                continue
+            known = await self._state_of(job.id)
+            if dead := dead or known in ("failed", "cancelled") or (not known and status.newest_step <= job.base):
+                self._forget(job)
+        jobs = self.state.jobs
+        self._followed = jobs[0].base if jobs else (await self._tandem.get_run(run.name)).newest_step
+        self.base = jobs[-1].base + 1 if jobs else self._followed
+        self.last = self.state.first + self._rl.steps
+        self._idle_since = time.time()
+        self._write_down(None)
+        self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+
+    async def _state_of(self, job: str) -> str:
+        """The job's state; "" where the controller does not know it."""
+        with suppress(NotFound):
+            return (await self._tandem.get_job(job)).state
+        return ""
+
+    def _forget(self, job: states.Submitted) -> None:
+        """The job made no step, and its tasks are handed out again."""
+        self.state.jobs.remove(job)
+        self.state.open += job.tasks
+
+    # ---- the workers' side
+
+    async def _work(self) -> None:
+        again = list(self.state.open)  # handed out before a restart
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await _until(lambda: self._room() > 0 and len(self.running) < self.workers)
+                task = again.pop(0) if again else self._next_task()
+                self.running[task] = groups.create_task(self._roll_out(task)), self.served
+
+    def _room(self) -> int:
+        """How many more groups that begin now the jobs to come can use."""
+        jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
+        return jobs * self._size - len(self.ready) - len(self.running) - self._sending
+
+    def _next_task(self) -> str:
+        """The next task of the environment that is furthest behind its share."""
+        cursors = self.state.cursors
+        i = min(range(len(cursors)), key=lambda i: (cursors[i] + 1) / self._rl.environment[i].weight)
+        cursors[i] += 1
+        self.state.open.append(task := f"{i}:{cursors[i] - 1}")
+        return task
+
+    async def _roll_out(self, task: str) -> None:
+        i, number = map(int, task.split(":"))
+        began = time.time()
+        try:
+            of = self._environments[i]
+            group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
+        except Exception as error:
+            self._leave_out(task, "failed")
+            self._failing += 1
+            if self._failing >= max(3, self._size):
+                problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
+                raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
+        else:
+            self._keep(group)
+        finally:
+            self.running.pop(task, None)
+
+    def _keep(self, group: Group) -> None:
+        """Queue a group for the trainer, or leave it out because it teaches nothing."""
+        self._failing, self.sample = 0, group.trajectories[0]
+        self._rewards += [trajectory.reward for trajectory in group.trajectories]
+        self._equal = 0 if group.informative else self._equal + 1
+        teaches = self._rl.advantage.baseline == "none" or self._rl.advantage.keep_zero_variance
+        if group.informative or teaches or not self._rl.dynamic_sampling:
+            self.ready.append(group)
+        else:
+            self._leave_out(group.task, "uninformative")
+        if self._equal >= _UNINFORMATIVE * self._size and not teaches:
+            problem = f"in the last {self._equal} groups all rewards were equal (the last: {self.sample.reward:g})"
+            raise NothingToLearn(f"{problem}; the run stays at step {self.base}: use other tasks, or end here")
+
+    def _leave_out(self, task: str, why: str) -> None:
+        self.counts[why] += 1
+        self.state.open.remove(task)
+
+    async def _sampled(self, of: Environment, task: Any, size: int, step: int | None = None) -> list[Trajectory]:
+        """`size` trajectories of a task, from the newest steps or all from `step`."""
+
+        def sampler() -> Sampler:
+            pin = self.served if step is None and self._rl.pin else step
+            return Sampler(self._vllm, self._run, lambda: self.served, pin, self._rl.sampling)
+
+        def failed(error: Exception) -> None:
+            self.counts["errors"] += 1
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+
+        async with asyncio.TaskGroup() as rollouts:
+            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
+        return [rollout.result() for rollout in made]
+
+    # ---- the trainer's side
+
+    async def _train(self) -> None:
+        while self.base < self.last:
+            await _until(self._has_batch)
+            self.ready.sort(key=lambda group: group.oldest)
+            batch, self.ready = self.ready[: self._size], self.ready[self._size :]
+            self._sending = len(batch)
+            await self._submit(batch)
+            self._sending = 0
+
+    def _has_batch(self) -> bool:
+        """Whether the next job has its groups; those that it must not train are dropped first."""
+        oldest = self.base - self.bound
+        late = [task for task, (_, step) in self.running.items() if step < oldest]
+        for task in late:
+            self.running.pop(task)[0].cancel()
+        stale = [group for group in self.ready if group.oldest < oldest]
+        self.ready = [group for group in self.ready if group not in stale]
+        for task in (*late, *(group.task for group in stale)):
+            self._leave_out(task, "stale")
+        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones.
+        return len(self.ready) >= self._size and (self.base <= self._followed or not self._evaluating)
+
+    async def _submit(self, batch: list[Group]) -> None:
+        """Write the request down, then send it."""
+        tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
+        while await self._state_of(name):  # of a job that failed, or whose step was rolled back
+            name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
+        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
+        numbers = batch_numbers(trajectories, self.base, self._rewards, self.counts)
+        numbers |= {"sampling": max(group.ended for group in batch) - min(group.began for group in batch)}
+        self._rewards, self.counts = [], Counter()
+        self.state.jobs.append(states.Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
+        self.state.open = [task for task in self.state.open if task not in tasks]
+        settings = self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True)
+        optimizer = self._rl.optimizer
+        if optimizer.batch_size:  # one schedule over all jobs
+            start = (self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
+            settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
+        self._write_down({
+            **settings,
+            "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
+            "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
+                       for group in batch],
+            "labels": {"tasks": " ".join(tasks)},
+        })  # fmt: skip
+        if await self._send():
+            self.base += 1
+
+    async def _send(self) -> bool:
+        """Send the request that is written down; False where its groups teach nothing, and no job was made."""
+        assert self.state.pending is not None
+        refused: TandemError | None = None
+        try:
+            await self._tandem.train(self._run, self.state.pending)
+        except (InvalidInput, Conflict) as error:
+            refused = error
+            self._forget(self.state.jobs[-1])
+        self._write_down(None)
+        if refused and not isinstance(refused, NothingToLearn):
+            raise refused
+        return refused is None
+
+    def _write_down(self, pending: dict[str, Any] | None) -> None:
+        self.state.pending = pending
+        states.save(self._file, self.state)
+
+    # ---- the follower's side
+
+    async def _follow(self) -> None:
+        """Wait for each job and until its step is served; record the step's numbers, and evaluate beside the next."""
+        evaluation = asyncio.create_task(self._evaluate(self._followed))
+        while self._followed < self.last:
+            await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
+            job = self.state.jobs[0]
+            await self._tandem.wait_job(job.id)
+            self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
+            self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
+            self.state.jobs.remove(job)
+            self._write_down(self.state.pending)
+            await evaluation
+            self._followed = job.base + 1
+            evaluation = asyncio.create_task(self._evaluate(self._followed))
+        await evaluation
+
+    async def _evaluate(self, step: int) -> None:
+        """Record the reward of `step` on the tasks of [eval], where it is due."""
+        settings, made = self.config.eval, step - self.state.first
+        if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
+            return
+        of, self._evaluating = self._environments[-1 if settings.environment else 0], True
+        sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]
+        results = await asyncio.gather(*sampled, return_exceptions=True)
+        self._evaluating = False
+        trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]
+        self.record.evaluation(step, trajectories, sum(not isinstance(result, list) for result in results))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(_POLL_SECONDS)

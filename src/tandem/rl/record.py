@@ -1,0 +1,85 @@
+"""The loop's numbers, one JSON line for each step and each evaluation, once."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tandem.client import Event, Trajectory
+from tandem.rl.state import Submitted
+
+LEFT_OUT = ("uninformative", "stale", "failed")
+
+
+def batch_numbers(
+    trajectories: Sequence[Trajectory], base: int, sampled: Sequence[float], counts: Mapping[str, int]
+) -> dict[str, Any]:
+    """What is known of a batch when it is submitted. `sampled`: the rewards of all that was sampled for it, the groups
+    that were left out too."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    behind = [base - (turn.policy_step or 0) for turn in turns]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    return {
+        "reward": fmean(sampled or rewards),
+        "reward_trained": fmean(rewards),
+        "metrics": _means(trajectories),
+        "off_policy_steps": {"max": max(behind), "mean": fmean(behind)},
+        "tokens": sum(len(turn.token_ids) for turn in turns),
+        "turns": len(turns),
+        "left_out": {why: counts[why] for why in LEFT_OUT},
+        "errors": counts["errors"],
+        "submitted": time.time(),
+    }
+
+
+def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The environment's own metrics, each over the trajectories that have it."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
+    return {name: fmean(one.metrics[name] for one in trajectories if name in one.metrics) for name in names}
+
+
+class Record:
+    """Appends to `file`; `tell` gets each new line."""
+
+    def __init__(self, file: Path, tell: Callable[[dict[str, Any]], object]) -> None:
+        self._file, self._tell = file, tell
+        data = file.read_bytes() if file.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:  # the loop was killed while it wrote
+            file.write_bytes(whole)
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether there is a line of this kind ("step", "evaluated") for the step."""
+        return any(line.get(kind) == step for line in self.lines)
+
+    def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
+        """Record a step; returns when its job ended. The trainer had nothing to do since `idle_since`."""
+        at = {event.type: event.time for event in events}
+        numbers, ended = dict(job.numbers), at["succeeded"]
+        seconds = {
+            "waiting": max(0.0, numbers.pop("submitted") - idle_since),
+            "sampling": numbers.pop("sampling"),
+            "training": ended - at["claimed"],
+            "serving": max(0.0, at.get("served", time.time()) - at.get("checkpoint", ended)),
+        }
+        trained = [event.data["metrics"] for event in events if event.type == "step"]
+        if not self.has("step", job.base + 1):
+            line = {"step": job.base + 1, "job": job.id, **numbers, "seconds": seconds}
+            self._write(line | {"trained": trained[-1] if trained else {}})
+        return ended
+
+    def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:
+        """Record what the tasks of [eval] earned."""
+        rewards = [trajectory.reward for trajectory in trajectories]
+        line = {"evaluated": step, "reward": fmean(rewards) if rewards else None, "samples": len(rewards)}
+        self._write(line | {"failed": failed, "metrics": _means(trajectories)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line["time"] = time.time()
+        with self._file.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+        self.lines.append(line)
+        self._tell(line)

@@ -1,0 +1,207 @@
+"""A controller and a vLLM in this process, with random delays: what the loop of `tandem rl` calls, and what it did."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.client import Trajectory
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NothingToLearn
+from tandem.rl import environment
+from tandem.rl.config import Config
+from tandem.rl.loop import Loop
+from tandem.rl.record import Record
+from tandem.spool.schema import Event, LoraShape
+
+RUN = "fake"
+
+
+class Killed(BaseException):
+    """The loop's process ends here."""
+
+
+@dataclass
+class Job:
+    id: str
+    base: int
+    request: dict[str, Any]
+    state: str = "queued"
+
+
+class FakeStack:
+    """`delay`: the longest time that anything takes. `kill_at`: the call at which the loop is killed, before or after
+    its effect; every call of the controller and every write of the state counts as two."""
+
+    def __init__(self, delay: float = 0.004, seed: int = 0, fail_jobs: int = 0) -> None:
+        self.random, self.delay = random.Random(seed), delay
+        self.newest = self.served = 0
+        self.jobs: dict[str, Job] = {}
+        self.trained: list[Job] = []
+        self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
+        self.serving: Callable[[int], bool] = lambda _: True
+        self.fail_jobs = fail_jobs
+        self.shared_gpus = False
+        self.calls, self.kill_at = 0, -1
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def pause(self, share: float = 1.0) -> None:
+        await asyncio.sleep(self.random.random() * self.delay * share)
+
+    def mark(self) -> None:
+        self.calls += 1
+        if self.calls == self.kill_at:
+            raise Killed
+
+    # ---- the controller
+
+    async def get_run(self, run: str) -> SimpleNamespace:
+        self.mark()
+        pending = sum(job.state in ("queued", "running") for job in self.jobs.values())
+        spec = SimpleNamespace(lora=LoraShape())
+        shared = self.shared_gpus
+        return SimpleNamespace(newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec)
+
+    async def get_job(self, job: str) -> SimpleNamespace:
+        self.mark()
+        if job not in self.jobs:
+            raise NotFound(job)
+        return SimpleNamespace(state=self.jobs[job].state)
+
+    async def cancel(self, job: str) -> None:
+        self.mark()
+        if self.jobs[job].state == "queued":
+            self.jobs[job].state = "cancelled"
+
+    async def train(self, run: str, request: dict[str, Any]) -> None:
+        request = json.loads(json.dumps(request))
+        self.mark()
+        await self.pause()
+        known = self.jobs.get(request["id"])
+        if known:
+            if known.request != request:
+                raise Conflict("the id has other content", field="id")
+            return
+        taken = [job.base for job in self.jobs.values() if job.state in ("queued", "running")]
+        if request["base_step"] != next(base for base in range(self.newest, 100) if base not in taken):
+            raise Conflict("another base step", field="base_step")
+        bound = request["max_off_policy_steps"]
+        for group in request["groups"]:
+            for trajectory in group["trajectories"]:
+                for turn in trajectory["turns"]:
+                    if not 0 <= request["base_step"] - turn["policy_step"] <= bound:
+                        raise InvalidInput("too old", field="policy_step")
+        if all(len({t["reward"] for t in group["trajectories"]}) == 1 for group in request["groups"]):
+            raise NothingToLearn("no variance")
+        job = self.jobs[request["id"]] = Job(request["id"], request["base_step"], request)
+        self._start(self._execute(job))
+        self.mark()
+
+    def _start(self, work: Any) -> None:
+        self._background.add(asyncio.create_task(work))
+
+    async def _execute(self, job: Job) -> None:
+        while self.newest < job.base:
+            if job.state == "cancelled":
+                return
+            await asyncio.sleep(0.0005)
+        job.state = "running"
+        await self.pause(3)
+        if self.fail_jobs:
+            self.fail_jobs -= 1
+            job.state = "failed"
+            return
+        job.state, self.newest = "succeeded", job.base + 1
+        self.trained.append(job)
+        await self.pause()
+        self.served = max(self.served, job.base + 1)
+
+    async def wait_job(self, job: str) -> None:
+        while self.jobs[job].state in ("queued", "running"):
+            await asyncio.sleep(0.0005)
+        if self.jobs[job].state == "failed":
+            raise JobFailed(f"job {job} failed", job_id=job)
+        self.mark()
+
+    async def wait_served(self, run: str, step: int) -> SimpleNamespace:
+        while self.served < step:
+            await asyncio.sleep(0.0005)
+        self.mark()
+        return SimpleNamespace(step=self.served)
+
+    async def job_events(self, job: str) -> list[Event]:
+        self.mark()
+        return [Event(seq=i, time=float(i), job=job, type=kind) for i, kind in enumerate(["claimed", "succeeded"])]
+
+    # ---- vLLM
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        step = int(body["model"].partition("@")[2])
+        if not self.serving(step):
+            return httpx.Response(404, json={"error": "no such model"})
+        self.sampled.append((step, self.served))
+        await self.pause(2)
+        message = {"role": "assistant", "content": self.random.choice(["a", "b"])}
+        choice = {"message": message, "token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
+        return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1, 2], "choices": [choice]})
+
+
+class Environment(environment.Environment):
+    """Two turns, and a reward for each "a"."""
+
+    def __init__(self, stack: FakeStack) -> None:
+        self.stack = stack
+        self.tasks = environment.Tasks(range(50), 0)
+
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:  # type: ignore[override]
+        messages = [{"role": "user", "content": str(task)}]
+        messages.append(await sampler.chat(messages))
+        await self.stack.pause(4 if task % 7 == 0 else 1)  # some are slow
+        messages.append({"role": "user", "content": "again"})
+        messages.append(await sampler.chat(messages))
+        return sampler.finish(sum(m["content"] == "a" for m in messages))
+
+
+def config(**rl: Any) -> Config:
+    settings = {"steps": 6, "groups_per_step": 3, "group_size": 3, "environment": [{"use": "fake:fake"}]} | rl
+    return Config.model_validate({"run": {"name": RUN}, "rl": settings})
+
+
+def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path) -> Loop:
+    vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
+    record = Record(directory / "metrics.jsonl", lambda line: None)
+    return Loop(settings, stack, vllm, [environment], directory / "state.json", record)  # type: ignore[arg-type]
+
+
+async def run_until_done(settings: Config, stack: FakeStack, directory: Path) -> int:
+    """Start the loop again each time that it is killed; returns how often it was."""
+    for kills in range(100):
+        try:
+            await make_loop(settings, stack, Environment(stack), directory).run()
+        except Killed:
+            continue
+        return kills
+    pytest.fail("it never ends")
+
+
+def check(stack: FakeStack, steps: int, bound: int) -> None:
+    """Each step was made once, from groups of its own, none of them older than the bound."""
+    assert [job.base for job in stack.trained] == list(range(steps))
+    tasks = [task for job in stack.trained for task in job.request["labels"]["tasks"].split()]
+    assert len(tasks) == len(set(tasks)) == sum(len(job.request["groups"]) for job in stack.trained)
+    behind = [
+        job.base - turn["policy_step"]
+        for job in stack.trained
+        for group in job.request["groups"]
+        for trajectory in group["trajectories"]
+        for turn in trajectory["turns"]
+    ]
+    assert min(behind) >= 0
+    assert max(behind) <= bound

@@ -1,0 +1,211 @@
+"""The config of `tandem rl` and its environments: what is wrong is refused with line, field and what to do."""
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from tandem.errors import InvalidInput
+from tandem.rl.config import Config, EnvironmentSection, RLSection, read_toml
+from tandem.rl.environment import Environment, Tasks
+from tandem.rl.sampler import Sampler
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GOOD = """[run]
+name = "r"
+
+[rl]
+steps = 3
+
+[rl.sampling]
+max_tokens = 8
+
+[[rl.environment]]
+use = "a:b"
+
+[[rl.environment]]
+use = "c:d"
+weight = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "field", "message"),
+    [
+        ("steps = 3", "stepz = 3", 4, "rl.steps", "is missing; add it"),
+        ("steps = 3", "steps = 3\nworker = 4", 6, "rl.worker", "no such setting; correct or remove it"),
+        ("steps = 3", "steps = 0", 5, "rl.steps", "greater than or equal to 1"),
+        ("steps = 3", 'steps = 3\non_stale = "keep"', 6, "rl.on_stale", "'drop'"),
+        ("steps = 3", "steps = 3\nmax_off_policy_steps = -1", 6, "rl.max_off_policy_steps", "greater than"),
+        ("weight = 2", "weight = 0", 15, "rl.environment.1.weight", "greater than 0"),
+        ("weight = 2", "wait = 2", 15, "rl.environment.1.wait", "no such setting"),
+        ('use = "c:d"', 'use = "c"', 14, "rl.environment.1.use", "should match pattern"),
+        ("max_tokens = 8", "top_k = 5", 4, "rl", "sampling.top_k: top_k=5 samples from another distribution"),
+        ("max_tokens = 8", "n = 5", 4, "rl", "sampling.n is set by the loop itself; remove it"),
+        ("max_tokens = 8", "temperature = 0.7", 4, "rl", "loss.temperature 1.0; make them equal"),
+        ("[rl.sampling]", "[rl.loss]\nclip = 2\n[rl.sampling]", 8, "rl.loss.clip", "no such setting"),
+        (
+            "[rl.sampling]",
+            "[rl.optimizer]\nlearning_rate = -1\n[rl.sampling]",
+            8,
+            "rl.optimizer.learning_rate",
+            "greater",
+        ),
+        (
+            "[rl.sampling]",
+            "[rl.optimizer.schedule]\nwarmup = 2\n[rl.sampling]",
+            4,
+            "rl",
+            "schedule needs optimizer.batch_size",
+        ),
+        ('name = "r"', 'name = "R!"', 2, "run.name", "should match pattern"),
+        ("[run]", "[evaluation]\nevery = 2\n[run]", 1, "evaluation", "no such setting"),
+        ("[rl]", "[rl", 4, None, "TOML"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    tmp_path: Path, old: str, new: str, line: int, field: str | None, message: str
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(InvalidInput) as refused:
+        read_toml(file, Config)
+    assert refused.value.field == field
+    assert message in refused.value.message
+    assert f"line {line}" in refused.value.message
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_good_configs_are_read(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(GOOD)
+    assert [e.weight for e in read_toml(tmp_path / "c.toml", Config).rl.environment] == [1, 2]
+    for example in EXAMPLES.glob("*.toml"):
+        if "[rl]" in example.read_text():
+            read_toml(example, Config)
+    with pytest.raises(InvalidInput, match="can't read"):
+        read_toml(tmp_path / "none.toml", Config)
+
+
+def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(GOOD)
+    command = [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"]
+    environment = os.environ | {"TANDEM_URL": "http://127.0.0.1:9", "PYTHONPATH": ""}
+    run = subprocess.run(
+        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    error = json.loads(run.stderr)["error"]
+    assert error["field"] == "rl.environment.0.use"
+    assert "name a module beside the config file" in error["message"]
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
+def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs_of_test.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, size=1): self.size = size\n"
+        "    def tasks(self): return range(self.size)\n"
+        "    async def rollout(self, task, sampler): return task\n"
+        "def tasks(): return ['x']\n"
+        "async def one(task, sampler, twice=False): return task * 2 if twice else task\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = Environment(EnvironmentSection(use="envs_of_test:Own", arguments={"size": 4}), 0, "e")
+    assert sorted(own.tasks[i] for i in range(4)) == [0, 1, 2, 3]
+    one = Environment(EnvironmentSection(use="envs_of_test:one", arguments={"twice": True}), 0, "e")
+    assert asyncio.run(one.rollout(one.tasks[0], None)) == "xx"  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="can't load 'envs_of_test:nothing'"):
+        Environment(EnvironmentSection(use="envs_of_test:nothing"), 0, "e")
+
+
+def test_tasks_are_the_same_after_a_restart() -> None:
+    def numbers(source: Any) -> list[Any]:
+        tasks = Tasks(source, seed=3)
+        assert [tasks[i] for i in (25, 4)] == [tasks[25], tasks[4]]
+        return [tasks[i] for i in range(30)]
+
+    first = numbers(range(10))
+    assert first == numbers(list(range(10)))
+    assert sorted(first[:10]) == sorted(first[10:20]) == list(range(10))
+    assert first[:10] != first[10:20]
+    assert numbers(itertools.count(5)) == list(range(5, 35))
+    assert numbers(iter("abc")) == list("abc" * 10)
+    assert list(Tasks(range(10), seed=3).first(3)) == [0, 1, 2]
+    with pytest.raises(InvalidInput, match="gave no task"):
+        Tasks([], seed=0)[0]
+
+
+TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "Trajectory"),
+        ({"turns": [TURN], "reward": 1.0}, "no policy_step"),
+        ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
+    ],
+)
+def test_a_rollout_that_returns_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Any, message: str
+) -> None:
+    (tmp_path / "other_env_of_test.py").write_text(
+        "def tasks(): return [1]\nasync def one(task, sampler): return task\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = Environment(EnvironmentSection(use="other_env_of_test:one"), 0, "e")
+    errors: list[Exception] = []
+    settings = RLSection.model_validate({"steps": 1, "retries": 1, "environment": [{"use": "a:b"}]})
+    with pytest.raises((InvalidInput, ValidationError), match=message):
+        asyncio.run(environment.play(result, lambda: None, settings, errors.append))
+    assert len(errors) == 2
+
+
+def test_a_turn_samples_from_the_newest_step_unless_it_is_pinned() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append(body["model"])
+        assert body["return_token_ids"]
+        assert body["tools"] == [{"type": "function"}]
+        message = {"role": "assistant", "content": "hi"}
+        choice = {"message": message, "token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
+        return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1], "choices": [choice]})
+
+    async def play(pin: int | None) -> list[int | None]:
+        steps = itertools.count(7)
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm/v1") as vllm:
+            sampler = Sampler(vllm, "r", lambda: next(steps), pin, {"max_tokens": 4})
+            for _ in range(2):
+                message = await sampler.chat([{"role": "user", "content": "x"}], tools=[{"type": "function"}])
+            assert message["content"] == "hi"
+            return [turn.policy_step for turn in sampler.finish(1).turns]
+
+    assert asyncio.run(play(None)) == [7, 8]
+    assert asyncio.run(play(3)) == [3, 3]
+    assert asked == ["r@7", "r@8", "r@3", "r@3"]
+
+
+def test_a_refusal_of_vllm_is_not_repeated() -> None:
+    requests: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(400, json={"error": {"message": "the prompt is too long"}})
+
+    async def chat() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm/v1") as vllm:
+            await Sampler(vllm, "r", lambda: 1, None, {}).chat([{"role": "user", "content": "x"}])
+
+    with pytest.raises(InvalidInput, match="the prompt is too long"):
+        asyncio.run(chat())
+    assert len(requests) == 1

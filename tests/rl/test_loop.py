@@ -1,0 +1,241 @@
+"""The loop against a fake stack: the bound under random delays, kills at every call, errors, and what is left out."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from tandem.client import Trajectory
+from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
+from tandem.rl import loop as loops
+from tandem.rl import state as states
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int) -> None:
+    stack = FakeStack(seed=seed)
+    settings = config(max_off_policy_steps=bound, steps=10)
+    asyncio.run(run_until_done(settings, stack, tmp_path))
+    check(stack, 10, bound)
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(1, 11))
+    assert max(line["off_policy_steps"]["max"] for line in written) <= bound
+    if bound == 0:
+        # Synchronous: whatever was sampled, it was from the newest step, and nothing was left over.
+        assert all(asked == newest for asked, newest in stack.sampled)
+        assert sum(line["left_out"]["stale"] for line in written) == 0
+    else:
+        assert max(line["off_policy_steps"]["max"] for line in written) > 0, "nothing overlapped, so this proves little"
+        # Workers don't run ahead of what the bound can use.
+        dropped = sum(line["left_out"]["stale"] for line in written)
+        assert dropped <= 30 / 4
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_kill_at_any_call_loses_no_step_and_no_group_trains_twice(
+    tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = states.save
+    calls, at = 0, 0
+    while at < 400:
+        at += 1
+        stack = FakeStack(delay=0.001, seed=at)
+        stack.kill_at = at
+
+        def save(path: Path, state: states.State, stack: FakeStack = stack) -> None:
+            stack.mark()
+            saved(path, state)
+            stack.mark()
+
+        monkeypatch.setattr(states, "save", save)
+        directory = tmp_path / str(at)
+        directory.mkdir()
+        kills = asyncio.run(run_until_done(config(max_off_policy_steps=bound, steps=3), stack, directory))
+        check(stack, 3, bound)
+        assert sorted(line["step"] for line in lines(directory)) == [1, 2, 3]
+        assert len(stack.jobs) == 3
+        calls += kills
+        if not kills:
+            break
+    assert calls >= 30
+
+
+def test_without_the_write_ahead_other_groups_would_be_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the test above sees what it is for."""
+    monkeypatch.setattr(loops.states, "save", lambda path, state: None)
+    stack = FakeStack()
+
+    async def killed_after_the_submission() -> None:
+        train = stack.train
+
+        async def train_then_die(run: str, request: dict[str, Any]) -> None:
+            await train(run, request)
+            raise Killed
+
+        stack.train = train_then_die  # type: ignore[method-assign]
+        await make_loop(config(), stack, Environment(stack), tmp_path).run()
+
+    with pytest.raises(Killed):
+        asyncio.run(killed_after_the_submission())
+    with pytest.raises(Conflict):
+        asyncio.run(make_loop(config(), stack, Environment(stack), tmp_path).run())
+
+
+class Broken(Environment):
+    """Rollouts of some tasks raise, the first `errors` times or always."""
+
+    def __init__(self, stack: FakeStack, broken: set[int], errors: int = 10**9) -> None:
+        super().__init__(stack)
+        self.broken, self.errors = broken, errors
+
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
+        if task in self.broken and self.errors > 0:
+            self.errors -= 1
+            raise ValueError(f"task {task} is broken")
+        return await super().rollout(task, sampler)
+
+
+def test_a_rollout_that_raises_is_tried_again_and_then_its_group_is_dropped(tmp_path: Path) -> None:
+    stack = FakeStack()
+    environment = Broken(stack, broken=set(range(0, 50, 5)))
+    loop = make_loop(config(), stack, environment, tmp_path)
+    asyncio.run(loop.run())
+    check(stack, 6, 0)
+    assert sum(line["left_out"]["failed"] for line in lines(tmp_path)) > 0
+    assert "ValueError: task" in loop.error
+    assert "test_loop.py, line" in loop.error
+
+    few = Broken(FakeStack(), broken=set(range(50)), errors=2)
+    (tmp_path / "few").mkdir()
+    asyncio.run(make_loop(config(), few.stack, few, tmp_path / "few").run())
+    assert sum(line["errors"] for line in lines(tmp_path / "few")) == 2
+    assert sum(line["left_out"]["failed"] for line in lines(tmp_path / "few")) == 0
+
+
+def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
+    stack = FakeStack()
+    with pytest.raises(TandemError, match=r"groups in a row failed; .* ValueError: task \d+ is broken"):
+        asyncio.run(make_loop(config(), stack, Broken(stack, set(range(50))), tmp_path).run())
+    assert not stack.jobs
+
+
+class Equal(Environment):
+    """The rewards of some tasks' trajectories are all the same."""
+
+    def __init__(self, stack: FakeStack, equal: set[int]) -> None:
+        super().__init__(stack)
+        self.equal = equal
+
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
+        made = await super().rollout(task, sampler)
+        return made.model_copy(update={"reward": 1.0}) if task in self.equal else made
+
+
+def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:
+    stack = FakeStack()
+    asyncio.run(make_loop(config(), stack, Equal(stack, set(range(0, 50, 2))), tmp_path).run())
+    check(stack, 6, 0)
+    for job in stack.trained:
+        assert all(len({t["reward"] for t in group["trajectories"]}) > 1 for group in job.request["groups"])
+    assert sum(line["left_out"]["uninformative"] for line in lines(tmp_path)) >= 5
+
+    kept = FakeStack()
+    (tmp_path / "kept").mkdir()
+    settings = config(dynamic_sampling=False, steps=3)
+    asyncio.run(make_loop(settings, kept, Equal(kept, set(range(0, 50, 2))), tmp_path / "kept").run())
+    groups = [group for job in kept.trained for group in job.request["groups"]]
+    assert any(len({t["reward"] for t in group["trajectories"]}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+def test_where_no_group_teaches_anything_the_loop_ends(tmp_path: Path, dynamic_sampling: bool) -> None:
+    stack = FakeStack(delay=0.0005)
+    settings = config(dynamic_sampling=dynamic_sampling)
+    with pytest.raises(NothingToLearn):
+        asyncio.run(make_loop(settings, stack, Equal(stack, set(range(50))), tmp_path).run())
+    assert stack.newest == 0
+    assert 48 <= len(stack.sampled) / 6 <= 60  # groups of three rollouts of two turns
+
+
+def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp_path: Path) -> None:
+    stack = FakeStack(fail_jobs=1)
+    with pytest.raises(JobFailed):
+        asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
+    asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
+    check(stack, 6, 1)
+    assert stack.trained[0].id == "fake-rl-0-2"
+    first = stack.jobs["fake-rl-0"].request["labels"]["tasks"].split()
+    assert set(first) & set(stack.trained[0].request["labels"]["tasks"].split())
+
+
+def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
+    stack = FakeStack()
+    for steps in (2, 5):
+        asyncio.run(make_loop(config(steps=steps), stack, Environment(stack), tmp_path).run())
+    check(stack, 5, 0)
+
+
+def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) -> None:
+    stack = FakeStack()
+    refused: list[int] = []
+
+    def serving(step: int) -> bool:
+        if len(refused) < 3:
+            refused.append(step)
+        return len(refused) >= 3
+
+    stack.serving = serving
+    asyncio.run(make_loop(config(steps=1), stack, Environment(stack), tmp_path).run())
+    check(stack, 1, 0)
+
+
+def test_one_loop_per_state_file(tmp_path: Path) -> None:
+    async def two() -> None:
+        stack = FakeStack(delay=0.05)
+        first = asyncio.create_task(make_loop(config(), stack, Environment(stack), tmp_path).run())
+        await asyncio.sleep(0.05)
+        with pytest.raises(Conflict, match="another `tandem rl` uses"):
+            await asyncio.to_thread(asyncio.run, make_loop(config(), stack, Environment(stack), tmp_path).run())
+        first.cancel()
+
+    asyncio.run(two())
+
+
+def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    stack = FakeStack()
+    asyncio.run(make_loop(config(steps=1), stack, Environment(stack), tmp_path).run())
+    other = config(environment=[{"use": "other:env"}])
+    with pytest.raises(InvalidInput, match="is of run 'fake' with the environments fake:fake"):
+        asyncio.run(make_loop(other, stack, Environment(stack), tmp_path).run())
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(InvalidInput, match="is damaged"):
+        asyncio.run(make_loop(config(), stack, Environment(stack), tmp_path).run())
+
+
+def test_evaluation_before_between_and_after(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = config(steps=5).model_copy(update={"eval": {"every": 2, "groups": 2, "samples": 2}})
+    settings = type(settings).model_validate(settings.model_dump())
+    asyncio.run(run_until_done(settings, stack, tmp_path))
+    evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
+    assert [line["evaluated"] for line in evaluated] == [0, 2, 4, 5]
+    assert {line["samples"] for line in evaluated} == {4}
+
+
+def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
+    stack = FakeStack()
+    stack.shared_gpus = True
+    with pytest.raises(InvalidInput, match="take turns on the same GPUs") as refused:
+        asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
+    assert refused.value.field == "rl.max_off_policy_steps"
+    asyncio.run(make_loop(config(steps=1), stack, Environment(stack), tmp_path).run())

@@ -1,0 +1,165 @@
+"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed ten times, and the examples run."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+
+from local_stack import LocalStack
+from waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+EXAMPLES = Path(tiny_model.__file__).parent
+SFT_STEPS = 1
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    root = tmp_path_factory.mktemp("rl") / "spool"
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny")
+    with LocalStack(root, TANDEM_KEEP_SERVED="3") as running:
+        yield running
+
+
+def teach(stack: LocalStack, run: str, examples: list[dict[str, Any]], epochs: int = 40) -> None:
+    """Create the run and teach it the form of the task by SFT, as `tandem train sft` would."""
+    stack.client.create_run(run, lora={"rank": 16, "alpha": 32})
+    schedule = {"shape": "cosine", "total": epochs * ceil(len(examples) / 32)}
+    optimizer = {"learning_rate": 5e-3, "epochs": epochs, "batch_size": 32, "schedule": schedule}
+    stack.client.train_sft(run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served")
+
+
+class Rl:
+    """`tandem rl` on an example, with changes to its config, in a directory of its own."""
+
+    def __init__(self, stack: LocalStack, directory: Path, example: str, **changes: str) -> None:
+        text = (EXAMPLES / f"{example}.toml").read_text()
+        for name, value in changes.items():
+            text, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+            assert found == 1
+        shutil.copy(EXAMPLES / f"{example}.py", directory)
+        self.config = directory / f"{example}.toml"
+        self.config.write_text(text)
+        self.state = self.config.with_suffix(".state.json")
+        self.environment = stack.environment | {
+            "TANDEM_URL": stack.controller_url, "OPENAI_BASE_URL": f"{stack.inference_url}/v1",
+        }  # fmt: skip
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tandem", "rl", str(self.config)]
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(self) -> str:
+        """Run it to its end; what it printed."""
+        process = self.start()
+        printed, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, printed
+        return printed
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        file = self.config.with_suffix(".metrics.jsonl")
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [line for line in found if kind in line]
+
+    def known(self) -> dict[str, Any]:
+        """The state file's content."""
+        return json.loads(self.state.read_text()) if self.state.exists() else {}
+
+
+def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> None:
+    """From the jobs' records and events: each step was made once, of groups of its own, within the bound."""
+    jobs = [job for _, job in stack.spool.jobs.list(run=run) if job.spec.kind == "rl"]
+    assert sorted(job.spec.base_step for job in jobs) == list(range(first, first + steps))
+    assert stack.spool.checkpoints.newest(run) == first + steps
+    tasks = [task for job in jobs for task in job.spec.labels["tasks"].split()]
+    assert len(tasks) == len(set(tasks))
+    for job in jobs:
+        assert job.spec.data.policy_step_min is not None
+        assert job.spec.base_step - job.spec.data.policy_step_min <= bound
+        metrics = [event.data["metrics"] for event in stack.spool.events.read(job.spec.id) if event.type == "step"]
+        assert metrics
+        assert all(0 <= row["off_policy_steps_mean"] <= row["off_policy_steps_max"] <= bound for row in metrics)
+
+
+def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, tmp_path: Path) -> None:
+    run = "yes-no-maybe"
+    teach(stack, run, importlib.import_module("rl_yes_no_maybe").sft_examples())
+    rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="6")
+
+    def event(kind: str) -> Callable[[], bool]:
+        def happened() -> bool:
+            jobs = [job["id"] for job in rl.known().get("jobs", [])]
+            return any(e.type == kind for job in jobs[-1:] for e in stack.spool.events.read(job))
+
+        return happened
+
+    def sampled(count: int) -> Callable[[], bool]:
+        return lambda: sum(rl.known().get("cursors", [])) >= count
+
+    made = len(rl.lines("step"))
+    points: dict[str, Callable[[], bool]] = {
+        "the state exists": rl.state.exists,
+        "a request is written down": lambda: bool(rl.known().get("pending")),
+        "a job is submitted": lambda: bool(rl.known().get("jobs")) and not rl.known()["pending"],
+        "claimed": event("claimed"),
+        "loaded": event("loaded"),
+        "checkpoint": event("checkpoint"),
+        "succeeded": event("succeeded"),
+        "served": event("served"),
+        "the step is recorded": lambda: len(rl.lines("step")) > made,
+        "the next request is written down": lambda: bool(rl.known().get("pending")),
+    }
+    for name, reached in points.items():
+        made = len(rl.lines("step"))
+        process = rl.start()
+        until(name, lambda reached=reached, process=process: reached() or process.poll() is not None, 120, poll=0.001)
+        assert process.poll() is None, process.communicate()[0]
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    printed = rl.finish()
+    check(stack, run, SFT_STEPS, steps=6, bound=1)
+    steps = rl.lines("step")
+    assert [line["step"] for line in steps] == list(range(SFT_STEPS + 1, SFT_STEPS + 7))
+    assert f"@{steps[-1]['step']}: reward" in printed
+    before, *_, after = rl.lines("evaluated")
+    assert after["evaluated"] == SFT_STEPS + 6
+    assert after["reward"] > max(0.9, before["reward"] + 0.1)
+    assert rl.known()["jobs"] == []
+
+
+def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
+    teach(stack, "game", importlib.import_module("game").Game().sft_examples())
+    rl = Rl(stack, tmp_path, "game", steps="8", every="8")
+    rl.finish()
+    check(stack, "game", SFT_STEPS, steps=8, bound=1)
+    before, *_, after = rl.lines("evaluated")
+    assert before["metrics"]["rounds"] > 1.5
+    assert after["reward"] > before["reward"] + 0.25
+    assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), "trajectories have several turns"
+
+
+def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalStack, tmp_path: Path) -> None:
+    teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=20)
+    rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")
+    process = rl.start()
+    until("a job is submitted", lambda: rl.known().get("jobs"), 120, poll=0.01)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"The same command continues: tandem rl {rl.config}" in " ".join(printed.split())
+    rl.finish()
+    check(stack, "arithmetic", SFT_STEPS, steps=2, bound=0)
+    assert any("called" in line["metrics"] for line in rl.lines("step"))
