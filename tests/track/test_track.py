@@ -11,7 +11,7 @@ import pytest
 from api_server import KEY
 from tandem.client import Tandem
 from tandem.errors import Conflict, InvalidInput
-from tandem.track import track
+from tandem.track import TrackerFailed, track
 from track.readers import READERS, accumulator, curves, place
 from waiting import until
 
@@ -210,6 +210,13 @@ def test_two_trackers_of_a_run_in_one_place_are_refused(history, kind):
 def test_a_wrong_place_is_refused(history, to):
     with pytest.raises(InvalidInput, match="use one of tensorboard:DIR"):
         track(history.client, history.run, [to], follow=False)
+
+
+def test_a_server_that_does_not_answer_is_named(history, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(TrackerFailed, match=r"127\.0\.0\.1") as failed:
+        track(history.client, history.run, ["mlflow:http://127.0.0.1:9"], follow=False)
+    assert failed.value.field == "--to mlflow:http://127.0.0.1:9"
 
 
 def test_a_missing_package_is_named(history, monkeypatch):

@@ -1,7 +1,7 @@
 """`tandem track`: a client of the controller that writes a run's metrics to experiment trackers, each step once."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 
 from tandem.client import RunSpec, Tandem
 from tandem.errors import InvalidInput, TandemError
@@ -34,11 +34,19 @@ def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> d
         written = dict.fromkeys(targets, 0)
         for row in Follower(tandem, spec, start, follow=follow).rows():
             for place, target in targets.items():
-                try:
+                with _telling(place):
                     written[place] += _write(target, row)
-                except Exception as error:
-                    raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
     return written
+
+
+@contextmanager
+def _telling(place: str) -> Iterator[None]:
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
 
 
 def _target(run: RunSpec, place: str) -> Target:
@@ -46,7 +54,8 @@ def _target(run: RunSpec, place: str) -> Target:
     if name not in TARGETS or not (where or name == "wandb"):
         known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI"
         raise InvalidInput(f"{place!r} is no tracker; use one of {known}", field="--to")
-    return TARGETS[name](run, where)
+    with _telling(place):
+        return TARGETS[name](run, where)
 
 
 def _write(target: Target, row: Row) -> bool:
