@@ -12,7 +12,7 @@ import json
 from itertools import product
 from typing import Any
 
-BEATEN_BY = {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+BEATEN_BY = {"R": "P", "P": "S", "S": "R"}  # rock, paper, scissors
 Message = dict[str, Any]
 
 
