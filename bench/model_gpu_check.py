@@ -91,7 +91,7 @@ def random_row(length: int, used: int, vocabulary: int) -> RowTensors:
 
 
 def moved(row: RowTensors, where: torch.device) -> RowTensors:
-    return RowTensors(**{name: tensor.to(where) for name, tensor in vars(row).items()})
+    return RowTensors(**{name: tensor.to(where) for name, tensor in vars(row).items() if tensor is not None})
 
 
 def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def speed(config: dict[str, Any], slots: int = 8192) -> None:
             device.synchronize()
             seconds = time.perf_counter() - start
             print(
-                f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots, {len(row.item_target)} "
+                f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots, {len(row.item_token)} "
                 f"items, forward {forward:.2f} s, with backward {seconds:.2f} s, {slots / seconds:.0f} slots/s, "
                 f"peak {memory.stats()['allocated_peak'] / 2**30:.1f} GiB",
                 flush=True,

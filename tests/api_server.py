@@ -172,14 +172,20 @@ def work(spool: Spool, job: Job, steps: int = 2) -> None:
     for done in range(1, steps + 1):
         event("step", step=done, steps=steps, metrics={"loss": 1.0 / done})
     spool.paths.log_file(spec.id).write_text(f"rank 0 trains {spec.id}\n")
+    commit(spool, job)
+    event("checkpoint", step=step)
+
+
+def commit(spool: Spool, job: Job) -> None:
+    """The job's checkpoint."""
+    spec = job.spec
     staged = spool.paths.work_dir(spec.id, job.attempt) / "checkpoint"
     (staged / "optimizer").mkdir(parents=True)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copyfile(spool.checkpoints.path(spec.run, spec.base_step) / name, staged / name)
     (staged / "optimizer" / "adam.safetensors").write_bytes(os.urandom(3000))
     probe = Probe(tokens=[], logprobs=[], previous=[], base=[])
-    spool.checkpoints.commit(staged, spec.run, step, spec.id, metrics={"loss": 0.5}, probe=probe)
-    event("checkpoint", step=step)
+    spool.checkpoints.commit(staged, spec.run, spec.base_step + 1, spec.id, metrics={"loss": 0.5}, probe=probe)
 
 
 def succeed(spool: Spool, job: Job) -> None:

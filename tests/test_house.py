@@ -49,6 +49,7 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
     [
         ("tandem.client", ["torch", "vllm", "transformers", "numpy", "fastapi", "safetensors", "openai"]),
         ("tandem.cli", ["torch", "vllm", "transformers", "numpy"]),
+        ("tandem.track", ["torch", "vllm", "transformers", "numpy", "wandb", "mlflow", "tensorboard"]),
         ("tandem.rl.loop", ["torch", "vllm", "transformers", "numpy", "fastapi", "openai"]),
         ("tandem.controller.app", ["torch", "vllm"]),
         ("tandem.trainer.runner.loop", ["torch", "vllm", "transformers"]),

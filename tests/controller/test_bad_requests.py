@@ -110,6 +110,7 @@ def test_numbers_that_no_file_system_and_no_name_has(http, server, idle_run):
     try:
         for method, path, body in [
             ("GET", f"/v1/runs/{idle_run}/checkpoints/{many}", ""),
+            ("DELETE", f"/v1/runs/{idle_run}/checkpoints/{many}", ""),
             ("PUT", f"/v1/runs/{idle_run}/checkpoints/{many}/pin", ""),
             ("DELETE", f"/v1/runs/{idle_run}/checkpoints/{many}/pin", ""),
             ("POST", f"/v1/runs/{idle_run}/rollback", f'{{"step": {many}}}'),
@@ -138,6 +139,8 @@ def test_unknown_runs_steps_and_jobs(http, idle_run):
         ("POST", "/v1/runs/nobody/fork", {"step": 0, "name": "b"}, "run"),
         ("POST", "/v1/runs/nobody/rollback", {"step": 0}, "run"),
         ("DELETE", "/v1/runs/nobody?cancel_jobs=true", None, "run"),
+        ("DELETE", "/v1/runs/nobody/checkpoints/1", None, "run"),
+        ("DELETE", f"/v1/runs/{idle_run}/checkpoints/7", None, "step"),
         ("PUT", "/v1/runs/nobody/checkpoints/0/pin", None, "run"),
         ("PUT", f"/v1/runs/{idle_run}/checkpoints/7/pin", None, "step"),
         ("DELETE", "/v1/runs/nobody/checkpoints/0/pin", None, "run"),

@@ -228,6 +228,22 @@ def test_a_pinned_checkpoint_is_named(client, run):
         client.pin(run, 1)
 
 
+def test_a_checkpoint_is_deleted_alone(client, server, run):
+    for _ in range(2):
+        client.train_rl(run, groups(1))
+        run_one(server.spool)
+    for step, reason in ((0, "beginning"), (2, "newest")):
+        with pytest.raises(Conflict, match=reason) as refused:
+            client.delete_checkpoint(run, step)
+        assert refused.value.field == "step"
+    client.delete_checkpoint(run, 1)
+    assert [info.step for info in client.checkpoints(run)] == [0, 2]
+    with pytest.raises(NotFound):
+        client.delete_checkpoint(run, 1)
+    directory = server.spool.checkpoints.path(run, 2).parent
+    until("its files are gone", lambda: [path.name for path in sorted(directory.iterdir())] == ["00000000", "00000002"])
+
+
 def test_the_controller_removes_what_the_settings_do_not_keep(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.05)
     root = make_root(tmp_path / "spool")

@@ -19,7 +19,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL = re.compile(
-    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:s|/s|bos|eos|start_of_turn|end_of_turn|sop)>|\[(?:gMASK|INST|/INST)\]"
+    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<\|[a-z_]{1,20}>|<[a-z_]{1,20}\|>|<(?:s|/s|bos|eos)>|<(?:start|end)_of_\w{1,20}>"
 )
 
 
@@ -41,10 +41,10 @@ def _base() -> str:
 def chat_tokenizer(template: str) -> Any:
     """A tokenizer with this chat template. Its special tokens are those that look so in the template."""
     tokenizer = Tokenizer.from_str(_base())
-    special = sorted({"<|im_end|>", *_SPECIAL.findall(template)})
+    special = sorted({"<|im_end|>", "<|begin_of_text|>", *_SPECIAL.findall(template)})
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")])
-    bos = next((token for token in ("<|begin_of_text|>", "<bos>", "<s>") if token in special), None)
+    bos = next(token for token in ("<bos>", "<s>", "<|begin_of_text|>") if token in special)
     ends = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")
     eos = next(token for token in ends if token in special)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos)

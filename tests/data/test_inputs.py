@@ -9,6 +9,7 @@ import pytest
 from openai._models import construct_type
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.chat.chat_completion import Choice
 from pydantic import TypeAdapter, ValidationError
 
 from tandem.data import inputs
@@ -84,6 +85,29 @@ def test_incomplete_answers_are_refused(path: str, value: object, field: str, me
     with pytest.raises(InvalidInput, match=message) as refused:
         turn_from_openai(changed(path, value, COMPLETION if "token_logprobs" in path else CHAT))
     assert refused.value.field == field
+
+
+def through_the_door() -> dict[str, Any]:
+    """The first choice of a chat completion that came through the rollout door and whose stream was put together."""
+    choice = changed("choices.0.token_ids", None, CHAT)["choices"][0]
+    for entry, token in zip(choice["logprobs"]["content"], ("token_id:1", "token_id:2"), strict=True):
+        entry["token"] = token
+    return {**choice, "prompt_token_ids": [7, 8, 9], "model": "run@3"}
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_choice_alone_is_a_turn(as_object: bool) -> None:
+    choice = through_the_door()
+    turn = turn_from_openai(construct_type(type_=Choice, value=choice) if as_object else choice)
+    assert (turn.prompt_token_ids, turn.token_ids, turn.logprobs) == ([7, 8, 9], [1, 2], [-0.5, 0.0])
+    assert turn.policy_step == 3
+    for token in ("12", "token_id:", "token_id:1x"):  # a text of the model's, not a name of an id
+        with pytest.raises(InvalidInput, match="rollout") as refused:
+            turn_from_openai(changed("logprobs.content.1.token", token, choice))
+        assert refused.value.field == "token_ids"
+    with pytest.raises(InvalidInput, match="rollout") as refused:
+        turn_from_openai({**choice, "prompt_token_ids": None})
+    assert refused.value.field == "prompt_token_ids"
 
 
 def test_builder() -> None:

@@ -20,6 +20,7 @@ def small() -> Arrays:
         "subtree_end": np.array([[5, 5, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]], i32),
         "row_num_tokens": np.array([5, 3], i32),
         "row_batch": np.array([0, -1], i32),
+        "slot_experts": np.arange(-1, 31, dtype=np.int16).reshape(2, 8, 1, 2),
         "item_offsets": np.array([0, 3, 5], np.int64),
         "item_target": np.array([2, 3, 4, 1, 2], i32),
         "item_source": np.array([1, 2, 1, 0, 1], i32),
@@ -47,8 +48,15 @@ def test_round_trip(tmp_path: Path) -> None:
         assert row.item_source.tolist() == [1, 2, 1]
         assert row.item_logprob.tolist() == [-1, -2, -3]
         assert batch.row(1).item_trajectory.tolist() == [2, 2]
+        assert np.array_equal(batch.row(1).slot_experts, arrays["slot_experts"][1])
         with pytest.raises(IndexError):
             batch.row(2)
+
+
+def test_without_experts(tmp_path: Path) -> None:
+    write_packed(tmp_path / "a", small() | {"slot_experts": np.zeros((2, 8, 0, 0), np.int16)}, vocab_size=10)
+    with PackedBatch.open(tmp_path / "a") as batch:
+        assert batch.row(1).slot_experts.shape == (8, 0, 0)
 
 
 def test_the_file_is_numpys_own_and_always_the_same(tmp_path: Path) -> None:
@@ -90,6 +98,7 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
         ("subtree_end", (0, 6), 8),
         ("subtree_end", (0, 3), 3),
         ("row_num_tokens", 0, 9),
+        ("slot_experts", (1, 7, 0, 1), -2),
         ("item_offsets", 1, 6),
         ("item_target", 0, 5),
         ("item_source", 2, 3),  # not an ancestor

@@ -126,6 +126,7 @@ def swap(trainer: MergedTrainer, requests: str) -> None:
     trainer.client.swap_merged(f"{trainer.run}@2", str(trainer.adapters[2]), 2.5, requests, 100)
 
 
+@pytest.mark.sample(1)  # each starts vLLM again
 @pytest.mark.parametrize("kill", [kill_server, kill_engine])
 @pytest.mark.parametrize("moment", ["drain", "call"])
 def test_a_server_or_engine_that_dies_in_mid_swap(

@@ -21,7 +21,7 @@ from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, Vl
 from waiting import until
 
 ROUTE = "/tandem/merged"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
 
 
@@ -187,7 +187,7 @@ def test_nothing_is_sampled_before_the_first_announcement() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 def test_new_requests_wait_from_the_swap_to_the_announcement(path: str) -> None:
     async def scene(world: World) -> None:
         await world.publish(1)
@@ -504,6 +504,7 @@ SEQUENCES = {
     COMPLETIONS: {"cmpl-{id}-0-{r}": (0, 0), "cmpl-{id}-1-{r}": (1, 0), "cmpl-{id}-12-{r}": (12, 0),
                   "0_cmpl-{id}-3-{r}": (3, 0), "2_cmpl-{id}-3-{r}": (3, 2), "cmpl-{id}-7": (7, 0)},
     CHAT: {"chatcmpl-{id}-{r}": (0, 0)},
+    GENERATE: {"generate-tokens-{id}-{r}": (0, 0)},
 }  # fmt: skip
 
 
@@ -511,7 +512,7 @@ SEQUENCES = {
 @pytest.mark.parametrize(
     "name", ["", "run-7", "550e8400-e29b-41d4-a716-446655440000", "7", "a-1-12345678", "ü.*", "0_x"]
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 def test_each_sequence_is_recognised(path: str, name: str, random: str) -> None:
     async def scene(world: World) -> None:
         await world.publish(1)
@@ -519,7 +520,9 @@ def test_each_sequence_is_recognised(path: str, name: str, random: str) -> None:
         used = world.engine.generated[-1]
         assert used == name.encode().decode("latin-1") or not name
         others = [f"{used}-1", f"1-{used}", f"{used}x", used[1:] or "8"]
-        strangers = {f"{kind}-{other}-0-{RANDOM}": 99 for other in others for kind in ("cmpl", "chatcmpl")}
+        strangers = {
+            f"{kind}-{other}-0-{RANDOM}": 99 for other in others for kind in ("cmpl", "chatcmpl", "generate-tokens")
+        }
         mine = {kind.format(id=used, r=random): of for kind, of in SEQUENCES[path].items()}
         if path == CHAT:
             mine |= {f"{sample}_chatcmpl-{used}-{random}": (0, sample) for sample in (1, 2)}

@@ -19,6 +19,7 @@ from inference.stage import commit, make_run
 from inference.test_real_vllm import SEQUENCES, Trainer, distance
 from policies import linear_row, make_policy
 from tandem.config import Settings
+from tandem.data.inputs import turn_from_openai
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.metrics.policy import PARTS
@@ -99,6 +100,22 @@ def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.M
 def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
     body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
     return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
+
+
+def test_a_choice_of_merged_weights_that_came_through_the_rollout_door_is_a_turn(
+    vllm: VllmServer, trainer: MergedTrainer
+) -> None:
+    trainer.step(1)
+    served = trainer.publish(trainer.run)
+    body = {"model": trainer.run, "messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "ignore_eos": True}
+    answer = httpx.post(f"{vllm.url}/rollout/v1/chat/completions", headers=API, json=body, timeout=120).json()
+    turn = turn_from_openai(answer["choices"][0])
+    assert (answer["choices"][0]["model"], len(turn.logprobs)) == (served.model, 3)
+    generate = {"model": trainer.run, "token_ids": turn.prompt_token_ids,
+                "sampling_params": {"max_tokens": 3, "temperature": 0.0, "logprobs": 1}}  # fmt: skip
+    answer = httpx.post(f"{vllm.url}/inference/v1/generate", headers=API, json=generate, timeout=120)
+    assert answer.headers["x-tandem-weights"] == served.model
+    assert len(answer.json()["choices"][0]["logprobs"]["content"]) == 3
 
 
 def test_a_deleted_run_is_served_no_more_and_makes_room_for_another(

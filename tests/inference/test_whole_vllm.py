@@ -156,6 +156,7 @@ def test_a_refused_step_is_taken_back(vllm: VllmServer, make: Make) -> None:
     assert trainer.serve(3).transport == "nccl"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_ranks_that_die_or_stop_before_they_send(vllm: VllmServer, make: Make, sig: signal.Signals) -> None:
     trainer = make("nccl")

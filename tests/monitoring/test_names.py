@@ -121,6 +121,8 @@ ELSEWHERE = {
     "tandem_spool_damaged": "newer than the recording; tests/metrics exports it",
     "tandem_policy_info": "newer than the recording",
     "tandem_publish_seconds": "newer than the recording",
+    "tandem_train_off_policy_steps": "newer than the recording",
+    "tandem_train_held_out_loss": "newer than the recording",
     "tandem_merged_phase": "only with merged weights",
     "tandem_merged_runs": "only with merged weights",
 } | {

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
+from tandem.data.routing import Mixture
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
@@ -21,7 +22,7 @@ from tandem.spool import Spool, schema
 from tandem.spool.paths import error_file
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
 from tandem.trainer.rank import worker
-from tiny import SHAPE, write_random_model
+from tiny import MOE, SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
@@ -77,9 +78,9 @@ def submit_rl(
     **optimizer: Any,
 ) -> str:  # fmt: skip
     data = random_groups(0) if groups is None else groups
-    pack = partial(
-        prepare_rl, data, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PackingSettings(sequence_length=ROW)
-    )
+    mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
+    settings = {"advantage": AdvantageSettings(), "packing": PackingSettings(sequence_length=ROW), "mixture": mixture}
+    pack = partial(prepare_rl, data, vocab_size=VOCAB, **settings)
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
 
 

@@ -164,6 +164,8 @@ def test_two_jobs_of_a_step_equal_one_job_of_two(kind: str, family: str, spool: 
     assert len(jobs.steps_of(spool, "whole")) == 2
     jobs.run_here(spool, submit("twice", "half", 1))
     assert jobs.same_bytes(jobs.run_here(spool, submit("twice", "rest", 1)), whole)
+    for made in (["whole"], ["half", "rest"]):  # they are counted over the jobs of a run
+        assert [step["optimizer_step"] for job in made for step in jobs.steps_of(spool, job)] == [1, 2]
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])

@@ -27,7 +27,7 @@ from tandem.spool import Spool, recovery
 from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.fs import CROCKFORD
 from tandem.spool.recovery import sweep
-from tandem.spool.removal import Keep, delete_run, prune
+from tandem.spool.removal import Keep, delete_checkpoint, delete_run, prune
 from tandem.spool.schema import Manifest, RLJob, RLLoss, Served
 from tandem.system.logs import Log
 
@@ -127,6 +127,26 @@ def test_what_something_needs_stays(spool: Spool, need: Callable[[Spool], object
         train_one(spool)
     need(spool)
     assert steps_after(spool, NEWEST) == sorted({0, 5} | stays)
+
+
+@pytest.mark.parametrize(
+    ("need", "kept"),
+    [(serve, 2), (lambda spool: spool.checkpoints.pin("r", 2), 2), (queue_with_reference, 2), (stale_base, 3)],
+)
+def test_a_checkpoint_that_something_needs_is_not_deleted(spool, need, kept):
+    for _ in range(4):
+        train_one(spool)
+    need(spool)
+    before = tree(spool.root)
+    for step in (0, kept, 4):
+        with refused(Conflict, "step"):
+            delete_checkpoint(spool, "r", step)
+    with refused(NotFound, "step"):
+        delete_checkpoint(spool, "r", 7)
+    assert tree(spool.root) == before
+    directory = delete_checkpoint(spool, "r", 1)
+    assert spool.checkpoints.steps("r") == [0, 2, 3, 4]
+    assert directory.name.startswith(".tmp-")
 
 
 def test_a_pin_ends_by_hand_and_by_a_rollback(spool):

@@ -170,7 +170,7 @@ class World:
             "entropy": 0.3 + 0.9 * math.exp(-done / 20) + draw(0, 0.02), "kl": 0.002 * done + abs(draw(0, 0.001)),
             "kl_sampler": abs(draw(0.002, 0.0005)), "logprob_mismatch": abs(draw(0.012, 0.002)),
             "clip_ratio": abs(draw(0.03, 0.01)), "importance_ratio_max": abs(draw(3, 0.6)),
-            "reward_mean": reward + draw(0, 0.02), "off_policy_steps": 1.0,
+            "reward_mean": reward + draw(0, 0.02), "off_policy_steps": 1.0, "held_out_loss": draw(0.05, 0.004),
             "reward_std": 0.5 * math.sqrt(max(reward * (1 - reward), 0.01)),
         }  # fmt: skip
 

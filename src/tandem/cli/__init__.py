@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import doctor, finetune, jobs, rl, runs, smoke, train
+from tandem.cli import data, doctor, finetune, jobs, rl, runs, smoke, track, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -80,6 +80,8 @@ _train.command("sft")(finetune.sft)
 _train.command("dpo")(finetune.dpo)
 _train.command("job")(train.job)
 app.add_typer(_train, name="train")
+app.add_typer(data.app, name="data")
+app.command("track")(track.track)
 app.command("rl")(rl.rl)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)

@@ -123,6 +123,13 @@ def fork(
     show(connect().fork(run, step, name), json, run_details)
 
 
+@checkpoints.command("delete")
+def delete_checkpoint(run: RunArgument, step: StepArgument, json: Json = False) -> None:
+    """Delete a checkpoint that is not step 0, the newest, pinned, served, or needed by a job."""
+    connect().delete_checkpoint(run, step)
+    show({"deleted": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is deleted")
+
+
 @checkpoints.command()
 def pin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says."""

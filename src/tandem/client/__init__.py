@@ -33,6 +33,7 @@ from tandem.spool.schema import (
     Served,
     SFTLoss,
 )
+from tandem.vllm_client.sampling import distorting
 
 __all__ = [
     "AsyncTandem", "AttemptMemory", "CheckpointInfo", "DPOOptions", "Event", "Group", "JobError", "JobStatus",
@@ -42,13 +43,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Options of vLLM that change the distribution, and the values with which they don't.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "min_tokens": (0,),
-}  # fmt: skip
-
-
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
     """Arguments with which a chat completion of the openai package returns what training needs.
 
@@ -56,8 +50,6 @@ def sampling_options(**extra_body: Any) -> dict[str, Any]:
     Raises InvalidInput for what changes the distribution that is sampled from, since the trainer computes the model's
     own (`top_k`, `top_p`, `min_p`, penalties, ...): the log-probs of the two would never agree.
     """
-    for name, neutral in _NEUTRAL.items():
-        if extra_body.get(name) not in (None, *neutral):
-            problem = f"{name}={extra_body[name]} samples from another distribution than the trainer computes"
-            raise InvalidInput(f"{problem}; leave it out", field=name)
+    if refused := distorting(extra_body):
+        raise InvalidInput(refused[1], field=refused[0])
     return {"logprobs": True, "extra_body": {"return_token_ids": True, **extra_body}}

@@ -15,7 +15,7 @@ from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.requests import Requests
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
-from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.inputs import Group
 from tandem.errors import Conflict, NotServed
 from tandem.spool.fs import new_ulid
@@ -95,6 +95,11 @@ class Api(Requests):
         """End `pin`; a step that is not pinned stays as it is."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
+    async def delete_checkpoint(self, run: str, step: int) -> None:
+        """Delete a checkpoint; Conflict for step 0, the newest, and one that is pinned, served or needed by a job. The
+        request is not repeated, like that of `delete_run`."""
+        await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
+
     async def rollback(self, run: str, step: int) -> RolledBack:
         """Make `step` the newest again. The request is not repeated: after Unreachable, look at the run first."""
         return await self._call(RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False)
@@ -122,15 +127,9 @@ class Api(Requests):
             await self._http.sleep(_SERVED_POLL_SECONDS)
 
     async def train_rl(
-        self,
-        run: str,
-        groups: Sequence[Group | Mapping[str, Any]],
-        *,
-        wait: Wait | None = None,
-        timeout: float = JOB_SECONDS,
-        on_event: OnEvent | None = None,
-        **options: Unpack[RLOptions],
-    ) -> JobStatus:
+        self, run: str, groups: Sequence[Group | Mapping[str, Any]], *, wait: Wait | None = None,
+        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[RLOptions],
+    ) -> JobStatus:  # fmt: skip
         """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is served ("served").
 
         Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed, TimeoutError after
@@ -140,29 +139,17 @@ class Api(Requests):
         return await self._wait(status, wait, timeout, on_event)
 
     async def train_sft(
-        self,
-        run: str,
-        examples: Sequence[SFTExample | Mapping[str, Any]],
-        *,
-        wait: Wait | None = None,
-        timeout: float = JOB_SECONDS,
-        on_event: OnEvent | None = None,
-        **options: Unpack[SFTOptions],
-    ) -> JobStatus:
+        self, run: str, examples: Sequence[SFTExample | Mapping[str, Any]], *, wait: Wait | None = None,
+        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[SFTOptions],
+    ) -> JobStatus:  # fmt: skip
         """Queue an SFT job; otherwise like `train_rl`."""
         status = await self.train(run, {"kind": "sft", "examples": examples, **options})
         return await self._wait(status, wait, timeout, on_event)
 
     async def train_dpo(
-        self,
-        run: str,
-        pairs: Sequence[PreferencePair | Mapping[str, Any]],
-        *,
-        wait: Wait | None = None,
-        timeout: float = JOB_SECONDS,
-        on_event: OnEvent | None = None,
-        **options: Unpack[DPOOptions],
-    ) -> JobStatus:
+        self, run: str, pairs: Sequence[PreferencePair | Mapping[str, Any]], *, wait: Wait | None = None,
+        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[DPOOptions],
+    ) -> JobStatus:  # fmt: skip
         """Queue a job of preference pairs; otherwise like `train_rl`."""
         status = await self.train(run, {"kind": "dpo", "pairs": pairs, **options})
         return await self._wait(status, wait, timeout, on_event)
@@ -172,6 +159,14 @@ class Api(Requests):
         # With an id from here, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS)
+
+    async def render(
+        self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
+    ) -> list[Rendering]:
+        """How examples, and then pairs, would be trained: at most 1000 of each."""
+        body = {name: [one.model_dump(exclude_none=True) for one in ones]
+                for name, ones in (("examples", examples), ("pairs", pairs))}  # fmt: skip
+        return await self._call(list[Rendering], "POST", "data", "render", body=body, seconds=_PACKING_SECONDS)
 
     async def _wait(self, job: JobStatus, wait: Wait | None, timeout: float, on_event: OnEvent | None) -> JobStatus:
         if wait is not None:

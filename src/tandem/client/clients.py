@@ -97,11 +97,13 @@ class Tandem:
         self.close()
 
     create_run = _blocking(Api.create_run)
+    render = _blocking(Api.render)
     get_run = _blocking(Api.get_run)
     list_runs = _blocking(Api.list_runs)
     fork = _blocking(Api.fork)
     rollback = _blocking(Api.rollback)
     delete_run = _blocking(Api.delete_run)
+    delete_checkpoint = _blocking(Api.delete_checkpoint)
     pin = _blocking(Api.pin)
     unpin = _blocking(Api.unpin)
     wait_served = _blocking(Api.wait_served)

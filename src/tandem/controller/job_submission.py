@@ -11,6 +11,7 @@ from tandem.controller.deployment import Deployment
 from tandem.controller.http_errors import invalid_json
 from tandem.controller.schemas import AnyRequest, DPORequest, RLRequest, TrainRequest
 from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
+from tandem.data.routing import Mixture
 from tandem.errors import InvalidInput
 from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, SFTJob
 
@@ -71,8 +72,10 @@ def _pack(
     arguments: dict[str, Any] = {"vocab_size": deployment.arch.vocab_size, "packing": request.packing, "out": directory}
     arguments["batch_size"] = request.optimizer.batch_size
     if isinstance(request, RLRequest):
+        moe = deployment.arch.moe
+        mixture = Mixture(deployment.arch.num_layers, moe.num_experts, moe.experts_per_token) if moe else None
         packed = prepare_rl(
-            request.groups, advantage=request.advantage, base_step=base_step,
+            request.groups, advantage=request.advantage, base_step=base_step, mixture=mixture,
             max_off_policy_steps=request.max_off_policy_steps, **arguments,
         )  # fmt: skip
         return RLJob.model_validate(spec | {"data": packed})

@@ -1,19 +1,21 @@
-"""HTTP routes of checkpoints: list, manifest, download as a tar archive."""
+"""HTTP routes of checkpoints: list, manifest, delete, pin, download as a tar archive."""
 
 import io
+import shutil
 import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, BackgroundTasks, Query
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import CheckpointInfo
 from tandem.errors import CheckpointDamaged
+from tandem.spool import removal
 from tandem.spool.schema import STEPS, Manifest, RunName
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
@@ -44,6 +46,13 @@ def get_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> M
     """A checkpoint's manifest: its files with their SHA-256, its origin, its metrics."""
     deployment.spool.runs.get(run)
     return deployment.spool.checkpoints.manifest(run, step)
+
+
+@router.delete("/{step}", status_code=204)
+def delete_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment, tasks: BackgroundTasks) -> None:
+    """Delete a checkpoint; refused for step 0, the newest, and one that is pinned, served or needed by a job."""
+    doomed = removal.delete_checkpoint(deployment.spool, run, step)
+    tasks.add_task(shutil.rmtree, doomed, ignore_errors=True)
 
 
 @router.put("/{step}/pin", status_code=204)

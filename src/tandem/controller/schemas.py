@@ -10,6 +10,7 @@ from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
 LISTED_PENDING = 100
+RENDERED = 1000
 LONGEST_SECONDS = 1e8
 """Three years. Ranks can't count to any number of seconds."""
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
@@ -181,6 +182,15 @@ class DPORequest(_TrainRequest):
 
 AnyRequest = RLRequest | SFTRequest | DPORequest
 TrainRequest = Annotated[AnyRequest, Field(discriminator="kind")]
+
+
+class RenderRequest(Record):
+    """Examples and pairs to look at."""
+
+    model_config = _example(examples=[{"prompt": "Is water wet?", "completion": " maybe"}])
+
+    examples: list[SFTExample] = Field(default_factory=list, max_length=RENDERED)
+    pairs: list[PreferencePair] = Field(default_factory=list, max_length=RENDERED)
 
 
 class JobStatus(Record):

@@ -26,10 +26,15 @@ from tandem.data.examples import Message
 from tandem.data.packed_format import Float32, Int32
 from tandem.errors import InvalidInput
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%-?\s*generation\s*-?%\}")
 _INSTEAD = "give token_ids and trainable instead of messages"
 _REMEMBERED_TAILS, _TAIL_CHARACTERS = 4096, 64
 _one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of {% generation %}, are not thread-safe
+
+
+@lru_cache(maxsize=8)
+def _has_marks(template: str) -> bool:
+    return _GENERATION.search(_COMMENT.sub("", template)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,6 @@ class Plan:
     lead: list[int] = dataclasses.field(default_factory=list)
 
 
-type Planned = list[Plan | Rendered] | InvalidInput
-
-
 class Renderer:
     """A tokenizer with what is computed from it once."""
 
@@ -112,7 +114,9 @@ class Renderer:
         lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
         return Plan(whole, [(len(prompt), len(whole))], turns, field, False, lead)
 
-    def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> Planned:
+    def chat(
+        self, messages: list[Message], names: list[str], trained: set[int], tools: Any
+    ) -> list[Plan] | InvalidInput:
         """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
         try:
             if not self.tokenizer.chat_template:
@@ -120,7 +124,7 @@ class Renderer:
                 raise InvalidInput(problem, field=names[0].rpartition(".")[0])
             template = self.tokenizer.get_chat_template(tools=tools)
             plain = [message.for_template() for message in messages]
-            if _GENERATION.search(template):
+            if _has_marks(template):
                 return [self._marked(template, plain, names, trained, tools)]
             return list(self._turns(template, plain, names, trained, tools))
         except InvalidInput as error:
@@ -185,7 +189,7 @@ class Renderer:
                     return_assistant_tokens_mask=marks, **self.tokenizer.special_tokens_map,
                 )  # fmt: skip
         except Exception as exc:  # a template is a program and may raise anything
-            raise InvalidInput(f"the chat template refuses the conversation: {exc}", field=name) from exc
+            raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
     def finish(self, plan: Plan, encoding: Any) -> list[Rendered]:

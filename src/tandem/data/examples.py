@@ -241,3 +241,15 @@ class PreferencePair(Input):
             prompt.append(chosen.pop(0))
             rejected.pop(0)
         return [(prompt, chosen), (prompt, rejected)]  # type: ignore[list-item]
+
+
+class Rendering(Input):
+    """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of each sequence (a
+    pair's: prompt and chosen, prompt and rejected) the texts and their weights in the loss, 0 for context; `lengths`:
+    the sequences' tokens; `trained`: how many tokens are trained."""
+
+    parts: list[list[tuple[str, float]]] = Field(default_factory=list)
+    lengths: list[int] = Field(default_factory=list)
+    trained: int = 0
+    error: str | None = None
+    field: str | None = None

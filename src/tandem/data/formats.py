@@ -150,7 +150,7 @@ class Examples:
     `SFTExample` or `PreferencePair`; InvalidInput names file, place and field where that can't be made."""
 
     def __init__(self, path: str | Path, format: str = "auto", kind: Kind | None = None) -> None:  # noqa: A002
-        self._records = open_records(Path(path))
+        self.name, self._records = Path(path).name, open_records(Path(path))
         self._kind_asked = kind
         self.format = self._detect() if format == "auto" else format
         if self.format not in FORMATS:
@@ -188,8 +188,9 @@ class Examples:
         if not any(needed <= given.keys() for needed in columns):
             needed = " or ".join(" and ".join(sorted(names)) for names in columns)
             others = _fitting(given, self._kind_asked)
-            found = f"it is {others[0]}; a file has one format" if others else f"its columns are {_listed(record)}"
-            raise InvalidInput(f"not {self.format}, which needs {needed}: {found}", field=sorted(columns[0])[0])
+            found = f"it is {others[0]}, and a file has one format" if others else f"it has {_listed(record)}"
+            problem = f"the file's format is {self.format}, so this record needs {needed}, but {found}"
+            raise InvalidInput(f"{problem}; correct it or leave it out", field=sorted(columns[0])[0])
         converted = dict(convert(given))
         tools = given.get("tools") or (given["input"].get("tools") if isinstance(given.get("input"), dict) else None)
         if tools:

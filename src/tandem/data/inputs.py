@@ -7,6 +7,7 @@ their log-probs. The trainer trains these ids, and never tokenises the text agai
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -46,12 +47,16 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_c
 class Turn(Input):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
-    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it."""
+    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it;
+    `routed_experts`: of a mixture, the experts of each token but the last, as vLLM returns them under
+    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers, experts per token]);
+    training then uses these."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: list[StrictFloat]
     policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
+    routed_experts: str | None = None
 
     @field_validator("logprobs")
     @classmethod
@@ -149,36 +154,48 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
 
     `response`: an object of the openai package, or the same as a dict; a chat completion (`prompt_token_ids` beside
     `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or a completion (`prompt_token_ids` in the choice,
-    log-probs in `choices[i].logprobs.token_logprobs`). InvalidInput (field: the path in the response) if it is
-    incomplete.
+    log-probs in `choices[i].logprobs.token_logprobs`). A single choice that came through the rollout door will do.
+    InvalidInput (field: the path in the response) if it is incomplete.
     """
     data = _as_dict(response)
-    choices = data.get("choices") or []
+    choices, where = (data["choices"] or [], f"choices.{choice}.") if "choices" in data else ([data], "")
     if not 0 <= choice < len(choices):
         raise InvalidInput(f"the response has {len(choices)} choices, so no number {choice}", field="choices")
     chosen = choices[choice]
-    prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
-    where = f"choices.{choice}"
-    for field, value in {"prompt_token_ids": prompt, f"{where}.token_ids": chosen.get("token_ids")}.items():
-        if value is None:
-            raise InvalidInput('missing: sample with extra_body={"return_token_ids": True}, from vLLM', field=field)
     sampled = chosen.get("logprobs") or {}
+    entries = sampled.get("content") or []
+    tokens: Any = chosen.get("token_ids")
+    if tokens is None:
+        tokens = _named_ids([entry.get("token") for entry in entries] or sampled.get("tokens") or [])
+    prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
+    for field, value in {"prompt_token_ids": prompt, f"{where}token_ids": tokens}.items():
+        if value is None:
+            advice = 'extra_body={"return_token_ids": True}, or through /rollout/v1'
+            raise InvalidInput(f"missing: sample from vLLM with {advice}", field=field)
     if sampled.get("content") is not None:
-        logprobs = [entry.get("logprob") for entry in sampled["content"]]
+        logprobs = [entry.get("logprob") for entry in entries]
     elif sampled.get("token_logprobs") is not None:
         logprobs = sampled["token_logprobs"]
     else:
-        raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}.logprobs")
+        raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
     try:
-        step = _policy_step(data.get("model"))
-        return Turn(prompt_token_ids=prompt, token_ids=chosen["token_ids"], logprobs=logprobs, policy_step=step)
+        return Turn(
+            prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs,
+            policy_step=policy_step_of(data.get("model")), routed_experts=chosen.get("routed_experts"),
+        )  # fmt: skip
     except ValidationError as exc:
         error = from_validation_error(exc)
-        field = error.field if error.field and error.field.startswith("prompt") else f"{where}.{error.field}"
+        field = error.field if error.field and error.field.startswith("prompt") else f"{where}{error.field}"
         raise InvalidInput(error.message, field=field) from exc
 
 
-def _policy_step(model: Any) -> int | None:
+def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
+    """The ids of tokens that vLLM's `return_tokens_as_token_ids` names `token_id:<n>`; None for other names."""
+    found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
+    return [int(match[1]) for match in found if match] if found and all(found) else None
+
+
+def policy_step_of(model: Any) -> int | None:
     """The step in a model's name, `<run>@<step>`; None in another's."""
     _, _, step = model.rpartition("@") if isinstance(model, str) else ("", "", "")
     return int(step) if step.isdecimal() and step.isascii() else None

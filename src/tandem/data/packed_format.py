@@ -9,6 +9,7 @@ are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L slot
 | `tokens` | int32 [R, L] | token ids; padding is 0 |
 | `positions` | int32 [R, L] | depth in the tree = RoPE position; padding is 0 |
 | `subtree_end` | int32 [R, L] | query q may attend to key k exactly when `k <= q < subtree_end[k]`; padding: own + 1 |
+| `slot_experts` | int16 [R, L, M, K] | the sampler's K experts in each of M layers, or -1; M = K = 0: all unknown |
 | `row_num_tokens` | int32 [R] | slots in use; padding is at the end of a row |
 | `row_batch` | int32 [R] | the row's batch with `optimizer.batch_size`, else 0; -1: held out, only evaluated |
 | `item_target` | int32 [N] | slot, within its row, of the trained token |
@@ -59,6 +60,7 @@ class PackedRow:
     tokens: Int32
     positions: Int32
     subtree_end: Int32
+    slot_experts: NDArray[np.int16]
     item_target: Int32
     item_source: Int32
     item_token: Int32
@@ -74,14 +76,15 @@ _ROW_ITEMS = (
 )  # fmt: skip
 _TRAJECTORIES = ("trajectory_group", "trajectory_num_items", "trajectory_reward")
 # The arrays by dimensions: the letters of the table, and O for R + 1.
-_ARRAYS = {"RL": _ROW_SLOTS, "R": ("row_num_tokens", "row_batch"), "O": ("item_offsets",), "N": _ROW_ITEMS,
-           "T": _TRAJECTORIES, "G": ("group_num_items",)}  # fmt: skip
+_ARRAYS = {"RL": _ROW_SLOTS, "RLMK": ("slot_experts",), "R": ("row_num_tokens", "row_batch"), "O": ("item_offsets",),
+           "N": _ROW_ITEMS, "T": _TRAJECTORIES, "G": ("group_num_items",)}  # fmt: skip
 _NAMES = tuple(name for names in _ARRAYS.values() for name in names)
 _DTYPES: dict[str, type[np.generic]] = dict.fromkeys(_NAMES, np.int32) | {
-    "item_offsets": np.int64, "item_logprob": np.float32, "item_advantage": np.float32, "trajectory_reward": np.float32
+    "item_offsets": np.int64, "item_logprob": np.float32, "item_advantage": np.float32, "trajectory_reward": np.float32,
+    "slot_experts": np.int16,
 }  # fmt: skip
-# int64 first, so that all are aligned.
-_FIELDS = ("format", "vocab_size", *sorted(_NAMES, key=lambda name: _DTYPES[name] is not np.int64))
+# The widest first, so that all are aligned.
+_FIELDS = ("format", "vocab_size", *sorted(_NAMES, key=lambda name: -np.dtype(_DTYPES[name]).itemsize))
 _HEAD = [("format", "<i8"), ("vocab_size", "<i8")]
 
 
@@ -130,7 +133,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         self.trajectory_num_items: Int32 = np.array(arrays["trajectory_num_items"])
         self.trajectory_reward: Float32 = np.array(arrays["trajectory_reward"])
         self.group_num_items: Int32 = np.array(arrays["group_num_items"])
-        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, *_ROW_ITEMS)}  # empty: closed
+        self._maps = {name: arrays[name] for name in (*_ROW_SLOTS, "slot_experts", *_ROW_ITEMS)}  # empty: closed
 
     @classmethod
     def open(cls, path: Path, sha256: str | None = None) -> Self:
@@ -156,7 +159,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
         items = slice(int(self.item_offsets[index]), int(self.item_offsets[index + 1]))
-        slots = {name: np.array(self._maps[name][index]) for name in _ROW_SLOTS}
+        slots = {name: np.array(self._maps[name][index]) for name in (*_ROW_SLOTS, "slot_experts")}
         columns = {name: np.array(self._maps[name][items]) for name in _ROW_ITEMS}
         return PackedRow(index=index, num_tokens=int(self.row_num_tokens[index]), **slots, **columns)
 
@@ -202,7 +205,7 @@ Rules = Iterator[tuple[bool | np.bool, str, str]]
 
 def _shapes(arrays: Arrays) -> Rules:
     sizes: dict[str, int] = {}
-    for letters in ("RL", "N", "T", "G"):
+    for letters in ("RLMK", "RL", "N", "T", "G"):
         sizes |= zip(letters, arrays[_ARRAYS[letters][0]].shape, strict=False)
     sizes["O"] = sizes.get("R", 0) + 1
     for letters, names in _ARRAYS.items():
@@ -211,7 +214,7 @@ def _shapes(arrays: Arrays) -> Rules:
             array, dtype = arrays[name], np.dtype(_DTYPES[name])
             if list(array.shape) != shape or array.dtype != dtype:  # only then, because dtypes take long to print
                 yield False, name, f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {shape}"
-            yield array.size > 0, name, f"{name} is empty"
+            yield array.size > 0 or letters == "RLMK", name, f"{name} is empty"
     yield sizes["L"] >= 2, "tokens", f"rows of {sizes['L']} slots can't hold an item"
 
 
@@ -224,6 +227,7 @@ def _rows(arrays: Arrays, vocab_size: int) -> Rules:
     in_vocabulary = tokens.min() >= 0 and tokens.max() < vocab_size
     yield in_vocabulary, "tokens", f"a token id is outside the vocabulary [0, {vocab_size})"
     yield ((positions >= 0) & (positions <= slot)).all(), "positions", "a position is outside its row"
+    yield (arrays["slot_experts"] >= -1).all(), "slot_experts", "an expert's number is below -1"
     limit = np.where(slot < used[:, None], used[:, None], slot + 1)
     yield ((subtree_end > slot) & (subtree_end <= limit)).all(), "subtree_end", "a subtree leaves its row"
     rising = offsets[0] == 0 and offsets[-1] == items and (np.diff(offsets) >= 0).all()

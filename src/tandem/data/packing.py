@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.data.packed_format import Arrays, Float32, Int32
 from tandem.data.prefix_tree import PrefixTree, lay_out
@@ -17,13 +18,15 @@ OPEN_ROWS = 8
 class LinearSequence:
     """`tokens` [n] int32, of which the last is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
     rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled;
-    `trained` [k] int32: the tokens to train there, as a rule those of `tokens`; `weights` [k] float32: of the items."""
+    `trained` [k] int32: the tokens to train there, as a rule those of `tokens`; `weights` [k] float32: of the items;
+    `experts` int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as many as are known."""
 
     tokens: Int32
     targets: Int32
     logprobs: Float32
     trained: Int32
     weights: Float32
+    experts: NDArray[np.int16] | None = None
 
     def cut(self, length: int) -> "LinearSequence | None":
         """Its beginning of at most `length` tokens, which ends with a trained token; None if none is left."""
@@ -32,7 +35,7 @@ class LinearSequence:
             return None
         return LinearSequence(
             self.tokens[: int(self.targets[count - 1]) + 1], self.targets[:count], self.logprobs[:count],
-            self.trained[:count], self.weights[:count],
+            self.trained[:count], self.weights[:count], self.experts,
         )  # fmt: skip
 
 
@@ -72,6 +75,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
+    slot_experts = _unknown_experts(sequences, shape)
     order: list[int] = []  # the sequences, as they lie in the rows
     targets, sources, items_of_row = [], [], []
     for r, row in enumerate(rows):
@@ -79,6 +83,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         for index, path in zip(row.sequences, paths, strict=True):
             targets.append(path[sequences[index].targets])
             sources.append(path[sequences[index].targets - 1])
+            _put_experts(slot_experts[r], path, sequences[index].experts)
         order.extend(row.sequences)
         items_of_row.append(sum(len(sequences[index].targets) for index in row.sequences))
 
@@ -90,6 +95,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "tokens": row_tokens,
         "positions": positions,
         "subtree_end": subtree_end,
+        "slot_experts": slot_experts,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
         "row_batch": np.array(row_batch, np.int32),
         "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
@@ -105,6 +111,19 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
         "group_num_items": np.bincount(group_of[item_trajectory], minlength=len(groups)).astype(np.int32),
     }
+
+
+def _unknown_experts(sequences: Sequence[LinearSequence], shape: tuple[int, int]) -> NDArray[np.int16]:
+    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
+    return np.full((*shape, *of_token), -1, np.int16)
+
+
+def _put_experts(row: NDArray[np.int16], path: Int32, experts: NDArray[np.int16] | None) -> None:
+    """Gives a sequence's slots its experts; a shared slot keeps those of the sequence before."""
+    if experts is not None:
+        slots = path[: len(experts)]
+        new = row[slots, 0, 0] < 0
+        row[slots[new]] = experts[: len(slots)][new]
 
 
 def _rows_of_batches(

@@ -15,6 +15,7 @@ from tandem.data.packed_format import Int32, digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
 from tandem.data.prefix_tree import common_prefix
 from tandem.data.render import render, render_pairs
+from tandem.data.routing import Experts, Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -25,11 +26,12 @@ _MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 def prepare_rl(
     groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path,
     batch_size: int | None = None, base_step: int = 0, max_off_policy_steps: int | None = None,
+    mixture: Mixture | None = None,
 ) -> PackedData:  # fmt: skip
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
-    `batch_size`: groups per optimizer step, for `row_batch`. With `max_off_policy_steps` every turn must say which step
-    sampled it, and none may be that much older than `base_step`, from which the job starts.
+    `mixture`: of the base model. `batch_size`: groups per optimizer step, for `row_batch`. With `max_off_policy_steps`
+    every turn must say which step sampled it, and none may be that much older than `base_step`, where the job starts.
 
     Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
     `keep_zero_variance` is on. Reward statistics are over all trajectories of the client. `PackedData.path` stays
@@ -47,20 +49,22 @@ def prepare_rl(
     policy_steps: list[int] = []
     for g, group in enumerate(groups):
         advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
-        members = []
+        members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
             _check_float32(trajectory.reward, f"{field}.reward")
+            turns = []
             for k, turn in enumerate(trajectory.turns):
                 _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
                 _check_vocabulary(turn.token_ids, vocab_size, f"{field}.turns.{k}.token_ids")
                 _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
                 policy_steps += [] if turn.policy_step is None else [turn.policy_step]
+                experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
+                turns.append((turn.prompt_token_ids, turn.token_ids, turn.logprobs, experts))
             if trajectory.advantage is not None:
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
-            sequences = _link_turns((turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in trajectory.turns)
-            fitted, truncated = _fit_to_row(sequences, packing, field)
+            fitted, truncated = _fit_to_row(_link_turns(turns), packing, field)
             members.append(PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated))
         if advantages.any() or advantage.keep_zero_variance:
             trajectories.extend(members)
@@ -149,27 +153,32 @@ def _check_range(ids: Int32, vocab_size: int, field: str) -> None:
         _check_vocabulary(ids.tolist(), vocab_size, field)
 
 
-def _linear_sequence(tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float]) -> LinearSequence:
+def _linear_sequence(
+    tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float], experts: Experts | None = None
+) -> LinearSequence:
     """Cuts off the tokens after the last trained one: no trained token attends to them."""
     ids, trained = np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32)
-    return LinearSequence(ids, trained, np.array(logprobs, np.float32), ids[trained], np.ones(len(trained), np.float32))
+    weights = np.ones(len(trained), np.float32)
+    return LinearSequence(ids, trained, np.array(logprobs, np.float32), ids[trained], weights, experts)
 
 
-def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float]]]) -> list[LinearSequence]:
-    """Joins turns (prompt, sampled tokens, log-probs) to sequences, as `Trajectory` says. The tokens between a
+def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float], Experts | None]]) -> list[LinearSequence]:
+    """Joins turns (prompt, sampled tokens, log-probs, experts) to sequences, as `Trajectory` says. The tokens between a
     sequence's turns are context."""
     sequences: list[LinearSequence] = []
     tokens: list[int] = []
     targets: list[int] = []
     logprobs: list[float] = []
-    for prompt, sampled, sampled_logprobs in turns:
+    experts: Experts | None = None
+    for prompt, sampled, sampled_logprobs, more in turns:
         if tokens and prompt[: len(tokens)] != tokens:
-            sequences.append(_linear_sequence(tokens, targets, logprobs))
-            targets, logprobs = [], []
+            sequences.append(_linear_sequence(tokens, targets, logprobs, experts))
+            targets, logprobs, experts = [], [], None
         tokens = prompt + sampled
         targets.extend(range(len(prompt), len(tokens)))
         logprobs.extend(sampled_logprobs)
-    sequences.append(_linear_sequence(tokens, targets, logprobs))
+        experts = joined(experts, more)
+    sequences.append(_linear_sequence(tokens, targets, logprobs, experts))
     return sequences
 
 

@@ -38,17 +38,23 @@ def open_records(path: Path) -> Records:
             raise InvalidInput(f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE")
         if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             return _Elements(path)
-        lines = _Lines(path)
-        try:
-            one = len(lines) == 1 and any(isinstance(value, list) for value in dict(lines[0][1]).values())
-            return _Elements(path) if one and _WRAPPERS & lines[0][1].keys() else lines
-        except (InvalidInput, TypeError, ValueError):
-            try:  # perhaps one object over several lines
-                return _Elements(path)
-            except InvalidInput:
-                return lines
+        return _of_lines(path)
     except OSError as error:
         raise InvalidInput(f"can't read {path}: {error.strerror or error}", field="FILE") from error
+
+
+def _of_lines(path: Path) -> Records:
+    """JSON lines, or one object over several lines, or one with an array of records."""
+    lines = _Lines(path)
+    try:
+        first = lines[0][1] if len(lines) else None
+    except InvalidInput:
+        try:
+            return _Elements(path)
+        except InvalidInput:
+            return lines  # whose first line is refused
+    wrapped = len(lines) == 1 and isinstance(first, dict) and any(isinstance(first.get(n), list) for n in _WRAPPERS)
+    return _Elements(path) if wrapped else lines
 
 
 def _loads(text: bytes, place: str) -> Any:
@@ -60,7 +66,10 @@ def _loads(text: bytes, place: str) -> Any:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"not UTF-8: {error.reason}; save the file as UTF-8", field=place) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"not JSON: {error}; correct it or leave it out", field=place) from error
+        problem = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            problem = f"{error.msg} at {f'line {error.lineno}, ' if error.lineno > 1 else ''}column {error.colno}"
+        raise InvalidInput(f"not JSON: {problem}; correct it or leave it out", field=place) from error
 
 
 class _Lines:
@@ -82,7 +91,7 @@ class _Lines:
     def __getitem__(self, index: int) -> tuple[str, Any]:
         place = f"{self._name} line {self._numbers[index]}"
         self._file.seek(self._offsets[index])
-        return place, _loads(self._file.readline(), place)
+        return place, _loads(self._file.readline().strip(), place)
 
 
 class _Elements:

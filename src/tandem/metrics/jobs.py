@@ -42,7 +42,7 @@ _LAST_STEP = {
     "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
     "reward_mean": ("reward_mean", "Mean reward (RL)"),
     "reward_std": ("reward_std", "Standard deviation of the rewards (RL)"),
-    "off_policy_steps_max": ("off_policy_steps", "How many steps the oldest turn is older than the job's base step (RL)"),
+    "off_policy_steps_max": ("off_policy_steps", "Steps that the oldest turn is older than the base step (RL)"),
 }  # fmt: skip
 _HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"

@@ -28,6 +28,7 @@ class TreeParams(PackedSeqParams):
     mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
     length: int = 0  # of the attention's row: the mask's, to which the layers' slots are padded
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
+    experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
 
 
 def tree_params(subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor]) -> TreeParams:

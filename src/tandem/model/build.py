@@ -68,7 +68,7 @@ def build_policy(
     adapted = partial(LoraLinear, lora=lora, switch=switch)
     qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
     gate_up = dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
-    for layer in gpt.decoder.layers:
+    for index, layer in enumerate(gpt.decoder.layers):
         attention, mlp = layer.self_attention, layer.mlp
         attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
         attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
@@ -80,7 +80,7 @@ def build_policy(
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
         if arch.moe:
             mlp.experts.add_adapters(lora, switch)
-            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe))
+            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
             continue
         mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
         mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})

@@ -34,6 +34,8 @@ class RowTensors:
     subtree_end: torch.Tensor  # [S], or longer if the attention's row is: the rest is padding; on the host
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_token: torch.Tensor  # [items], the predicted token
+    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the router chooses.
+    slot_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -220,11 +222,9 @@ class Policy(nn.Module):
         """The arguments of the decoder, and of each of its layers."""
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         rotations = rotation(row.positions, self._inv_freq, embedded.dtype)
-        return {
-            "hidden_states": embedded,
-            "attention_mask": None,
-            "packed_seq_params": tree_params(row.subtree_end, self.attention_kernel, rotations),
-        }
+        params = tree_params(row.subtree_end, self.attention_kernel, rotations)
+        params.experts = row.slot_experts
+        return {"hidden_states": embedded, "attention_mask": None, "packed_seq_params": params}
 
     @property
     def head(self) -> torch.Tensor:

@@ -54,6 +54,21 @@ def delete_run(spool: Spool, run: str) -> Path:
         return _set_aside([spool.runs.directory(run)])[0]
 
 
+def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
+    """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound; Conflict if it is step
+    0, the newest, pinned or served, or if a job that is not done needs it."""
+    checkpoints = spool.checkpoints
+    with spool.runs.lock(run):
+        directory = checkpoints.path(run, step)
+        for needed, steps in {
+            "is the beginning of its run": {0}, "is the newest": {checkpoints.newest(run)},
+            "is pinned": checkpoints.pinned(run), "is served, or a job needs it": _needed(spool, run),
+        }.items():  # fmt: skip
+            if step in steps:
+                raise Conflict(f"{run}@{step} stays: it {needed}", field="step")
+        return _set_aside([directory])[0]
+
+
 def prune(spool: Spool, keep: Keep) -> None:
     """Removes what `keep` does not keep. Lists no directory that has not changed, except those with something to go."""
     for run in spool.runs.names() if (keep.newest, keep.days) != (None, None) else ():

@@ -30,7 +30,10 @@ from tandem.training.step_metrics import all_reduce, item_metrics, reward_metric
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
-    arrays = {field.name: torch.tensor(getattr(row, field.name), dtype=torch.int64) for field in fields(RowTensors)}
+    names = {field.name for field in fields(RowTensors)} - {"slot_experts"}
+    arrays = {name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names}
+    if row.slot_experts.size:
+        arrays["slot_experts"] = torch.tensor(row.slot_experts)
     return RowTensors(**{name: array if name == "subtree_end" else array.to(device) for name, array in arrays.items()})
 
 
@@ -53,6 +56,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
+        self._steps_before = self.optimizer.state().step  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}
@@ -151,6 +155,7 @@ class Training:
             **means,
             "grad_norm": norm,
             "learning_rate": rate,
+            "optimizer_step": float(self._steps_before + step + 1),
             **reward_metrics(self.batch, rows),
             **self._staleness(),
             "rows": float(len(rows)),

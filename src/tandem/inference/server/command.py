@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -109,7 +110,10 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
         # the sampling policy differ from the trained one.
         *("--generation-config", "vllm"),
+        # A later one is around the earlier ones.
+        *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
+        *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
     ]
     if settings.max_model_len is not None:
@@ -131,9 +135,15 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     return argv
 
 
+def _scale_out_is_optional() -> bool:
+    """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions refuse."""
+    version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
+
+
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),  # inside the guard, which comes later
+    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),  # inside guard and door, which come later
 )
 
 

@@ -23,15 +23,18 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC_PATHS = frozenset({
     "/health", "/ping", "/version", "/metrics", "/metrics/",
-    "/v1/models", "/v1/chat/completions", "/v1/completions",
+    "/v1/models", "/v1/chat/completions", "/v1/completions", "/inference/v1/generate",
 })  # fmt: skip
-"""Paths that the guard lets through: liveness, metrics, and `/v1` routes on which vLLM checks the API key itself."""
+"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key itself."""
+
+ROLLOUT_PATHS = frozenset({"/rollout/v1/models", "/rollout/v1/chat/completions", "/rollout/v1/completions"})
+"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before vLLM does."""
 
 ADMIN = "tandem.admin"
 """The scope's key that says that a request had the admin token."""
 
-API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"})
-"""Paths that vLLM leaves open to everybody. The guard asks for the API key there, if one is configured."""
+API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"}) | ROLLOUT_PATHS
+"""Paths on which vLLM does not check the API key, or not soon enough. The guard does, if one is configured."""
 
 
 def route_path(scope: Scope) -> str:
@@ -85,15 +88,35 @@ class AdminGuard:
         return self._admin_digest is not None and _matches(given, self._admin_digest)
 
     async def _refuse(self, scope: Scope, send: Send) -> None:
-        if self._admin_digest is None:
+        if route_path(scope) in API_KEY_PATHS:
+            message = "send the API key in the header Authorization: Bearer <key>"
+        elif self._admin_digest is None:
             message = "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN for vLLM"
         else:
             message = f"{route_path(scope)} is not a public route: send the admin token in the header {ADMIN_HEADER}"
         await answer_json(send, 401, error_body("unauthorized", message), head=scope["method"] == "HEAD")
 
 
-def error_body(kind: str, message: str) -> dict[str, Any]:
-    return {"error": {"type": kind, "message": message, "field": None}}
+def error_body(kind: str, message: str, field: str | None = None) -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message, "field": field}}
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """A request's body; None where the client is gone."""
+    body: bytes = b""
+    while (message := await receive())["type"] != "http.disconnect":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+    return None
+
+
+async def send_json(send: Send, start: MutableMapping[str, Any], content: Any) -> None:
+    """Answer with another body than the one that `start` was made for."""
+    body = json.dumps(content).encode()
+    headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
+    await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def answer_json(

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+from tandem.inference.server import guard
 from tandem.inference.server.guard import ADMIN, App, Receive, Scope, Send, answer_json, error_body, route_path
 from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
-SAMPLING = frozenset({"/v1/chat/completions", "/v1/completions"})
+SAMPLING = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
 HOLD_SECONDS = 60.0
 """How long a new request waits for weights to be announced. After that the answer is 503."""
 GRACE_SECONDS = 10.0
@@ -132,14 +133,8 @@ class MergedServer:
         return True
 
     async def _administrate(self, scope: Scope, action: str, receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        if (body := await guard.read_body(receive)) is None:
+            return
         actions: dict[str, Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "/swap": self._swap_to, "/announce": self._announce, "/revert": self._revert, "/rows": self._rows,
         }  # fmt: skip

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.inference.server.guard import Send
+from tandem.inference.server.guard import Send, send_json
 
 current_request: ContextVar["InFlight"] = ContextVar("current_request")
 
@@ -41,10 +41,10 @@ class InFlight:
         # Otherwise all its sequences had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """vLLM calls a sequence `chatcmpl-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_` before it where there are
-        several, and 8 random hexadecimal digits after it."""
+        """vLLM calls a sequence `chatcmpl-<id>`, `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_`
+        before it where there are several, and 8 random hexadecimal digits after it."""
         of = re.escape(self.id)
-        name = re.compile(rf"(?:(\d+)_)?(?:chatcmpl-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?")
+        name = re.compile(rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?")
         found = ((name.fullmatch(engine_id), count) for engine_id, count in tokens.items())
         return {(int(match[2] or 0), int(match[1] or 0)): count for match, count in found if match}
 
@@ -95,7 +95,4 @@ class VersionedAnswer:
         self._body += message.get("body", b"")
         if message.get("more_body"):
             return
-        body = json.dumps(json.loads(self._body) | {"weight_versions": self._request.versions()}).encode()
-        headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
-        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self._send({"type": "http.response.body", "body": body})
+        await send_json(self._send, start, json.loads(self._body) | {"weight_versions": self._request.versions()})

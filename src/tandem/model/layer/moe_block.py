@@ -34,20 +34,20 @@ class Routing:
 class MoeBlock(Block):
     """`x + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
 
-    def __init__(self, norm: Any, router: Parameter, experts: Experts, shape: MoE) -> None:
+    def __init__(self, norm: Any, router: Parameter, experts: Experts, shape: MoE, layer: int) -> None:
         """`router`: weight [experts, hidden], frozen. Its logits have the activations' dtype and their softmax is fp32,
-        as in transformers and vLLM."""
+        as in transformers and vLLM. `layer`: 0, 1, ..."""
         super().__init__(norm)
-        self._router, self._experts, self._shape = router, experts, shape
+        self._router, self._experts, self._shape, self._layer = router, experts, shape, layer
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
         return [*self._experts.adapter("gate_up"), *self._experts.adapter("down")]
 
-    def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+    def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         normalised = self._normalised(x)
-        routing = self._route(normalised)
+        routing = self._route(normalised, row.experts)
         gate_up, inner = self._experts.product("gate_up", normalised[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
         scaled = kernels.expert_swiglu(gate_up, routing.row_probs)
@@ -57,12 +57,12 @@ class MoeBlock(Block):
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
         return kernels.sum_rows(output, routing.row, x), kept
 
-    def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
         x, experts = kept.x, self._experts
         assert x is not None
         normalised = self._normalised(x)
-        routing = self._route(normalised)
+        routing = self._route(normalised, row.experts)
         ends, rows = routing.ends, normalised[routing.token]
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
@@ -81,15 +81,19 @@ class MoeBlock(Block):
         of_normalised = kernels.sum_rows(of_rows, routing.row, of_logits.to(x.dtype) @ self._router)
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
-    def _route(self, normalised: torch.Tensor) -> Routing:
+    def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:
+        """`row_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
-        logits = linear(normalised, self._router).float()
-        if self._shape.norm_topk_prob:  # a softmax over the chosen logits
-            values, chosen = logits.topk(k)
-            probs, all_probs = values.softmax(-1), None
-        else:
-            all_probs = logits.softmax(-1)
-            probs, chosen = all_probs.topk(k)
+        scores, all_probs = linear(normalised, self._router).float(), None
+        if not self._shape.norm_topk_prob:
+            scores = all_probs = scores.softmax(-1)
+        probs, chosen = scores.topk(k)
+        if row_experts is not None:
+            given = row_experts[:, self._layer].long()
+            chosen = torch.where(given >= 0, given, chosen)
+            probs = scores.gather(-1, chosen)
+        if all_probs is None:  # a softmax over the chosen logits
+            probs = probs.softmax(-1)
         ordered, pairs = chosen.view(-1).sort(stable=True)
         row = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)

@@ -1,0 +1,56 @@
+"""The experts that vLLM's router chose, as a turn brings them (R3: Ma et al., 2025, arXiv:2510.11370)."""
+
+import base64
+import io
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from tandem.data.inputs import Turn
+from tandem.errors import InvalidInput
+
+Experts = NDArray[np.int16]
+
+
+class Mixture(NamedTuple):
+    """The sizes of the base model's mixtures of experts."""
+
+    layers: int
+    experts: int
+    per_token: int
+
+
+def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Experts | None:
+    """[tokens - 1, layers, experts per token]: of the prompt's and the sampled tokens but the last; None if not given.
+
+    Raises InvalidInput (field: `field`).
+    """
+    if turn.routed_experts is None:
+        return None
+    if mixture is None:
+        raise InvalidInput("the base model is no mixture of experts; leave it out", field=field)
+    try:
+        data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
+        experts: Experts = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
+    except Exception as error:  # NumPy raises errors of many types
+        raise InvalidInput(f"not base64 of an array in NumPy's file format: {error}", field=field) from error
+    shape = (len(turn.prompt_token_ids) + len(turn.token_ids) - 1, mixture.layers, mixture.per_token)
+    if experts.shape != shape or experts.dtype.kind not in "iu":
+        expected = f"integers {list(shape)}: all tokens but the last, layers, experts per token"
+        raise InvalidInput(f"{experts.dtype} {list(experts.shape)}, expected {expected}", field=field)
+    if experts.min(initial=0) < 0 or experts.max(initial=0) >= mixture.experts:
+        raise InvalidInput(f"an expert is outside [0, {mixture.experts})", field=field)
+    twice = (np.diff(np.sort(experts.astype(np.int16), axis=-1), axis=-1) == 0).any((1, 2))
+    if twice.any():
+        problem = f"token {int(twice.argmax())} has an expert twice: the sampler did not record its router's choice"
+        raise InvalidInput(problem, field=field)
+    return experts.astype(np.int16)
+
+
+def joined(known: Experts | None, more: Experts | None) -> Experts | None:
+    """The experts of a sequence whose next turn brings `more`: each token keeps those of the turn that sampled it."""
+    if known is None or more is None:
+        return more if known is None else known
+    return np.concatenate([known, more[len(known) :]])

@@ -1,0 +1,103 @@
+"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of training.
+
+ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and log-probs, and puts the
+prompt's token ids and the model's name into each choice, so that a choice alone holds what `turn_from_openai` needs. In
+a stream they are in each choice's first chunk. Standard library only.
+"""
+
+import json
+from typing import Any
+
+from tandem.inference.server import guard
+from tandem.inference.server.guard import App, Receive, Scope, Send
+from tandem.vllm_client.sampling import distorting
+
+# With these the answer would not have exactly the sampled tokens.
+_INCOMPLETE: dict[str, tuple[object, ...]] = {"echo": (None, False), "include_reasoning": (None, True)}
+
+
+class RolloutDoor:
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = guard.route_path(scope) if scope["type"] == "http" else ""
+        if path not in guard.ROLLOUT_PATHS:
+            await self.app(scope, receive, send)
+            return
+        inner = path.removeprefix("/rollout")
+        scope = {**scope, "path": scope["path"].removesuffix(path) + inner}
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        if (body := await guard.read_body(receive)) is None:
+            return
+        options = _object(body)
+        if options is not None:
+            if refused := _refused(options):
+                await guard.answer_json(send, 400, guard.error_body("invalid_input", refused[1], refused[0]))
+                return
+            logprobs = True if inner.endswith("chat/completions") else options.get("logprobs") or 0
+            ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+            body = json.dumps({**options, **ids, "logprobs": logprobs}).encode()
+        headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"content-length"]
+        scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+        message: Any = {"type": "http.request", "body": body, "more_body": False}
+
+        async def receive_changed() -> Any:
+            nonlocal message
+            first, message = message, None
+            return first or await receive()  # later: whether the client is still there
+
+        await self.app(scope, receive_changed, _Recorded(send).send)
+
+
+class _Recorded:
+    """Passes on vLLM's answer with what each choice lacks. Errors pass unchanged."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Any = None  # of a JSON answer, held back until its body is complete
+        self._stream = False
+        self._body = b""
+
+    async def send(self, message: Any) -> None:
+        body = message.get("body", b"")
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            kinds = [value for key, value in message["headers"] if key.lower() == b"content-type"]
+            self._stream = any(b"event-stream" in kind for kind in kinds)
+            if not self._stream:
+                self._start = message
+                return
+        elif self._start is not None:
+            self._body += body
+            if not message.get("more_body"):
+                await guard.send_json(self._send, self._start, _complete(json.loads(self._body)))
+            return
+        elif self._stream and b'"prompt_token_ids":' in body:  # an event of vLLM's; in a text, quotes are escaped
+            event = _complete(json.loads(body.removeprefix(b"data: ")))
+            message = {**message, "body": b"data: " + json.dumps(event).encode() + b"\n\n"}
+        await self._send(message)
+
+
+def _complete(answer: dict[str, Any]) -> dict[str, Any]:
+    for choice in answer.get("choices", ()):
+        choice["prompt_token_ids"] = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        choice["model"] = answer.get("model")
+    return answer
+
+
+def _refused(options: dict[str, Any]) -> tuple[str, str] | None:
+    for name, allowed in _INCOMPLETE.items():
+        if options.get(name) not in allowed:
+            return name, f"{name}={options[name]} leaves tokens without log-probs; leave it out"
+    return distorting(options)
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    """None for what is no JSON object: vLLM says what is wrong with a request."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

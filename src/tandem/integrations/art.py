@@ -1,0 +1,246 @@
+"""ART (openpipe-art) trains on Tandem: `TandemBackend()` takes the place of ART's own backends.
+
+model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
+await model.register(TandemBackend())
+
+Rollouts go through the rollout door, so that each `Choice` of a trajectory has the token ids and log-probs that it was
+sampled with. Nothing is tokenised again.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from itertools import batched, chain, groupby
+from pathlib import Path
+from typing import Any
+
+from tandem.client import AsyncTandem, turn_from_openai
+from tandem.client.http import connection
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
+
+try:
+    from art.metrics_taxonomy import average_metric_samples
+    from art.types import TrainResult
+except ImportError as error:
+    raise ImportError("tandem.integrations.art needs ART: pip install 'openpipe-art>=0.5.18'") from error
+
+# Options of ART that Tandem does not have, and the values with which they do nothing.
+_NEUTRAL: dict[str, object] = {
+    "advantage_balance": 0.0, "mask_prob_ratio": False, "kimi_k2_tau": None, "kl_ref_adapter_path": None,
+    "max_negative_advantage_importance_sampling_weight": None, "allow_training_without_logprobs": False,
+    "plot_tensors": False, "scale_learning_rate_by_reward_std_dev": False, "logprob_calculation_chunk_size": 1024,
+    "num_trajectories_learning_rate_multiplier_power": 0.0,
+}  # fmt: skip
+_POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
+_UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
+_METRICS = {
+    "loss": "loss/train", "grad_norm": "loss/grad_norm", "learning_rate": "loss/learning_rate",
+    "entropy": "loss/entropy", "kl_reference": "loss/kl_policy_ref", "kl_sampler": "loss/kl_sampler",
+    "clip_fraction": "loss/clip_fraction", "off_policy_steps_max": "offpolicy/steps_max",
+    "off_policy_steps_mean": "offpolicy/steps_mean", "trainable_tokens": "data/step_trainer_tokens",
+}  # fmt: skip
+_AUTO_BATCH = 8
+
+
+class TandemBackend:
+    """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`: vLLM's, default
+    TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: where ART keeps its own files; `sequence_length`: of a packed
+    row, at least the longest conversation; `options`: more settings of each job (`stall_seconds`, `labels`, ...).
+
+    A model is the run of its name; its newest served step is what `get_inference_name()` says.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        inference_url: str | None = None,
+        path: str = ".art",
+        sequence_length: int = 2048,
+        **options: Any,
+    ) -> None:
+        self._tandem = AsyncTandem(url, api_key)
+        self._key = connection(url, api_key)["headers"].get("Authorization", "Bearer none").removeprefix("Bearer ")
+        self._door = (inference_url or os.environ.get("TANDEM_INFERENCE_URL") or "http://127.0.0.1:8000").rstrip("/")
+        self._path, self._sequence_length, self._options = path, sequence_length, options
+        self._served: dict[str, int] = {}
+
+    async def close(self) -> None:
+        await self._tandem.close()
+
+    async def register(self, model: Any) -> None:
+        """Create the model's run, or find it, and wait until vLLM serves its newest step."""
+        model.base_path = self._path
+        if not model.trainable:
+            return
+        run = _run(model)
+        peft = (model._internal_config or {}).get("peft_args") or {}
+        lora = {"rank": peft.get("r"), "alpha": peft.get("lora_alpha"), "targets": peft.get("target_modules")}
+        given = {name: value for name, value in lora.items() if value is not None}
+        try:
+            status = await self._tandem.get_run(run)
+        except NotFound:
+            status = await self._tandem.create_run(run, base_model=model.base_model, lora=given or None)
+        known = status.spec.lora.model_dump(mode="json")
+        if wrong := [name for name, value in given.items() if value != known[name]]:
+            raise Conflict(f"run {run!r} has {wrong[0]} {known[wrong[0]]}; use another name", field=f"lora.{wrong[0]}")
+        await self._arrived(model, status.newest_step)
+
+    async def delete(self, model: Any) -> None:
+        await self._tandem.delete_run(_run(model), cancel_jobs=True)
+
+    async def _prepare_backend_for_training(self, _model: Any, config: Any) -> tuple[str, str]:
+        if config:
+            raise InvalidInput("Tandem's vLLM runs already; its settings are the deployment's", field="config")
+        return f"{self._door}/rollout/v1", self._key
+
+    def _model_inference_name(self, model: Any, step: int | None = None) -> str:
+        run = _run(model)
+        return f"{run}@{self._served.get(run, 0) if step is None else step}"
+
+    async def _get_step(self, model: Any) -> int:
+        return (await self._tandem.get_run(_run(model))).newest_step
+
+    async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
+        """Delete the other checkpoints, except those that Tandem still needs."""
+        for info in await self._tandem.checkpoints(_run(model)):
+            if info.step not in steps_to_keep:
+                with suppress(Conflict, NotFound):
+                    await self._tandem.delete_checkpoint(_run(model), info.step)
+                    shutil.rmtree(_marker(model, info.step), ignore_errors=True)
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[Any], *, learning_rate: float = 1e-5, **options: Any
+    ) -> TrainResult:
+        """One job, and one optimizer step over all groups; returns when vLLM serves the new step.
+
+        Takes ART's options (docs/art.md). InvalidInput names one that Tandem can't follow, and a choice that did not
+        come through the rollout door. Without any variance in the rewards nothing is trained.
+        """
+        run = _run(model)
+        groups = [
+            {"trajectories": [_trajectory(t, f"groups.{g}.trajectories.{i}") for i, t in enumerate(group.trajectories)]}
+            for g, group in enumerate(trajectory_groups)
+            if group.trajectories
+        ]
+        settings = _job_settings(learning_rate, len(groups), self._sequence_length, options)
+        try:
+            job = await self._tandem.train_rl(run, groups, wait="served", **(self._options | settings))
+        except NothingToLearn:
+            return TrainResult(step=await self._get_step(model))
+        events = await self._tandem.job_events(job.id)
+        metrics = average_metric_samples(_metrics(event.data) for event in events if event.type == "step")
+        return TrainResult(step=await self._arrived(model, job.spec.base_step + 1), metrics=metrics)
+
+    async def _train_sft(
+        self, model: Any, trajectories: Iterable[Any], config: Any, _dev_config: Any, _verbose: bool = False
+    ) -> AsyncIterator[dict[str, float]]:
+        """One job for consecutive batches of one learning rate; yields the metrics of each optimizer step."""
+        size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
+        batches = list(batched(map(_example, trajectories), size))
+        rate = config.learning_rate
+        rates = rate if isinstance(rate, list) else [rate] * len(batches)
+        if len(rates) < len(batches):
+            raise InvalidInput(f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate")
+        step = None
+        for rate, part in groupby(zip(rates, batches, strict=False), key=lambda pair: pair[0]):
+            options: Any = self._options | {"packing": {"sequence_length": self._sequence_length}}
+            options |= {"optimizer": {"learning_rate": rate, "batch_size": size}}
+            job = await self._tandem.train_sft(_run(model), list(chain(*(batch for _, batch in part))), **options)
+            async for event in self._tandem.events(job.id):
+                if event.type == "step":
+                    yield _metrics(event.data)
+            await self._tandem.wait_job(job.id)
+            step = job.spec.base_step + 1
+        if step is not None:
+            await self._arrived(model, step)
+
+    async def _arrived(self, model: Any, step: int) -> int:
+        """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it may delete."""
+        run = _run(model)
+        await self._tandem.wait_served(run, step)
+        self._served[run] = step
+        _marker(model, step).mkdir(parents=True, exist_ok=True)
+        return step
+
+
+def _run(model: Any) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", model.name.lower()).strip("-._")[:64].rstrip("-._")
+
+
+def _marker(model: Any, step: int) -> Path:
+    return Path(model._get_output_dir(), "checkpoints", f"{step:04d}")
+
+
+def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
+    """Every `Choice` is a turn; those of additional histories start sequences of their own."""
+    turns = []
+    for history in (trajectory, *trajectory.additional_histories):
+        for i, item in enumerate(history.messages_and_choices):
+            if not isinstance(item, Mapping):
+                try:
+                    turns.append(turn_from_openai(item))
+                except InvalidInput as error:
+                    at = f"{where}.messages_and_choices.{i}.{error.field}"
+                    problem = f"{error.message}; model.openai_client() goes through Tandem's rollout door"
+                    raise InvalidInput(problem, field=at) from error
+    if not turns:
+        raise InvalidInput("no Choice among its messages, so nothing was sampled", field=where)
+    metrics = {name: float(value) for name, value in trajectory.metrics.items()}
+    return {"turns": turns, "reward": float(trajectory.reward), "metrics": metrics}
+
+
+def _example(trajectory: Any) -> dict[str, Any]:
+    tools = {"tools": trajectory.tools} if trajectory.tools else {}
+    return {"messages": trajectory.messages(), **tools}
+
+
+def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
+    return {name: step["metrics"][own] for own, name in _METRICS.items() if own in step["metrics"]}
+
+
+def _job_settings(learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]) -> dict[str, Any]:
+    """ART's options of `train` as Tandem's. Takes the options that it knows out of `options`."""
+    take = options.pop
+    kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
+    if kind not in _POLICIES:
+        raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
+    loss: dict[str, Any] = {"policy": _POLICIES[kind], "normalisation": "trajectory"}
+    low, high = {"cispo": (1.0, 4.0), "ppo": (0.2, None), "importance_sampling": (1.0, _UNBOUNDED)}[kind]
+    low, high = take("epsilon", None) or low, take("epsilon_high", None) or high
+    bounds = dict(take("loss_fn_config", None) or {})
+    loss["clip_low"] = 1 - bounds.pop("clip_low_threshold", 1 - low)
+    loss["clip_high"] = bounds.pop("clip_high_threshold", 1 + (low if high is None else high)) - 1
+    if bounds:
+        raise InvalidInput(f"Tandem has no {next(iter(bounds))!r}; leave it out", field="loss_fn_config")
+    if (level := take("importance_sampling_level", "token")) not in ("token", "sequence"):
+        raise InvalidInput(f"{level!r}: Tandem has token and sequence", field="importance_sampling_level")
+    loss["ratio_level"] = level
+    reference = take("kl_penalty_reference_step", None)
+    if coefficient := take("kl_penalty_coef", 0.0):
+        kl_reference = "base" if reference is None else reference
+        loss |= {"kl_coef": coefficient, "kl_in": "advantage", "kl_reference": kl_reference}
+    if cap := take("truncated_importance_sampling", None):
+        loss["tis_cap"] = cap
+    if take("precalculate_logprobs", False) or cap:
+        loss["old_logprobs"] = "trainer"
+    scale = take("normalize_advantages", True) and take("scale_rewards", True)
+    optimizer = {"learning_rate": learning_rate, "batch_size": groups}
+    if (adam := take("adam_params", None)) is not None:
+        names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
+        optimizer |= {name: getattr(adam, name) for name in names if hasattr(adam, name)}
+    rows = take("packed_sequence_length", None) or sequence_length
+    for ignored in ("save_checkpoint", "verbose"):  # every job makes a checkpoint
+        take(ignored, None)
+    for name, value in options.items():
+        if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
+            raise InvalidInput(f"Tandem does not have this option of ART ({value!r}); leave it out", field=name)
+    return {
+        "loss": loss,
+        "advantage": {"scale": "group" if scale else "none"},
+        "optimizer": optimizer,
+        "packing": {"sequence_length": rows},
+    }

@@ -1,0 +1,57 @@
+"""MLflow: a run with a tag that holds the last row's position.
+
+MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is sent again, and
+MLflow's database drops a metric that it has with the same step, time and value.
+"""
+
+import os
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+from tandem.client import RunSpec
+from tandem.track.files import open_alone, optional
+from tandem.track.rows import Position, Row
+
+_RUN, _POSITION = "tandem.run", "tandem.position"
+
+
+class Mlflow:
+    """Runs in the experiment MLFLOW_EXPERIMENT_NAME ("tandem"); a new one after a rollback."""
+
+    replaces = False
+
+    def __init__(self, run: RunSpec, where: str) -> None:
+        self._mlflow = optional("mlflow")
+        self._name, self._key = run.name, f"{run.name}-{run.created:.0f}"
+        digest = sha256(f"{where} {self._key}".encode()).hexdigest()[:16]
+        self._lock = open_alone(Path(tempfile.gettempdir()) / f"tandem-track-{os.getuid()}-{digest}.lock")
+        self._client = client = self._mlflow.MlflowClient(tracking_uri=where)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "tandem")
+        found = client.get_experiment_by_name(name)
+        self._experiment = found.experiment_id if found else client.create_experiment(name)
+        query, order = f"tags.`{_RUN}` = '{self._key}'", ["attributes.start_time DESC"]
+        runs = client.search_runs([self._experiment], query, order_by=order, max_results=1)
+        self._id = runs[0].info.run_id if runs else ""
+        position = runs[0].data.tags.get(_POSITION) if runs else None
+        self.position = Position.parse(position) if position else None
+
+    def write(self, row: Row) -> None:
+        new = not self._id or not self.position
+        if not self._id:
+            tags = {_RUN: self._key} | ({_POSITION: str(self.position)} if self.position else {})
+            self._id = self._client.create_run(self._experiment, run_name=self._name, tags=tags).info.run_id
+        entities, time = self._mlflow.entities, int(row.time * 1000)
+        metrics = [entities.Metric(name, value, time, row.position.step) for name, value in row.values.items()]
+        position = [entities.RunTag(_POSITION, str(row.position))]
+        params = [entities.Param(name, str(value)) for name, value in row.parameters.items()]
+        self._client.log_batch(self._id, metrics, params if new else [], position)
+
+    def rewind(self, step: int) -> None:
+        self._client.set_terminated(self._id)
+        self._id, self._name = "", f"{self._name} from {step}"
+
+    def close(self) -> None:
+        if self._id:
+            self._client.set_terminated(self._id)
+        self._lock.close()

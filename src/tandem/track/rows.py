@@ -1,0 +1,132 @@
+"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from tandem.client import Event, JobStatus, RunSpec, Tandem
+from tandem.client.memory import by_attempt
+from tandem.errors import NotFound
+from tandem.spool.schema import TERMINAL
+
+KINDS = ("step", "evaluated", "succeeded", "served")
+"""The types of events that become rows, in the order in which one optimizer step can have them."""
+_POLL_SECONDS = 1.0
+_LISTED = 20
+
+
+class Position(NamedTuple):
+    """The event that a row is made of. Positions ascend with the jobs of a run and their events."""
+
+    created: float  # when the job was submitted, Unix seconds
+    job: str
+    seq: int  # of the event in its job
+    step: int  # optimizer steps of the run so far
+
+    def __str__(self) -> str:
+        return f"{self.created!r},{self.job},{self.seq},{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        created, job, seq, step = text.split(",")
+        return cls(float(created), job, int(seq), int(step))
+
+
+@dataclass(frozen=True)
+class Row:
+    position: Position
+    kind: str  # one of KINDS
+    time: float  # Unix seconds
+    values: dict[str, float]
+    parameters: dict[str, str | float]  # of the run and the job
+
+
+class Follower:
+    """Reads the run's events after `position` (None: all), and makes rows of them."""
+
+    def __init__(self, tandem: Tandem, run: RunSpec, position: Position | None, *, follow: bool) -> None:
+        self._tandem, self._run, self._follow = tandem, run, follow
+        self._from = position[:2] if position else (0.0, "")
+        self._seq = {position.job: position.seq} if position else {}  # job -> its last event read
+        self._before: JobStatus | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """All rows so far; with `follow` also those to come, without end."""
+        while True:
+            for job in self._jobs():
+                with suppress(NotFound):  # it was removed meanwhile
+                    yield from self._rows(job)
+                self._from, self._before = (job.spec.created, job.id), job
+            if not self._follow:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _jobs(self) -> list[JobStatus]:
+        """The last job that was read, which may have news, and those submitted after it."""
+        found: list[JobStatus] = []
+        while page := self._tandem.list_jobs(
+            self._run.name, limit=min(_LISTED + 10 * len(found), 1000), before=found[0].id if found else None
+        ):
+            found = page + found
+            if (page[0].spec.created, page[0].id) < self._from:
+                break
+        return [job for job in found if (job.spec.created, job.id) >= self._from]
+
+    def _rows(self, job: JobStatus) -> Iterator[Row]:
+        seq, before = self._seq.get(job.id, -1), self._before
+        live = self._follow and job.state not in TERMINAL
+        for event in self._tandem.events(job.id, seq, math.inf) if live else self._tandem.job_events(job.id, seq):
+            if before and before.id != job.id and event.type in ("step", *TERMINAL):
+                self._before = None
+                yield from self._rows(before)  # `served` comes after the terminal event, and before this job's rows
+                before = None
+            self._seq[job.id] = event.seq
+            if event.type in KINDS and (row := self._row(job, event)):
+                yield row
+
+    def _row(self, job: JobStatus, event: Event) -> Row | None:
+        events = [event] if event.type == "step" else self._tandem.job_events(job.id)
+        steps = [other for other in events if other.type == "step" and other.seq <= event.seq]
+        step = steps[-1].data["metrics"].get("optimizer_step") if steps else None
+        if step is None:
+            return None  # the job was trained by a version that did not count them
+        if metrics := event.data.get("metrics"):
+            values = _numbers(metrics)
+            aliases = {"train/loss": "loss", "train/reward": "reward_mean", "eval/loss": "held_out_loss"}
+            values |= {alias: values[name] for alias, name in aliases.items() if name in values}
+        elif event.type == "succeeded":
+            values = _checkpoint(job, events, event)
+        else:
+            values = {f"served/{name}": value for name, value in _numbers(event.data).items()}
+        parameters = _flat(self._run.model_dump(exclude={"schema_version", "created"}))
+        parameters |= _flat(job.spec.model_dump(include={"kind", "loss", "optimizer"}))
+        return Row(Position(job.spec.created, job.id, event.seq, int(step)), event.type, event.time, values, parameters)
+
+
+def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, float]:
+    """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and its memory."""
+    found = {event.type: event for event in events}  # the last of each type
+    ranks = by_attempt(events)[-1].ranks.values()
+    peaks = [kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()]
+    values = job.spec.data.model_dump() | {"step": job.spec.base_step + 1, "attempt": end.attempt}
+    values |= {"seconds": end.time - found["claimed"].time, "peak_memory_bytes": max(peaks, default=None)}
+    values |= {"bytes": found["checkpoint"].data.get("bytes"), "write_seconds": found["checkpoint"].data.get("seconds")}
+    return {f"checkpoint/{name}": value for name, value in _numbers(values).items()}
+
+
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in data.items() if isinstance(value, int | float)}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+    """Nested settings as `optimizer.learning_rate`, without those that are None."""
+    flat: dict[str, str | float] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            flat[prefix + name] = value if isinstance(value, str | int | float) else ",".join(map(str, value))
+    return flat

@@ -1,0 +1,100 @@
+"""Weights & Biases. Its own record of a run, `wandb/*run-*/run-*.wandb`, says which rows are there, also offline.
+
+W&B buffers a few rows, which are lost when it is killed; they are sent again. Where its server has them already it
+drops them, because a row's W&B step is not above the last one there.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from glob import escape
+from pathlib import Path
+
+from tandem.client import RunSpec
+from tandem.errors import InvalidInput
+from tandem.track.files import open_alone, optional
+from tandem.track.rows import KINDS, Position, Row
+
+_POSITION = "tandem/position"
+_BLOCK, _HEADER, _WHOLE_OR_LAST = 32768, 7, (1, 4)
+
+
+class Wandb:
+    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group named as Tandem's run; a new one after a rollback."""
+
+    replaces = False
+
+    def __init__(self, run: RunSpec, where: str) -> None:
+        self._wandb = optional("wandb")
+        self._project, self._name = where or "tandem", run.name
+        self._id = f"{run.name}-{run.created:.0f}"
+        self._where = Path(os.environ.get("WANDB_DIR") or ".")
+        self._lock = open_alone(self._where / "wandb" / f".tandem-{self._id}.lock")
+        number, self.position = 0, None
+        for path in self._where.glob(f"wandb/*run-*-{escape(self._id)}-*/run-*.wandb"):
+            found = _last_position(path)
+            if found and (self.position is None or found > self.position):
+                number, self.position = int(path.stem.rpartition("-")[2]), found
+        self._start(number)
+
+    def _start(self, number: int) -> None:
+        self._number, self._parameters = number, dict[str, str | float]()
+        name = f"{self._name} ({number})" if number else self._name
+        settings = self._wandb.Settings(x_disable_stats=True, disable_git=True, console="off", silent=True)
+        try:
+            self._run = self._wandb.init(
+                project=self._project, id=f"{self._id}-{number}", name=name, group=self._name, resume="allow",
+                dir=self._where, settings=settings,
+            )  # fmt: skip
+        except self._wandb.errors.Error as error:
+            problem = f"W&B: {error}; set WANDB_API_KEY, or WANDB_MODE=offline"
+            raise InvalidInput(problem, field="--to wandb") from error
+        self._run.define_metric("optimizer_step")
+        self._run.define_metric("*", step_metric="optimizer_step")
+
+    def write(self, row: Row) -> None:
+        if row.parameters != self._parameters:
+            self._run.config.update(row.parameters, allow_val_change=True)
+            self._parameters = row.parameters
+        step = row.position.step
+        values = {"optimizer_step": step, _POSITION: str(row.position), "_timestamp": row.time} | row.values
+        self._run.log(values, step=step * len(KINDS) + KINDS.index(row.kind), commit=True)
+
+    def rewind(self, step: int) -> None:  # noqa: ARG002
+        self._run.finish()
+        self._start(self._number + 1)
+
+    def close(self) -> None:
+        self._run.finish()
+        self._wandb.teardown()  # waits until all is in W&B's file
+        self._lock.close()
+
+
+def _last_position(path: Path) -> Position | None:
+    """Of the last row in W&B's file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    position = None
+    for data in _records(path.read_bytes()):
+        for item in Record.FromString(data).history.item:
+            if _POSITION in (item.key, *item.nested_key):
+                position = Position.parse(json.loads(item.value_json))
+    return position
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum, length and kind."""
+    at, parts = _HEADER, b""
+    while at + _HEADER <= len(content):
+        if (left := _BLOCK - at % _BLOCK) < _HEADER:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        at += _HEADER + length
+        if not kind or at > len(content):
+            return
+        parts += content[at - length : at]
+        if kind in _WHOLE_OR_LAST:
+            yield parts
+            parts = b""

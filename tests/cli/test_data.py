@@ -1,0 +1,113 @@
+"""`tandem data check`, by a controller and by itself."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from api_server import KEY, Server, make_root
+from data.chat_tokenizer import TEMPLATES, chat_tokenizer
+from tandem.client import Tandem
+from tandem.data.examples import PreferencePair, SFTExample
+
+ASK = {"role": "user", "content": "Is it <b>sunny</b>?"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    root = make_root(tmp_path_factory.mktemp("volume") / "spool")
+    chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()).save_pretrained(root / "models" / "tiny")
+    with Server(root) as server:
+        yield server
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """302 examples: one is not JSON, one is refused by the template, one too long, two are the same."""
+    records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i} " * (i % 5 + 1)}]} for i in range(300)]
+    records[7]["messages"][1]["content"] = "long " * 2000
+    records[9] = records[8]
+    records[20]["messages"] = [{"role": "assistant", "content": "nothing was asked"}]
+    records[21]["source"] = "web"
+    lines = [json.dumps(record) for record in records]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join([*lines[:10], "{broken", *lines[10:]]) + "\n")
+    return path
+
+
+def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
+    page = tmp_path / "page.html"
+    base = server.settings.root / "models" / "tiny"
+    status, out, err = tandem("data", "check", str(file), "--html", str(page))
+    assert status == 1
+    assert tandem("data", "check", str(file), "--tokenizer", str(base)) == (1, out, err)
+    assert re.findall(r"broken: (.*?: .*)", err) == [
+        "data.jsonl line 11: not JSON: Expecting property name enclosed in double quotes at column 2; correct it or "
+        "leave it out",
+        "data.jsonl line 22: messages.0: the chat template refuses the conversation: list object has no element 0; "
+        "give token_ids and trainable instead of messages",
+    ]
+    assert "⟦<think>\n\n</think>\n\nyes 0 <|im_end|>⟧" in out
+    facts = dict(re.findall(r"│ (\w[\w ]*?) +│ (.*?) +│", out))
+    assert facts["records"] == "301"
+    assert facts["broken"] == "2"
+    assert facts["duplicates"] == "1: data.jsonl line 10 (as data.jsonl line 9)"
+    assert facts["too long"].startswith("1 don't fit a row of 2048 tokens: data.jsonl line 8 (")
+    assert facts["columns left out"] == "source"
+    html = page.read_text()
+    assert html.count("<h3>") == 100
+    assert "Is it &lt;b&gt;sunny&lt;/b&gt;?" in html
+    assert "<mark>&lt;think&gt;\n\n&lt;/think&gt;\n\nyes 0 &lt;|im_end|&gt;</mark>" in html
+    assert not re.search(r"(src|href)=|url\(|@import", html)
+    HTMLParser().feed(html)
+
+
+def test_json(tandem, server, file):
+    status, out, _ = tandem("data", "check", str(file), "--json", "--show", "1")
+    found = json.loads(out)
+    assert status == 1
+    assert [place for place, _ in found["broken"]] == ["data.jsonl line 11", "data.jsonl line 22"]
+    ((place, shown),) = found["shown"]
+    assert place == "data.jsonl line 1"
+    (parts,) = shown["parts"]
+    assert [weight for _, weight in parts] == [0, 1]
+    assert len(found["too_long"]) == len(found["duplicates"]) == 1
+
+
+def test_pairs(tandem, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "Is it", "chosen": " sunny", "rejected": " not"}) + "\n")
+    status, out, err = tandem("data", "check", str(path))
+    assert (status, err) == (0, "")
+    assert "Is it⟦ sunny<|im_end|>⟧" in out
+    assert "Is it⟦ not<|im_end|>⟧" in out
+
+
+def test_route(server):
+    with Tandem(server.url, KEY) as client, server.http() as http:
+        pair = PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not")
+        weighted = SFTExample(token_ids=[1, 2, 3], weights=[0.0, 1.0, -0.5])
+        found = client.render([SFTExample(text="It is."), weighted], [pair])
+        assert [len(one.parts) for one in found] == [1, 1, 2]
+        assert [weight for _, weight in found[1].parts[0]] == [0, 1, -0.5]
+        body = {"examples": [{"text": "a"}, {"messages": [{"role": "user", "content": 3}]}]}
+        answer = http.post("/v1/data/render", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["field"] == "examples.1.messages.0.content"
+        many = http.post("/v1/data/render", json={"examples": [{"text": "a"}] * 1001})
+        assert (many.status_code, many.json()["error"]["field"]) == (422, "examples")
+
+
+def test_without_transformers(file):
+    """The client alone has neither; the error names the extra."""
+    code = "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check', *sys.argv[1:]]\n"
+    code += "from tandem.cli import main; main()"
+    command = [sys.executable, "-c", code, str(file), "--tokenizer", "/nowhere"]
+    left = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert left.returncode == 1
+    assert "pip install 'tandem-rl[data]'" in left.stderr

@@ -1,0 +1,162 @@
+"""The formats that people have become examples and pairs; files of each kind are read at random."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.formats import FORMATS, open_examples
+
+SYSTEM, ASK, ANSWER = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "q"), ("assistant", "a")))
+WORSE = ANSWER | {"content": "b"}
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+CALL = {"name": "f", "arguments": {"x": 1}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+PAIR = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}
+
+# Format, record, what it becomes.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("messages", {"messages": [ASK, ANSWER], "id": 7}, {"messages": [ASK, ANSWER]}),
+    ("messages", {"messages": [ASK, ANSWER], "tools": json.dumps(TOOLS), "weight": 0.5},
+     {"messages": [ASK, ANSWER], "tools": TOOLS, "weight": 0.5}),
+    ("messages", {"messages": [ASK, ANSWER], "tools": [json.dumps(TOOLS[0])]},
+     {"messages": [ASK, ANSWER], "tools": TOOLS}),
+    ("sharegpt", {"conversations": [HUMAN, GPT], "system": "s"}, {"messages": [SYSTEM, ASK, ANSWER]}),
+    ("sharegpt", {"conversations": [ASK, ANSWER]}, {"messages": [ASK, ANSWER]}),
+    ("sharegpt", {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(CALL)},
+                                    {"from": "observation", "value": "1"}, GPT | {"weight": 0}]},
+     {"messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "1"},
+                   ANSWER | {"weight": 0}]}),
+    ("alpaca", {"instruction": "q", "input": "", "output": "a"}, {"messages": [ASK, ANSWER]}),
+    ("alpaca", {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["x", "y"]]},
+     {"messages": [SYSTEM, ASK | {"content": "x"}, ANSWER | {"content": "y"}, ASK | {"content": "q\ni"}, ANSWER]}),
+    ("alpaca", {"instruction": "q", "context": "i", "response": "a", "category": "qa"},
+     {"messages": [ASK | {"content": "q\ni"}, ANSWER]}),
+    ("alpaca", {"question": "q", "answer": "a"}, {"messages": [ASK, ANSWER]}),
+    ("prompt-completion", {"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a"}),
+    ("prompt-completion", {"prompt": "q", "response": "a"}, {"prompt": "q", "completion": "a"}),
+    ("prompt-completion", {"prompt": [ASK], "completion": [ANSWER]}, {"prompt": [ASK], "completion": [ANSWER]}),
+    ("text", {"text": "t", "meta": {"source": "x"}}, {"text": "t"}),
+    ("tokens", {"token_ids": [1, 2], "weights": [0, -1.5], "targets": [0, 3]},
+     {"token_ids": [1, 2], "weights": [0, -1.5], "targets": [0, 3]}),
+    ("tokens", {"input_ids": [1, 2, 3], "labels": [1, -100, 3], "attention_mask": [1, 1, 1]},
+     {"token_ids": [1, 2, 3], "trainable": [False, False, True]}),
+    ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    ("preference", PAIR, PAIR),
+    ("preference", {"prompt": "q", "chosen": [ASK, ANSWER], "rejected": [ASK, WORSE], "messages": [ASK, ANSWER]},
+     {"chosen": [ASK, ANSWER], "rejected": [ASK, WORSE]}),
+    ("preference", {"prompt": "q", "chosen": [ANSWER], "rejected": [WORSE]}, PAIR),
+    ("preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "b"}}, PAIR),
+    ("preference", {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [ANSWER],
+                    "non_preferred_output": [WORSE]}, PAIR | {"tools": TOOLS}),
+    ("preference", {"instruction": "q", "chosen": "a", "rejected": "b"}, PAIR),
+    ("preference", {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, PAIR | {"prompt": [SYSTEM, ASK]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "record", "expected"), CASES)
+def test_formats(tmp_path: Path, name: str, record: dict[str, Any], expected: dict[str, Any]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    examples = open_examples(path)
+    assert (examples.format, examples.kind) == (name, FORMATS[name][0])
+    assert examples[0] == ("data.jsonl line 1", expected)
+    _, parsed = examples.parse(0)
+    model = SFTExample if examples.kind == "sft" else PreferencePair
+    assert parsed == model.model_validate(expected)
+    named = open_examples(path, format=name, kind=examples.kind)
+    assert named[0][1] == expected
+
+
+def test_every_format_has_a_case() -> None:
+    assert {name for name, _, _ in CASES} == FORMATS.keys()
+
+
+def test_columns_that_are_left_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for _, record, _ in CASES[:2]))
+    examples = open_examples(path)
+    assert [examples[i][1]["messages"] for i in (1, 0)] == [[ASK, ANSWER]] * 2
+    assert examples.ignored == {"id"}
+
+
+RECORDS = [{"messages": [ASK, ANSWER | {"content": f"a{i} é"}]} for i in range(2500)]
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]], **options: Any) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(records), path, **options)
+
+
+def test_files_of_each_kind(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    lines = [json.dumps(record, ensure_ascii=False) for record in RECORDS]
+    files = {
+        "lines.jsonl": "\n".join(lines),
+        "blank.jsonl": "\ufeff" + "\r\n\n".join(lines),
+        "array.json": "[" + ",\n".join(lines) + "]",
+        "pretty.json": json.dumps(RECORDS, indent=1),
+        "wrapped.json": json.dumps({"data": RECORDS}),
+        "indented.json": json.dumps({"examples": RECORDS}, indent=1),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    write_parquet(tmp_path / "rows.parquet", RECORDS, row_group_size=100)
+    for name, part in (("train-0", RECORDS[:1000]), ("train-1", RECORDS[1000:]), ("test-0", RECORDS[:5])):
+        (tmp_path / "hub" / "data").mkdir(parents=True, exist_ok=True)
+        write_parquet(tmp_path / "hub" / "data" / f"{name}.parquet", part)
+    Dataset.from_list(RECORDS).save_to_disk(tmp_path / "saved", num_shards=3)
+    DatasetDict({"train": Dataset.from_list(RECORDS), "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(
+        tmp_path / "splits"
+    )
+    order = random.Random(0).sample(range(len(RECORDS)), 300)
+    places = set()
+    for name in (*files, "rows.parquet", "hub", "saved", "splits", "splits/train"):
+        examples = open_examples(tmp_path / name)
+        assert len(examples) == len(RECORDS), name
+        assert [examples[i][1] for i in order] == [RECORDS[i] for i in order], name
+        places.add(examples[4][0])
+    assert places == {
+        "lines.jsonl line 5", "blank.jsonl line 9", "array.json [4]", "pretty.json [4]", "wrapped.json [4]",
+        "indented.json [4]", "rows.parquet row 4", "hub row 4", "saved row 4", "train row 4",
+    }  # fmt: skip
+
+
+def test_what_arrow_adds_is_left_out(tmp_path: Path) -> None:
+    """Arrow gives each message the keys of all of them, and each call's arguments too."""
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": arguments}} for arguments in ({"x": 1}, {"y": "2"})
+    ]
+    records = [{"messages": [ASK, {"role": "assistant", "tool_calls": [call]}, ANSWER]} for call in calls]
+    write_parquet(tmp_path / "rows.parquet", records)
+    examples = open_examples(tmp_path / "rows.parquet")
+    assert [examples[i][1] for i in range(2)] == records
+    examples.parse(1)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "rows.parquet", RECORDS[:1])
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(Exception, match=r"pip install 'tandem-rl\[data\]'"):
+        open_examples(tmp_path / "rows.parquet")
+
+
+def test_lines_take_little_memory(tmp_path: Path) -> None:
+    """Of a million lines, 16 bytes each are held."""
+    import tracemalloc
+
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "some text that is not held in memory"}\n' * 1_000_000)
+    tracemalloc.start()
+    examples = open_examples(path)
+    assert examples[999_999] == ("data.jsonl line 1000000", {"text": "some text that is not held in memory"})
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 20e6
+    assert peak < 40e6

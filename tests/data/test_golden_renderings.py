@@ -1,0 +1,237 @@
+"""The chat templates in TRL's package: our tokens are transformers', our masks those of `{% generation %}`."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.chat_tokenizer import TEMPLATES, chat_tokenizer
+from tandem.data.chat_template import Rendered
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.render import render, render_each, render_pairs
+from tandem.errors import InvalidInput
+
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "where"}},
+    "required": ["city"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS},
+}
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [turn("user", "hi"), turn("assistant", "yes, 🙂 sunny"), turn("user", "really?"),
+                           turn("assistant", "café\n\nno"), turn("user", "unanswered")]},
+    "system": {"messages": [turn("system", "be brief"), turn("user", "hi"), turn("assistant", "yes")]},
+    "tools": {"messages": [turn("user", "weather?"), turn("assistant", "", tool_calls=[CALL]),
+                           turn("tool", "sunny", tool_call_id="abcdefghi", name="get_weather"),
+                           turn("assistant", "It is sunny.")], "tools": [TOOL]},
+    "reasoning": {"messages": [turn("user", "hi"), turn("assistant", "yes", reasoning_content="I should think"),
+                               turn("user", "again"), turn("assistant", "no", reasoning_content="Hmm")]},
+}  # fmt: skip
+
+
+def given(conversation: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages as a template gets them."""
+    example = SFTExample.model_validate(conversation)
+    assert example.messages is not None
+    return [message.for_template() for message in example.messages]
+
+
+def turns_of(sequences: list[Rendered]) -> list[tuple[list[int], list[int]]]:
+    """(tokens before it, trained tokens) of each trained run."""
+    found = []
+    for one in sequences:
+        assert one.trained[-1] == len(one.tokens) - 1
+        for run in np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1):
+            found.append((one.tokens[: run[0]].tolist(), one.tokens[run].tolist()))
+    return found
+
+
+def expected_turns(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[tuple[list[int], list[int]]]:
+    """The same, message by message: each is rendered and tokenised by transformers after its own prompt."""
+    found = []
+    special = set(tokenizer.all_special_ids) | {n for n, t in tokenizer.added_tokens_decoder.items() if t.special}
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:k], tools=tools, add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
+        if not whole.startswith(prompt):
+            raise InvalidInput("differently")
+        before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, whole))
+        trained = after[len(before) :]
+        if after[: len(before)] != before:
+            trained = tokenizer(whole[len(prompt) :], add_special_tokens=False).input_ids
+        ends = [i for i, token in enumerate(trained) if token in special]
+        if ends and not tokenizer.decode(trained[ends[-1] + 1 :]).strip():
+            trained = trained[: ends[-1] + 1]
+        found.append((before, trained))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_tokens_and_masks_are_transformers(path: Path) -> None:
+    tokenizer = chat_tokenizer(path.read_text())
+    marked = "endgeneration" in re.sub(r"\{#.*?#\}", "", path.read_text(), flags=re.DOTALL)
+    rendered = 0
+    for conversation in CONVERSATIONS.values():
+        example, messages = SFTExample.model_validate(conversation), given(conversation)
+        tools = conversation.get("tools")
+        try:
+            expected = [] if marked else expected_turns(tokenizer, messages, tools)
+            theirs = tokenizer.apply_chat_template(
+                messages, tools=tools, return_dict=True, return_assistant_tokens_mask=marked
+            )
+        except Exception:  # templates raise anything
+            with pytest.raises(InvalidInput, match=r"the chat template (refuses|renders)"):
+                render(tokenizer, [example], ["x"])
+            continue
+        (sequences,) = render(tokenizer, [example], ["x"])
+        rendered += 1
+        last = sequences[-1]
+        if marked:
+            assert last.tokens.tolist() == theirs["input_ids"][: len(last.tokens)]
+            assert last.trained.tolist() == np.flatnonzero(theirs["assistant_masks"]).tolist()
+        else:
+            assert turns_of(sequences) == expected
+    assert rendered or path.stem in REFUSED
+
+
+# Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a list, for images.
+REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe", "gemma3", "phi3"])
+def test_any_text_is_tokenised_as_message_by_message(name: str) -> None:
+    """A conversation is tokenised once; the oracle tokenises each message after its prompt."""
+    tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+    pieces = [
+        "\n",
+        "\n\n",
+        " ",
+        "  ",
+        "yes",
+        "No",
+        "🙂",
+        "是",
+        "?",
+        "'s",
+        "1",
+        "<think>",
+        "<|im_end|>",
+        "\r\n",
+        "\t",
+        "é",
+    ]
+    rng = random.Random(name)
+    conversations = []
+    for _ in range(150):
+        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 7))) for _ in range(rng.choice([2, 4, 6]))]
+        messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+        conversations.append({"messages": messages})
+    examples = [SFTExample.model_validate(conversation) for conversation in conversations]
+    compared = 0
+    for conversation, example in zip(conversations, examples, strict=True):
+        try:
+            expected = expected_turns(tokenizer, given(conversation), None)
+        except InvalidInput:
+            expected = []
+        (sequences,) = render_each(tokenizer, [example], ["x"])
+        if isinstance(sequences, InvalidInput):
+            assert not expected or not all(trained for _, trained in expected) or "alone" in sequences.message
+        else:
+            assert turns_of(sequences) == expected
+            compared += 1
+    assert compared > 75
+
+
+def test_many_are_rendered_as_one_by_one() -> None:
+    tokenizer = chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
+    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 300
+    examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
+    found = render(tokenizer, examples, [""] * len(examples))
+    for example, sequences in (
+        *zip(examples[:2], found[:2], strict=True),
+        *zip(examples[-3:], found[-3:], strict=True),
+    ):
+        (alone,) = render(tokenizer, [example], [""])
+        for one, other in zip(sequences, alone, strict=True):
+            assert (one.tokens.tolist(), one.trained.tolist()) == (other.tokens.tolist(), other.trained.tolist())
+    (last,) = found[-1]
+    assert last.weights is not None
+    assert last.targets is not None
+    assert (last.trained.tolist(), last.weights.tolist(), last.targets.tolist()) == ([1, 2], [-0.5, 2.0], [9, 7])
+    assert len(found) == 601
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "llama3_training"])
+def test_messages_that_are_not_trained(name: str) -> None:
+    """By `weight` and `train`, and as a prompt."""
+    tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+    ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
+    everything = turns_of(render(tokenizer, [SFTExample(messages=[ask, first, again, second])], ["x"])[0])
+    for example in (
+        {"messages": [ask, first | {"weight": 0}, again, second]},
+        {"messages": [ask, first | {"train": False}, again, second | {"weight": 1}]},
+        {"prompt": [ask, first, again], "completion": [second]},
+    ):
+        assert turns_of(render(tokenizer, [SFTExample.model_validate(example)], ["x"])[0]) == everything[1:]
+    pair = PreferencePair.model_validate(
+        {"chosen": [ask, first, again, second], "rejected": [ask, first, again, first]}
+    )
+    ((prompt, chosen, rejected),) = render_pairs(tokenizer, [pair], ["x"])
+    assert (prompt.tolist(), chosen.tolist()) == everything[1]
+    assert tokenizer.decode(rejected).startswith(("yes", "<think>"))
+
+
+def test_texts() -> None:
+    tokenizer = chat_tokenizer((TEMPLATES / "llama3_1.jinja").read_text())
+    from tokenizers.processors import TemplateProcessing
+
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    special = [("<|begin_of_text|>", bos)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|begin_of_text|> $A", special_tokens=special)
+    examples = [SFTExample(text="It is sunny."), SFTExample(prompt="It is ", completion="sunny."),
+                SFTExample(text=f"{tokenizer.bos_token}yes{tokenizer.eos_token}")]  # fmt: skip
+    (text,), (completion,), (marked,) = render(tokenizer, examples, [""] * 3)
+    assert text.tokens.tolist() == [*tokenizer("It is sunny.").input_ids, eos]
+    assert text.trained.tolist() == list(range(1, len(text.tokens)))
+    ((context, trained),) = turns_of([completion])
+    assert context == tokenizer("It is ").input_ids
+    assert trained == [*tokenizer("sunny.", add_special_tokens=False).input_ids, eos]
+    assert marked.tokens.tolist() == [bos, *tokenizer("yes", add_special_tokens=False).input_ids, eos]
+    pairs = [PreferencePair(chosen="It is sunny", rejected="It is not"),
+             PreferencePair(prompt="It is", chosen=" sunny", rejected=" not")]  # fmt: skip
+    for prompt, chosen, rejected in render_pairs(tokenizer, pairs, ["", ""]):
+        assert tokenizer.decode([*prompt, *chosen, *rejected]) == (
+            f"{tokenizer.bos_token}It is sunny{tokenizer.eos_token} not{tokenizer.eos_token}"
+        )
+
+
+def test_ambiguous_masks_are_refused() -> None:
+    marks = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
+            "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
+    ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
+    cases: list[tuple[str, list[Any], str, str]] = [
+        (marks, [ask, first], "a token spans the border", "examples.0.messages.1"),
+        (marks.replace("{{ m.content }}", "", 1), [ask, first], "nothing as trained", "examples.0.messages.1"),
+        (marks + "{% generation %}<|im_end|>{% endgeneration %}", [ask, first | {"weight": 0}, again, second],
+         "marks 3 parts of 2", "examples.0.messages.3"),
+    ]  # fmt: skip
+    for template, messages, problem, field in cases:
+        with pytest.raises(InvalidInput, match=problem) as refused:
+            render(chat_tokenizer(template), [SFTExample(messages=messages)], ["examples.0"])
+        assert refused.value.field == field
+        assert "give token_ids" in refused.value.message

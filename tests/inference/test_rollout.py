@@ -1,0 +1,131 @@
+"""The rollout door in front of an app that answers as vLLM does."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.testclient import TestClient
+
+from tandem.data.inputs import turn_from_openai
+from tandem.inference.server.guard import ROLLOUT_PATHS, AdminGuard
+from tandem.inference.server.rollout import RolloutDoor
+
+API = {"Authorization": "Bearer the-key"}
+CHAT, COMPLETIONS = "/rollout/v1/chat/completions", "/rollout/v1/completions"
+
+
+def entries(ids: list[int]) -> dict[str, Any]:
+    return {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]}
+
+
+def event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+def events(model: str) -> Iterator[str]:
+    head = {"object": "chat.completion.chunk", "model": model}
+    for index in (0, 1):
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        yield event({**head, "choices": [choice], "prompt_token_ids": [7, 8]})
+    for index, token in ((0, 1), (1, 2), (0, 3)):
+        text = 'says "prompt_token_ids": [0]'
+        choice = {"index": index, "delta": {"content": text}, "logprobs": entries([token]), "token_ids": [token]}
+        yield event({**head, "choices": [choice]})
+    yield "data: [DONE]\n\n"
+
+
+@pytest.fixture
+def seen() -> list[dict[str, Any]]:
+    """The bodies that arrive behind the door."""
+    return []
+
+
+@pytest.fixture
+def door(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    monkeypatch.setenv("VLLM_API_KEY", "the-key")
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN", "the-token")
+    app = FastAPI(openapi_url=None)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"data": []}
+
+    @app.post("/v1/{kind:path}")
+    async def complete(kind: str, request: Request) -> Any:
+        body = await request.body()
+        assert int(request.headers["content-length"]) == len(body)
+        seen.append(json.loads(body))
+        if seen[-1].get("model") == "unknown":
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
+        if seen[-1].get("stream"):
+            return StreamingResponse(events("run@3"), media_type="text/event-stream")
+        choices = [{"index": i, "logprobs": entries([i + 1]), "token_ids": [i + 1]} for i in (0, 1)]
+        return {"model": "run@3", "choices": choices, "prompt_token_ids": [7, 8]}
+
+    app.add_middleware(RolloutDoor)
+    app.add_middleware(AdminGuard)
+    return TestClient(app, headers=API, raise_server_exceptions=False)
+
+
+def test_a_choice_has_everything_that_training_needs(door: TestClient, seen: list[dict[str, Any]]) -> None:
+    answer = door.post(CHAT, json={"model": "run@3", "messages": [], "logprobs": False, "temperature": 0.7})
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    assert seen == [{"model": "run@3", "messages": [], "temperature": 0.7, "logprobs": True, **ids}]
+    for i, choice in enumerate(answer.json()["choices"]):
+        assert choice["model"] == "run@3"
+        turn = turn_from_openai(choice)
+        assert (turn.prompt_token_ids, turn.token_ids, turn.logprobs) == ([7, 8], [i + 1], [-0.5])
+    for given, sent in ((None, 0), (3, 3)):
+        door.post(COMPLETIONS, json={"prompt": "?", "logprobs": given})
+        assert seen[-1] == {"prompt": "?", "logprobs": sent, **ids}
+
+
+def test_a_stream_has_it_in_each_choices_first_chunk(door: TestClient) -> None:
+    lines = door.post(CHAT, json={"messages": [], "stream": True, "n": 2}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[7, 8]] * 2 + [None] * 3
+    assert [chunk["choices"][0].get("model") for chunk in chunks] == ["run@3"] * 2 + [None] * 3
+    assert chunks[2:] == [json.loads(event.removeprefix("data: ")) for event in list(events("run@3"))[2:-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [("top_k", 20, -1), ("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("frequency_penalty", 0.5, 0),
+     ("bad_words", ["x"], []), ("logit_bias", {"1": 2}, {}),
+     ("response_format", {"type": "json_object"}, {"type": "text"}),
+     ("tool_choice", "required", "auto"), ("echo", True, False), ("include_reasoning", False, True)],
+)  # fmt: skip
+def test_what_changes_the_distribution_is_refused(
+    door: TestClient, seen: list[dict[str, Any]], name: str, value: object, harmless: object
+) -> None:
+    answer = door.post(CHAT, json={"messages": [], name: value})
+    assert (answer.status_code, answer.json()["error"]["field"], seen) == (400, name, [])
+    assert door.post(CHAT, json={"messages": [], name: harmless}).status_code == 200
+
+
+def test_errors_and_what_is_no_object_pass_unchanged(door: TestClient) -> None:
+    answer = door.post(CHAT, json={"model": "unknown"})
+    assert (answer.status_code, answer.json()) == (404, {"error": {"message": "no such model"}})
+    for body in (b"{", b"[1]", b""):
+        assert door.post(CHAT, content=body).status_code == 500, "it arrived"
+    assert door.get("/rollout/v1/models").json() == {"data": []}
+
+
+def test_the_key_is_asked_for_at_the_guard(door: TestClient, seen: list[dict[str, Any]]) -> None:
+    for path in ROLLOUT_PATHS:
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
+            answer = door.request("GET" if path.endswith("models") else "POST", path, headers=headers)
+            assert answer.status_code == 401
+            assert "API key" in answer.json()["error"]["message"]
+    for path in (
+        "/rollout/v1/load_lora_adapter",
+        "/rollout/pause",
+        "/rollout/v1/models/",
+        "/rollout/rollout/v1/models",
+    ):
+        assert door.post(f"/rollout{path}").status_code == 401
+    assert seen == []

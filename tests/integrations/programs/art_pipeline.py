@@ -1,0 +1,54 @@
+"""ART's PipelineTrainer with its retention of checkpoints, and what the backend refuses."""
+
+import asyncio
+import sys
+from itertools import cycle
+
+import art
+import pytest
+from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
+from art_yes_no_maybe import QUESTIONS, rollout
+
+from tandem.errors import InvalidInput
+from tandem.integrations.art import TandemBackend
+
+run, base_model = sys.argv[1:]
+
+
+async def refusals(backend: TandemBackend, model: art.TrainableModel, group: art.TrajectoryGroup) -> None:
+    for field, options in {
+        "mask_prob_ratio": {"mask_prob_ratio": True}, "kimi_k2_tau": {"kimi_k2_tau": 0.1},
+        "loss_fn": {"loss_fn": "dro"},
+        "importance_sampling_level": {"importance_sampling_level": "average"}, "new_option": {"new_option": 1},
+        "loss_fn_config": {"loss_fn_config": {"beta": 1.0}},
+    }.items():  # fmt: skip
+        with pytest.raises(InvalidInput) as refused:
+            await backend.train(model, [group], **options)
+        assert refused.value.field == field
+    # A choice that did not come through the door.
+    model.openai_client()._client.base_url = str(model.inference_base_url).replace("/rollout", "")
+    plain = await rollout(model, QUESTIONS[0])
+    model.openai_client()._client.base_url = model.inference_base_url
+    with pytest.raises(InvalidInput, match="rollout door") as refused:
+        await backend.train(model, [art.TrajectoryGroup([plain])])
+    assert refused.value.field == "groups.0.trajectories.0.messages_and_choices.1.prompt_token_ids"
+
+
+async def main() -> None:
+    backend = TandemBackend(sequence_length=256)
+    model = art.TrainableModel(name=run, project="yes-no-maybe", base_model=base_model)
+    await model.register(backend)
+    group = art.TrajectoryGroup([await rollout(model, QUESTIONS[0]) for _ in range(2)])
+    await refusals(backend, model, group)
+    trainer = PipelineTrainer(
+        model, backend, make_group_rollout_fn(rollout, n=8), cycle(QUESTIONS), None, learning_rate=1e-3, max_steps=3,
+        max_steps_off_policy=1, num_rollout_workers=2, min_batch_size=2, eval_at_start=False, max_batch_size=4,
+        checkpoint_retention_strategy=lambda context: [info.step for info in context.checkpoints if info.step < 2],
+    )  # fmt: skip
+    await trainer.train(handle_signals=False)
+    steps = [info.step for info in await backend._tandem.checkpoints(run)]
+    print(model.get_inference_name(), steps)
+    await backend.close()
+
+
+asyncio.run(main())

@@ -1,0 +1,92 @@
+"""Experts that a row brings are used, weighted by the router: values and gradients are those of transformers, in
+float64, whose top-k is forced to them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch.func import functional_call
+from torch.nn.functional import linear
+
+from model.test_same_as_peft import TOKENS, loss, loss_of_logits, merged
+from policies import assert_close, gradients, linear_row, logits, make_policy, write_random_adapter
+from tandem.families.registry import read_arch
+from tandem.model.layer.blocks import Keep
+from tandem.model.weights.checkpoint_tensors import read_adapter
+from tandem.spool.schema import LoraShape
+from tiny import MOE, SHAPE, write_random_model
+
+LORA = LoraShape(rank=4, alpha=10.0)
+LAYERS, EXPERTS, CHOSEN = SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"]
+
+
+def random_experts(seed: int = 3) -> torch.Tensor:
+    """int16 [tokens, layers, experts per token]: all different for a token and layer, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(len(TOKENS), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.int16)
+
+
+def force(model, experts: torch.Tensor) -> None:
+    """transformers' routers choose these; -1: what they would choose."""
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.gate.forward = forced(layer.mlp.gate, experts[:, index].long())
+
+
+def forced(gate, given: torch.Tensor):
+    def forward(hidden):
+        scores = linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+        probs = scores.softmax(-1)
+        chosen = torch.where(given >= 0, given, probs.topk(gate.top_k).indices)
+        weights = probs.gather(-1, chosen)
+        return scores, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
+
+    return forward
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_prob):
+    model = write_random_model(tmp_path / "model", family="qwen3_moe", norm_topk_prob=norm_topk_prob)
+    directory = write_random_adapter(tmp_path / "adapter", model, LORA)
+    tensors = read_adapter(directory, read_arch(str(model)), LORA, torch.device("cpu"))
+    adapter = {key: value.double().requires_grad_() for key, value in tensors.items()}
+    experts = random_experts()
+    experts[20:30] = -1  # the router's own choice
+    load = transformers.AutoModelForCausalLM.from_pretrained  # its grouped product has no float64
+    reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(False)
+    free = reference(TOKENS[None]).logits[0]
+    force(reference, experts)
+    expected = functional_call(reference, merged(reference, adapter, LORA), (TOKENS[None],)).logits[0]
+    assert (free - reference(TOKENS[None]).logits[0]).abs().max() > 0.5  # other experts compute something else
+    loss_of_logits(expected).backward()
+
+    policy = make_policy(model, LORA, directory)
+    row = replace(linear_row(TOKENS), slot_experts=experts)
+    with torch.no_grad():
+        assert (logits(policy, row) - expected).abs().max() <= 1e-4
+    found = []
+    for keep in Keep:
+        for layer in policy.gpt.decoder.layers:
+            layer.keep = keep
+        loss(policy(row).logprobs).backward()
+        found.append(gradients(policy))
+    for others in found[1:]:  # what is computed again in the backward pass has the same experts
+        assert all(torch.equal(gradient, others[name]) for name, gradient in found[0].items())
+    actual = {}
+    for name, gradient in found[0].items():
+        actual |= policy.gather(name, gradient.double())
+    assert_close(actual, {key: tensor.grad for key, tensor in adapter.items()}, 1e-4)
+
+
+def test_the_routers_own_choice_gives_the_same_bits(alone, tmp_path):
+    model = write_random_model(tmp_path / "model", family="qwen3_moe")
+    policy, chosen = make_policy(model), []
+    for layer in policy.gpt.decoder.layers:
+        block = layer.blocks[1]
+        route = block._route
+        block._route = lambda *given, route=route: chosen.append(route(*given)) or chosen[-1]
+    with torch.no_grad():
+        free = logits(policy, linear_row(TOKENS))
+        own = torch.stack([routing.experts for routing in chosen], 1).to(torch.int16)
+        assert torch.equal(logits(policy, replace(linear_row(TOKENS), slot_experts=own)), free)
+        assert torch.equal(logits(policy, replace(linear_row(TOKENS), slot_experts=torch.full_like(own, -1))), free)

@@ -1,0 +1,110 @@
+"""Runs whose events are written by hand, and what each tracker's own reader finds of them."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from api_server import (  # noqa: F401
+    KEY,
+    Server,
+    claim,
+    commit,
+    fail,
+    no_jobs_left,
+    rl_request,
+    root,
+    server,
+    succeed,
+)
+from tandem.client import Tandem
+from tandem.spool.schema import Job
+from track.readers import make_mlflow
+
+_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[Tandem]:  # noqa: F811
+    with Tandem(server.url, KEY, patience=5) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mlflow")
+    make_mlflow(directory)
+    return directory / "mlflow.db"
+
+
+@dataclass
+class History:
+    """One run; its jobs begin, go on and end as a test says."""
+
+    server: Server
+    client: Tandem
+    run: str
+    directory: Path
+    job: Job | None = None
+
+    def begin(self) -> Job:
+        """Submit a job and claim it."""
+        self.client.train(self.run, rl_request())
+        return self.claim()
+
+    def claim(self) -> Job:
+        self.job = claim(self.server.spool)
+        return self.job
+
+    def event(self, kind: str, **data: object) -> None:
+        assert self.job is not None
+        self.server.spool.events.append(self.job.spec.id, kind, attempt=self.job.attempt, **data)  # type: ignore[arg-type]
+
+    def steps(self, first: int, *losses: float) -> None:
+        """Optimizer steps of the job at work; `first` is the run's number of the first of them."""
+        for step, loss in enumerate(losses, first):
+            memory = {"memory_optimizer_peak_bytes": None}
+            metrics = {"loss": loss, "reward_mean": 1 - loss, "optimizer_step": float(step), **memory}
+            self.event("step", step=step, steps=len(losses), metrics=metrics)
+
+    def succeed(self, **evaluated: float) -> None:
+        assert self.job is not None
+        if evaluated:
+            self.event("evaluated", step=1, metrics=evaluated)
+        commit(self.server.spool, self.job)
+        last, highest = {"optimizer": {"peak": 1000}}, {"optimizer": {"peak": 3000}}
+        self.event("checkpoint", step=self.job.spec.base_step + 1, bytes=640, seconds=0.5)
+        self.event("released", memory={"0": {"uuid": "cpu", "phases": last, "highest": highest}})
+        succeed(self.server.spool, self.job)
+
+    def serve(self, error: float = 0.002) -> None:
+        self.event("served", step=1, model=f"{self.run}@1", mean_abs_logprob_error=error)
+
+    def train(self, first: int, *losses: float) -> None:
+        """A job from its submission to its served step."""
+        self.begin()
+        self.steps(first, *losses)
+        self.succeed()
+        self.serve()
+
+    def fail(self) -> None:
+        assert self.job is not None
+        fail(self.server.spool, self.job)
+
+
+@pytest.fixture
+def history(
+    server: Server,  # noqa: F811
+    client: Tandem,
+    database: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> History:
+    shutil.copyfile(database, tmp_path / "mlflow.db")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = client.create_run(f"run-{next(_numbers)}", lora={"rank": 2}).spec.name
+    return History(server, client, run, tmp_path)

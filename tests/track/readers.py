@@ -1,0 +1,78 @@
+"""What each tracker's own reader finds: (optimizer step, value) of a metric, in the order of steps."""
+
+import json
+from pathlib import Path
+
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2 as messages
+
+from tandem.track.wandb import _records
+
+Curve = list[tuple[int, float]]
+MLFLOW = "sqlite:///{directory}/mlflow.db"
+
+
+def place(kind: str, directory: Path) -> str:
+    """The option `--to` for a tracker in a test's directory."""
+    where = {"tensorboard": directory / "tb", "jsonl": directory / "rows.jsonl", "wandb": "project"}
+    return f"{kind}:{where.get(kind) or MLFLOW.format(directory=directory)}"
+
+
+def make_mlflow(directory: Path) -> None:
+    """An empty database, which takes MLflow seconds to make."""
+    MlflowClient(tracking_uri=MLFLOW.format(directory=directory)).search_experiments()
+
+
+def accumulator(directory: Path, run: str) -> EventAccumulator:
+    return EventAccumulator(str(directory / "tb" / run), size_guidance={"scalars": 0}).Reload()
+
+
+def curves(kind: str, directory: Path, run: str, metric: str) -> list[Curve]:
+    """A curve for each run that the tracker has: more than one after a rollback, where it can't take rows back."""
+    return READERS[kind](directory, run, metric)
+
+
+def _tensorboard(directory: Path, run: str, metric: str) -> list[Curve]:
+    loaded = accumulator(directory, run)
+    if metric not in loaded.Tags()["scalars"]:
+        return [[]]
+    return [[(event.step, round(event.value, 6)) for event in loaded.Scalars(metric)]]
+
+
+def _jsonl(directory: Path, run: str, metric: str) -> list[Curve]:
+    rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+    kept: dict[int, float] = {}
+    for row in rows:
+        if row["kind"] == "step":
+            kept = {step: value for step, value in kept.items() if step < row["optimizer_step"]}
+        if metric in row:
+            kept[row["optimizer_step"]] = row[metric]
+    return [sorted(kept.items())]
+
+
+def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
+    found: dict[str, list[tuple[int, int, float]]] = {}
+    paths = (directory / "wandb").glob("offline-run-*/*.wandb")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+        rows = found.setdefault(path.stem, [])
+        for data in _records(path.read_bytes()):
+            record = messages.Record.FromString(data)  # type: ignore[attr-defined]
+            items = record.history.item
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            if metric in row:
+                rows.append((row["_step"], row["optimizer_step"], row[metric]))
+    for rows in found.values():  # W&B's server takes no row whose step is not above the last
+        assert [row[0] for row in rows] == sorted({row[0] for row in rows})
+    return [[row[1:] for row in rows] for _, rows in sorted(found.items())]
+
+
+def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
+    client = MlflowClient(tracking_uri=MLFLOW.format(directory=directory))
+    experiment = client.get_experiment_by_name("tandem").experiment_id
+    runs = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
+    histories = [client.get_metric_history(found.info.run_id, metric) for found in runs]
+    return [[(point.step, point.value) for point in history] for history in histories]
+
+
+READERS = {"tensorboard": _tensorboard, "jsonl": _jsonl, "wandb": _wandb, "mlflow": _mlflow}

@@ -1,0 +1,237 @@
+"""Each optimizer step of a run reaches TensorBoard, W&B, MLflow and JSON lines once, whatever is killed between."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from api_server import KEY
+from tandem.client import Tandem
+from tandem.errors import Conflict, InvalidInput
+from tandem.track import track
+from track.readers import READERS, accumulator, curves, place
+from waiting import until
+
+KINDS = list(READERS)
+
+
+def run_track(history, *kinds: str) -> dict[str, int]:
+    return track(history.client, history.run, [place(kind, history.directory) for kind in kinds], follow=False)
+
+
+def run_python(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def loss(history, kind: str):
+    return curves(kind, history.directory, history.run, "loss")
+
+
+def test_the_loaders_of_all_trackers_find_the_same_run(history):
+    history.train(1, 0.9, 0.8)
+    history.train(3, 0.7)
+    assert list(run_track(history, *KINDS).values()) == [7] * 4
+    for kind in KINDS:
+
+        def read(metric: str, kind: str = kind):
+            return curves(kind, history.directory, history.run, metric)[0]
+
+        assert read("loss") == read("train/loss") == [(1, 0.9), (2, 0.8), (3, 0.7)]
+        assert [step for step, _ in read("train/reward")] == [1, 2, 3]
+        assert read("checkpoint/step") == [(2, 1), (3, 2)]
+        assert read("checkpoint/peak_memory_bytes") == [(2, 3000), (3, 3000)]
+        assert read("checkpoint/reward_mean") == [(2, 0.5), (3, 0.5)]
+        assert [step for step, _ in read("served/mean_abs_logprob_error")] == [2, 3]
+        assert read("memory_optimizer_peak_bytes") == []  # null in the event
+    table = accumulator(history.directory, history.run).Tensors("hyperparameters")
+    assert b"| optimizer.learning_rate | 0.0001 |" in table[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_goes_on_where_it_stopped(history, kind):
+    history.train(1, 0.9, 0.8)
+    run_track(history, kind)
+    history.begin()
+    history.steps(3, 0.7)
+    assert list(run_track(history, kind).values()) == [1]
+    history.steps(4, 0.6)
+    history.succeed(held_out_loss=0.75)
+    assert list(run_track(history, kind).values()) == [3]
+    assert list(run_track(history, kind).values()) == [0]
+    history.serve()
+    assert list(run_track(history, kind).values()) == [1]
+    assert loss(history, kind) == [[(1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)]]
+    assert curves(kind, history.directory, history.run, "eval/loss") == [[(4, 0.75)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_attempt_counts(history, kind):
+    """Trackers that can't take rows back keep those that the next attempt computes again: to the same numbers."""
+    history.begin()
+    history.steps(1, 0.9, 0.8)
+    run_track(history, kind)
+    history.event("requeued", error={"type": "rank_crashed", "message": "died"}, counts=True)
+    history.steps(1, 0.95)
+    run_track(history, kind)
+    history.steps(2, 0.85, 0.7)
+    history.succeed()
+    run_track(history, kind)
+    replaced = kind in ("tensorboard", "jsonl")
+    first = [(1, 0.95), (2, 0.85)] if replaced else [(1, 0.9), (2, 0.8)]
+    assert loss(history, kind) == [[*first, (3, 0.7)]]
+
+
+@pytest.mark.parametrize("end", ["rollback", "failure"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
+    """By TensorBoard and JSON lines in their curve, by W&B and MLflow in a new one."""
+    history.train(1, 0.9, 0.8)
+    if end == "rollback":
+        history.train(3, 0.7, 0.6)
+    else:
+        history.begin()
+        history.steps(3, 0.7, 0.6)
+        history.fail()
+    run_track(history, kind)
+    if end == "rollback":
+        history.client.rollback(history.run, 1)
+    assert list(run_track(history, kind).values()) == [0]
+    history.begin()
+    history.steps(3, 0.5)
+    run_track(history, kind)
+    history.steps(4, 0.4)
+    run_track(history, kind)
+    old, new = [(1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)], [(3, 0.5), (4, 0.4)]
+    assert loss(history, kind) == ([[*old[:2], *new]] if kind in ("tensorboard", "jsonl") else [old, new])
+
+
+def test_a_run_of_the_same_name_begins_anew(history):
+    kinds = ("tensorboard", "mlflow")
+    history.train(1, 0.9, 0.8)
+    run_track(history, *kinds)
+    history.client.delete_run(history.run)
+    created = history.client.create_run(history.run, lora={"rank": 2}).spec.created
+    assert created
+    history.train(1, 0.5)
+    run_track(history, *kinds)
+    assert loss(history, "tensorboard") == [[(1, 0.5)]]
+    assert loss(history, "mlflow")[-1] == [(1, 0.5)]
+
+
+_KILLED = """
+import os, sys
+from tandem.client import Tandem
+import tandem.track as t
+from tandem.track import tensorboard, files, mlflow, wandb
+kind, moment = sys.argv[3], sys.argv[4]
+target = t.TARGETS[kind]
+if moment == "after":
+    write = target.write
+    def killed(self, row):
+        write(self, row)
+        if row.position.step == 50: os.kill(os.getpid(), 9)
+    target.write = killed
+else:
+    import mlflow.store.tracking.sqlalchemy_store as store
+    set_tags = store.SqlAlchemyStore._set_tags
+    def killed(self, run, tags):
+        if any(tag.key == "tandem.position" and tag.value.endswith(",50") for tag in tags): os.kill(os.getpid(), 9)
+        set_tags(self, run, tags)
+    store.SqlAlchemyStore._set_tags = killed
+t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=False)
+"""
+
+
+@pytest.mark.parametrize(("kind", "moment"), [*((kind, "after") for kind in KINDS), ("mlflow", "before the tag")])
+def test_a_kill_loses_and_doubles_no_step(history, kind, moment):
+    """SIGKILL right after a row was handed over, and in MLflow between a row and the tag that says that it is there."""
+    losses = [step / 64 for step in range(60)]  # more than W&B holds in memory
+    history.train(1, *losses)
+    arguments = [history.run, place(kind, history.directory), kind, moment, history.server.url, KEY]
+    # W&B of this process must not keep the run open for the one that is killed.
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    command = ["-c", _KILLED, *arguments]
+    assert run_python(command, environment).returncode == -9
+    run_track(history, kind)
+    points = [point for curve in loss(history, kind) for point in curve]
+    assert points == list(enumerate(losses, 1))
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "jsonl"])
+def test_a_row_that_was_cut_off_at_any_byte_is_written_again(history, kind):
+    history.train(1, 0.9, 0.8)
+    run_track(history, kind)
+    pattern = {"tensorboard": "tb/*/*tfevents*", "jsonl": "rows.jsonl"}[kind]
+    (path,) = history.directory.glob(pattern)
+    whole = path.read_bytes()
+    for cut in range(0, len(whole), 37):
+        path.write_bytes(whole[:cut])
+        run_track(history, kind)
+        assert path.read_bytes() == whole
+
+
+def test_it_follows_jobs_to_come(history):
+    rows = history.directory / "rows.jsonl"
+    with Tandem(history.server.url, KEY) as tandem:
+        places = [f"jsonl:{rows}"]
+        following = threading.Thread(
+            target=track, args=(tandem, history.run, places), kwargs={"follow": True}, daemon=True
+        )
+        following.start()
+
+        def written(count: int) -> None:
+            until(f"{count} rows", lambda: rows.is_file() and rows.read_text().count("\n") == count)
+
+        history.begin()
+        for step in (1, 2):
+            history.steps(step, 0.5)
+            written(step)  # while the job runs
+        history.succeed()
+        history.serve()
+        written(4)
+        history.train(3, 0.4)
+        written(7)
+    assert [json.loads(line)["kind"] for line in rows.read_text().splitlines()] == [
+        "step", "step", "succeeded", "served", "step", "succeeded", "served",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_trackers_of_a_run_in_one_place_are_refused(history, kind):
+    to = place(kind, history.directory)
+    with pytest.raises(Conflict, match="another `tandem track`"):
+        track(history.client, history.run, [to, to], follow=False)
+    run_track(history, kind)  # the lock went with its holder
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "tensorboard:", "csv:file", "jsonl", "mlflow:", ""])
+def test_a_wrong_place_is_refused(history, to):
+    with pytest.raises(InvalidInput, match="use one of tensorboard:DIR"):
+        track(history.client, history.run, [to], follow=False)
+
+
+def test_a_missing_package_is_named(history, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(InvalidInput, match=r"pip install 'tandem-rl\[mlflow\]'"):
+        run_track(history, "mlflow")
+
+
+def test_rows_of_another_run_are_not_mixed(history):
+    (history.directory / "rows.jsonl").write_text(json.dumps({"run": "other", "position": "1.0,a,0,1"}) + "\n")
+    with pytest.raises(Conflict, match="rows of the run other"):
+        run_track(history, "jsonl")
+
+
+def test_the_command(history):
+    history.train(1, 0.9)
+    environment = os.environ | {"TANDEM_URL": history.server.url, "TANDEM_API_KEY": KEY}
+    command = ["-m", "tandem", "track", history.run, "--no-follow", "--json"]
+    to = place("tensorboard", history.directory)
+    done = run_python([*command, "--to", to], environment)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {to: 3})
+    refused = run_python([*command, "--to", "x"], environment)
+    assert (refused.returncode, json.loads(refused.stderr)["error"]["field"]) == (1, "--to")
