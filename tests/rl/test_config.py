@@ -127,6 +127,27 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
             Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
 
 
+def test_verifiers_is_an_environment_of_the_integrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    class Taskset:
+        def __init__(self, **arguments: Any) -> None:
+            made.update(arguments)
+
+        def tasks(self) -> list[str]:
+            return ["task"]
+
+        async def rollout(self, task: str, sampler: Any) -> str:
+            return task
+
+    section = EnvironmentSection(use="verifiers:owner/name@1.0", arguments={"tokenizer": "d"})
+    with pytest.raises(InvalidInput, match="pip install 'verifiers"):
+        Environment(section, 0, "e")
+    monkeypatch.setattr("tandem.integrations.verifiers.Environment", Taskset)
+    assert Environment(section, 0, "e").tasks[0] == "task"
+    assert made == {"name": "owner/name@1.0", "tokenizer": "d"}
+
+
 def test_tasks_are_the_same_after_a_restart() -> None:
     def numbers(source: Any) -> list[Any]:
         tasks = Tasks(source, seed=3)
