@@ -1,10 +1,10 @@
-"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his move first.
+"""The game of `game.toml`, in several turns: find the code of a lock, word by word.
 
-In the next round he plays what would have beaten the answer. A model that has never seen the game first learns its
-form, with all answers alike:
+After each word the environment says right or wrong; the code has to be complete after a number of turns. A model that
+has never seen the game first learns its form, with all words alike:
 
     python examples/game.py > games.jsonl
-    tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
+    tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 20 --lora-rank 16
     tandem rl examples/game.toml
 """
 
@@ -12,45 +12,51 @@ import json
 from itertools import product
 from typing import Any
 
-BEATEN_BY = {"rock": "paper", "paper": "scissors", "scissors": "rock"}
+WORDS = ("yes", "no", "maybe")
 Message = dict[str, Any]
 
 
-class Game:
-    """The reward is the share of the rounds that are won; an answer that is no move ends the game."""
+class Lock:
+    """The reward is the share of the code that was found."""
 
-    def __init__(self, rounds: int = 2) -> None:
-        self.rounds = rounds
+    def __init__(self, code: tuple[str, ...] = ("maybe", "no"), turns: int = 3) -> None:
+        self.code, self.turns = code, turns
 
     def tasks(self) -> list[str]:
-        """The opponent's first moves."""
-        return list(BEATEN_BY)
+        """The first messages."""
+        return ["red", "green", "blue"]
 
-    async def rollout(self, move: str, sampler: Any) -> Any:
+    async def rollout(self, door: str, sampler: Any) -> Any:
         """One game: its turns are one trajectory."""
-        messages: list[Message] = []
-        won = played = 0
-        while move and played < self.rounds:
-            messages.append({"role": "user", "content": move})
+        messages: list[Message] = [{"role": "user", "content": door}]
+        found = 0
+        for _ in range(self.turns):
             messages.append(await sampler.chat(messages))
-            answer = messages[-1]["content"].strip()
-            won += answer == BEATEN_BY[move]
-            played += 1
-            move = BEATEN_BY.get(answer, "")
-        return sampler.finish(won / self.rounds, metrics={"rounds": played})
+            right = messages[-1]["content"].strip() == self.code[found]
+            found += right
+            if found == len(self.code):
+                break
+            messages.append({"role": "user", "content": "right" if right else "wrong"})
+        return sampler.finish(found / len(self.code), metrics={"opened": found == len(self.code)})
 
     def sft_examples(self) -> list[dict[str, list[Message]]]:
         """Every game that can be played, the foolish ones too."""
         examples = []
-        for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
-            messages: list[Message] = []
-            for answer in answers:
-                messages += [{"role": "user", "content": move}, {"role": "assistant", "content": answer}]
-                move = BEATEN_BY[answer]
-            examples.append({"messages": messages})
+        for door, *words in product(self.tasks(), *[WORDS] * self.turns):
+            messages: list[Message] = [{"role": "user", "content": door}]
+            found = 0
+            for word in words:
+                messages.append({"role": "assistant", "content": word})
+                right = word == self.code[found]
+                found += right
+                if found == len(self.code):
+                    break
+                messages.append({"role": "user", "content": "right" if right else "wrong"})
+            # Nothing is trained after the last word.
+            examples.append({"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]})
         return examples
 
 
 if __name__ == "__main__":
-    for example in Game().sft_examples():
+    for example in Lock().sft_examples():
         print(json.dumps(example))

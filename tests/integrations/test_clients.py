@@ -63,15 +63,18 @@ def test_openai_through_the_door(stack: LocalStack, taught: str, version: str) -
     python: Path | str = python_of("art") if version == "2" else sys.executable
     printed = run(stack, python, PROGRAMS / "openai_door.py", taught, str(newest))
     assert printed.startswith(f"openai {version}.")
-    assert metrics(stack, newest + 1)[0]["off_policy_steps_max"] == 0
+    (row,) = metrics(stack, newest + 1)
+    assert row["off_policy_steps_max"] == 0
+    assert row["kl_sampler"] < 1e-3, "the log-probs are the sampler's"
 
 
 def test_verifiers(stack: LocalStack, taught: str) -> None:
-    stack.client.fork(taught, 3, "verified")
-    arguments = ("verified", "models/tiny", "--steps", "1", "--group-size", "2")
+    newest = stack.client.get_run(taught).newest_step
+    stack.client.wait_served(taught, newest)
+    arguments = (taught, "models/tiny", "--steps", "1", "--group-size", "3")
     printed = run(stack, python_of("verifiers"), EXAMPLES / "verifiers_yes_no_maybe.py", *arguments)
-    assert "verified@0: reward" in printed
-    assert metrics(stack, 1, "verified")[0]["kl_sampler"] < 1e-3
+    assert f"{taught}@{newest}: reward" in printed
+    assert metrics(stack, newest + 1)[0]["kl_sampler"] < 1e-3
 
 
 def test_the_old_api_of_verifiers(stack: LocalStack, taught: str) -> None:
