@@ -2,6 +2,7 @@
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,17 @@ def test_messages_that_are_not_trained(name: str) -> None:
     ((prompt, chosen, rejected),) = render_pairs(tokenizer, [pair], ["x"])
     assert (prompt.tolist(), chosen.tolist()) == everything[1]
     assert tokenizer.decode(rejected).startswith(("yes", "<think>"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
+def test_several_threads_render_at_a_time(name: str) -> None:
+    """transformers keeps one tracker of `{% generation %}` for each template."""
+    tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+    examples = [SFTExample.model_validate(CONVERSATIONS["plain"])] * 300
+    (alone,) = render(tokenizer, examples[:1], [""])
+    with ThreadPoolExecutor(6) as threads:
+        found = threads.map(lambda _: render(tokenizer, examples, [""] * 300), range(12))
+        assert all(turns_of(one) == turns_of(alone) for many in found for one in many)
 
 
 def test_texts() -> None:

@@ -215,11 +215,12 @@ class Renderer:
     def _tail(self, text: str) -> list[int]:
         if len(text) > _TAIL_CHARACTERS:
             return self.encode(text)
-        if text not in self._tails:
+        tail = self._tails.get(text)  # several threads may be here
+        if tail is None:
             if len(self._tails) >= _REMEMBERED_TAILS:
                 self._tails = {}
-            self._tails[text] = self.encode(text)
-        return self._tails[text]
+            tail = self._tails[text] = self.encode(text)
+        return tail
 
     def _apart(self, plan: Plan) -> list[Rendered]:
         """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
