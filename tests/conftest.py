@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST))
 
 
-FIRST = ["docker", "tests/stack/test_stack.py", "tests/soak/test_soak.py", "tests/inference/test_real_vllm.py",
-         "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
+FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "tests/soak/test_soak.py",
+         "tests/inference/test_real_vllm.py", "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
          "tests/runner/test_resident.py"]  # fmt: skip
 
 
