@@ -141,7 +141,7 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
 
 
 def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
-    teach(stack, "game", importlib.import_module("game").Lock().sft_examples(), epochs=15)
+    teach(stack, "game", importlib.import_module("game").Lock().sft_examples())
     rl = Rl(stack, tmp_path, "game", steps="8", every="8")
     rl.finish()
     check(stack, "game", SFT_STEPS, steps=8, bound=1)
