@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "tests/soak/test_soak.py",
-         "tests/inference/test_real_vllm.py", "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
-         "tests/runner/test_resident.py"]  # fmt: skip
+         "tests/inference/test_real_vllm.py", "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py",
+         "tests/model/test_compiled.py", "tests/runner/test_resident.py"]  # fmt: skip
 
 
 def _group(nodeid: str) -> str:
