@@ -56,4 +56,4 @@ bench: setup  ## the benchmarks that run on this machine
 	$(RUN) python -m bench
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(TOOLS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venvs $(TOOLS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

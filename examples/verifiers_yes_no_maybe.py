@@ -15,6 +15,8 @@ import verifiers.v1 as vf
 from tandem.client import AsyncTandem
 from tandem.integrations.verifiers import Environment
 
+__all__ = ["YesNoMaybe"]  # so this module is a taskset by its name, for `tandem rl` too
+
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 QUESTIONS = ["Is the sky blue?", "Is water wet?", "Do cats like rain?", "Will it snow today?"]
 PACKING = {"sequence_length": 256}

@@ -1,9 +1,11 @@
 """vLLM's command line and environment for each kind of deployment."""
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tiny_model
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
@@ -37,6 +39,27 @@ def test_cpu() -> None:
     }  # fmt: skip
     assert made.env.items() >= expected.items()
     assert "HF_HUB_OFFLINE" not in made.env
+
+
+@pytest.mark.parametrize(("weights", "inner"), [("adapter", []), ("merged", ["merged_server.MergedServer"])])
+def test_the_guard_is_around_the_door_and_the_door_around_merged_weights(
+    weights: str, inner: list[str], tmp_path: Path
+) -> None:
+    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", hidden_size=64, layers=1, heads=2, kv_heads=1)
+    argv = command(weights=weights, device="cuda", base_model=str(model)).argv
+    middlewares = [value for name, value in pairwise(argv) if name == "--middleware"]
+    expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]  # vLLM puts each around those before it
+    assert middlewares == [f"tandem.inference.server.{name}" for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("version", "given"), [("0.26.0", False), ("0.29.1", False), ("0.30.0", True), ("0.32.0", True)]
+)
+def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
+    version: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.inference.server.command.installed_version", lambda _: version)
+    assert ("--enable-scale-out" in command().argv) == given
 
 
 def test_cuda() -> None:

@@ -15,6 +15,7 @@ from tandem.inference.server.rollout import RolloutDoor
 
 API = {"Authorization": "Bearer the-key"}
 CHAT, COMPLETIONS = "/rollout/v1/chat/completions", "/rollout/v1/completions"
+GENERATE = "/rollout/inference/v1/generate"
 
 
 def entries(ids: list[int]) -> dict[str, Any]:
@@ -53,6 +54,12 @@ def door(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> TestCli
     async def models() -> dict[str, Any]:
         return {"data": []}
 
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Any:
+        seen.append(await request.json())
+        entry = {"token_id": 9, "logprob": -0.5}
+        return {"model": "run@3", "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [9]}]}
+
     @app.post("/v1/{kind:path}")
     async def complete(kind: str, request: Request) -> Any:
         body = await request.body()
@@ -81,6 +88,17 @@ def test_a_choice_has_everything_that_training_needs(door: TestClient, seen: lis
     for given, sent in ((None, 0), (3, 3)):
         door.post(COMPLETIONS, json={"prompt": "?", "logprobs": given})
         assert seen[-1] == {"prompt": "?", "logprobs": sent, **ids}
+
+
+def test_tokens_in_and_out_have_the_names_of_ids(door: TestClient, seen: list[dict[str, Any]]) -> None:
+    body = {"model": "run@3", "token_ids": [7, 8], "sampling_params": {"max_tokens": 1}}
+    answer = door.post(GENERATE, json=body)
+    assert seen == [{**body, "sampling_params": {"max_tokens": 1, "logprobs": 1}}]
+    assert answer.json()["choices"][0]["logprobs"]["content"] == [
+        {"token_id": 9, "logprob": -0.5, "token": "token_id:9"}
+    ]
+    answer = door.post(GENERATE, json={**body, "sampling_params": {"top_k": 5}})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (400, "top_k")
 
 
 def test_a_stream_has_it_in_each_choices_first_chunk(door: TestClient) -> None:

@@ -28,6 +28,10 @@ def python_of(name: str) -> Path:
             for attempt in range(3):  # the index sometimes refuses
                 if subprocess.run(install, check=attempt == 2).returncode == 0:
                     break
+            # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own environment, after all
+            # that is installed here.
+            site = next((ROOT / ".venv/lib").glob("python*/site-packages"))
+            next((directory / "lib").glob("python*/site-packages")).joinpath("zz_tandem.pth").write_text(str(site))
             (directory / "complete").touch()
     return python
 
@@ -50,5 +54,5 @@ def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -
         [str(python), str(program), *arguments], env=environment, cwd=stack.root, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{program.name}: {done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    assert done.returncode == 0, f"{program.name}: {done.stdout[-3000:]}\n{done.stderr[-50000:]}"
     return done.stdout

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from tandem.client.toml_file import read_toml
 from tandem.errors import InvalidInput
-from tandem.rl.config import Config, EnvironmentSection, RLSection, read_toml
+from tandem.rl.config import Config, EnvironmentSection, RLSection
 from tandem.rl.environment import Environment, Tasks
 from tandem.rl.sampler import Sampler
 

@@ -100,7 +100,7 @@ class Environment:
         named = os.environ.get("TANDEM_INFERENCE_URL") or os.environ.get("OPENAI_BASE_URL")
         url = (inference_url or named or "http://127.0.0.1:8000").rstrip("/").removesuffix("/v1")
         keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
-        client = vf.TrainClientConfig(base_url=f"{url}/v1", **keys)
+        client = vf.TrainClientConfig(base_url=f"{url}/rollout/v1", **keys)
         given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
         self._agent: Callable[[str], Any] = lambda model: vf.Agent(
             vf.AgentConfig(model=model, client=client, sampling=options, **given)
@@ -114,7 +114,7 @@ class Environment:
         """One trajectory, sampled from `sampler.model`; TandemError where the rollout fails."""
         trace = await self._agent(sampler.model).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
-            raise TandemError(f"the rollout failed: {trace.last_error or 'nothing was sampled'}")
+            raise TandemError(f"the rollout failed: {_problem(trace)}")
         return trajectory
 
     async def groups(
@@ -131,12 +131,17 @@ class Environment:
 
             traces = await asyncio.gather(*(one() for _ in range(group_size)))
             if not (made := [t for trace in traces if (t := trace_to_trajectory(trace))]):
-                raise TandemError(f"all rollouts of task {task.data.idx} failed: {traces[-1].last_error}")
+                raise TandemError(f"all rollouts of task {task.data.idx} failed: {_problem(traces[-1])}")
             return {"trajectories": made}
 
         async with self._agent(f"{run}@{step}") as agent:
             for done in asyncio.as_completed([group(agent, task) for task in tasks or self.tasks()]):
                 yield await done
+
+
+def _problem(trace: Any) -> str:
+    error = trace.last_error
+    return f"{error.type}: {error.message}" if error else "nothing was sampled"
 
 
 def _turns(ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None) -> list[dict[str, Any]]:

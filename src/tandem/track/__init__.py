@@ -1,11 +1,10 @@
 """`tandem track`: a client of the controller that writes a run's metrics to experiment trackers, each step once."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 
 from tandem.client import RunSpec, Tandem
 from tandem.errors import InvalidInput, TandemError
-from tandem.track.files import Jsonl
 from tandem.track.mlflow import Mlflow
 from tandem.track.rows import Follower, Row
 from tandem.track.tensorboard import TensorBoard
@@ -13,8 +12,8 @@ from tandem.track.wandb import Wandb
 
 # A target finds in what it has written where it stopped (`position`), so nothing has to be kept beside it. Before a row
 # takes the place of rows that are there, `rewind` takes these back, or begins a new curve where they can't be replaced.
-Target = TensorBoard | Wandb | Mlflow | Jsonl
-TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "jsonl": Jsonl}
+Target = TensorBoard | Wandb | Mlflow
+TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
 
 class TrackerFailed(TandemError):
@@ -22,45 +21,54 @@ class TrackerFailed(TandemError):
 
 
 def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> dict[str, int]:
-    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end.
+    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns their numbers.
 
-    Returns how many rows each place got. Raises InvalidInput, Conflict where another process writes to a place, and
-    TrackerFailed with what a tracker said; called again, it goes on where it stopped.
+    Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with what a tracker said;
+    called again, it goes on where it stopped.
     """
     spec = tandem.get_run(run).spec
     with ExitStack() as stack:
         targets = {place: stack.enter_context(closing(_target(spec, place))) for place in places}
-        positions = [target.position for target in targets.values()]
+        positions = [target.position for target in targets.values() if target.position]
+        start = min(positions) if len(positions) == len(targets) else None
         written = dict.fromkeys(targets, 0)
-        start = None if None in positions else min(position for position in positions if position)
         for row in Follower(tandem, spec, start, follow=follow).rows():
             for place, target in targets.items():
-                try:
+                with _telling(place):
                     written[place] += _write(target, row)
-                except Exception as error:
-                    raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
     return written
+
+
+@contextmanager
+def _telling(place: str) -> Iterator[None]:
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
 
 
 def _target(run: RunSpec, place: str) -> Target:
     name, _, where = place.partition(":")
     if name not in TARGETS or not (where or name == "wandb"):
-        known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI, jsonl:FILE"
+        known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI"
         raise InvalidInput(f"{place!r} is no tracker; use one of {known}", field="--to")
-    return TARGETS[name](run, where)
+    with _telling(place):
+        return TARGETS[name](run, where)
 
 
 def _write(target: Target, row: Row) -> bool:
     """Write a row, unless it is there."""
-    last = target.position
-    if last and row.position[:3] <= last[:3]:
+    last, new = target.position, row.position
+    if last and new[:3] <= last[:3]:
         return False
-    if last and row.kind == "step" and row.position.step <= last.step:
+    if last and row.kind == "step" and new.step <= last.step:
         # After a rollback or a failed job other steps come in their place. A job's next attempt repeats its numbers.
-        if last.job == row.position.job and not target.replaces:
+        if last.job == new.job and not target.replaces:
             return False
-        target.position = last._replace(step=row.position.step - 1)
-        target.rewind(row.position.step)
+        target.position = last._replace(step=new.step - 1)
+        target.rewind(new.step)
     target.write(row)
-    target.position = row.position
+    target.position = new
     return True

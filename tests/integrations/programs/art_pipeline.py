@@ -3,16 +3,41 @@
 import asyncio
 import sys
 from itertools import cycle
+from types import SimpleNamespace
 
 import art
 import pytest
 from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
 from art_yes_no_maybe import QUESTIONS, rollout
 
+from tandem.client import RLLoss
 from tandem.errors import InvalidInput
-from tandem.integrations.art import TandemBackend
+from tandem.integrations.art import TandemBackend, _job_settings
 
 run, base_model = sys.argv[1:]
+
+
+def options() -> None:
+    """ART's defaults are ART's; other values become Tandem's."""
+    default = _job_settings(1e-5, 3, 256, {"loss_fn": "ppo"})
+    assert default["loss"] == {"policy": "ppo", "normalisation": "trajectory", "clip_low": pytest.approx(0.2),
+                               "clip_high": pytest.approx(0.2), "ratio_level": "token"}  # fmt: skip
+    assert default["advantage"] == {"scale": "group"}
+    changed = _job_settings(1e-5, 3, 256, {
+        "loss_fn_config": {"clip_low_threshold": 0.1, "clip_high_threshold": 3.0}, "normalize_advantages": False,
+        "kl_penalty_coef": 0.1, "kl_penalty_reference_step": 2, "truncated_importance_sampling": 2.0,
+        "importance_sampling_level": "sequence", "adam_params": SimpleNamespace(learning_rate=1e-2, beta1=0.8),
+        "packed_sequence_length": 512, "save_checkpoint": False, "verbose": True, "advantage_balance": 0.0,
+    })  # fmt: skip
+    assert changed == {
+        "loss": {"policy": "cispo", "normalisation": "trajectory", "clip_low": pytest.approx(0.9),
+                 "clip_high": pytest.approx(2.0), "ratio_level": "sequence", "kl_coef": 0.1, "kl_in": "advantage",
+                 "kl_reference": 2, "tis_cap": 2.0, "old_logprobs": "trainer"},
+        "advantage": {"scale": "none"}, "packing": {"sequence_length": 512},
+        "optimizer": {"learning_rate": 1e-2, "beta1": 0.8, "batch_size": 3},
+    }  # fmt: skip
+    for settings in (default, changed):
+        RLLoss.model_validate(settings["loss"])
 
 
 async def refusals(backend: TandemBackend, model: art.TrainableModel, group: art.TrajectoryGroup) -> None:
@@ -38,6 +63,7 @@ async def main() -> None:
     backend = TandemBackend(sequence_length=256)
     model = art.TrainableModel(name=run, project="yes-no-maybe", base_model=base_model)
     await model.register(backend)
+    options()
     group = art.TrajectoryGroup([await rollout(model, QUESTIONS[0]) for _ in range(2)])
     await refusals(backend, model, group)
     trainer = PipelineTrainer(
@@ -46,8 +72,11 @@ async def main() -> None:
         checkpoint_retention_strategy=lambda context: [info.step for info in context.checkpoints if info.step < 2],
     )  # fmt: skip
     await trainer.train(handle_signals=False)
-    steps = [info.step for info in await backend._tandem.checkpoints(run)]
-    print(model.get_inference_name(), steps)
+    # The strategy kept step 1. Whether step 2 stayed depends on whether a rollout still used it.
+    steps = {info.step for info in await backend._tandem.checkpoints(run)}
+    assert {0, 1, 3} <= steps, steps
+    await model.delete_checkpoints()
+    print(model.get_inference_name(), [info.step for info in await backend._tandem.checkpoints(run)])
     await backend.close()
 
 

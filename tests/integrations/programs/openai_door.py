@@ -26,17 +26,18 @@ many = create(**ask, n=8, temperature=1.5, seed=int(step)).choices
 tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 with_tools = create(**ask, tools=tools, tool_choice="none").choices[0]
 text = client.completions.create(model=ask["model"], prompt="Is", max_tokens=4, n=2).choices
-with client.chat.completions.stream(**ask, n=2, temperature=0) as stream:
-    streamed = stream.until_done().get_final_completion().choices
+streamed = []
+for options in ({"temperature": 0}, {"n": 2, "temperature": 1.5}):
+    with client.chat.completions.stream(**ask, **options) as stream:
+        streamed += stream.until_done().current_completion_snapshot.choices
 for choice in [plain, *many, with_tools, *text, *streamed]:
     turn = turn_from_openai(choice)
     assert turn.policy_step == int(step), turn
     assert len(turn.token_ids) == len(turn.logprobs) > 0
 # A stream has the same tokens; and a choice survives a journey as JSON.
 expected = turn_from_openai(plain)
-for choice in streamed:
-    assert turn_from_openai(choice).token_ids == expected.token_ids
-    assert turn_from_openai(choice).prompt_token_ids == expected.prompt_token_ids
+assert turn_from_openai(streamed[0]).token_ids == expected.token_ids
+assert all(turn_from_openai(choice).prompt_token_ids == expected.prompt_token_ids for choice in streamed)
 assert turn_from_openai(json.loads(plain.model_dump_json(warnings=False))) == expected
 
 # Without the door a choice has nothing to train on.
@@ -52,5 +53,12 @@ assert ask["model"] in [model.id for model in client.models.list()]
 
 trajectories = [{"turns": [turn_from_openai(choice)], "reward": float(i % 2)} for i, choice in enumerate(many)]
 packing = {"sequence_length": 128}
-Tandem().train_rl(run, [{"trajectories": trajectories}], max_off_policy_steps=0, packing=packing, wait="job")
+Tandem().train_rl(
+    run,
+    [{"trajectories": trajectories}],
+    max_off_policy_steps=0,
+    packing=packing,
+    loss={"temperature": 1.5},
+    wait="job",
+)
 print("openai", openai.__version__)

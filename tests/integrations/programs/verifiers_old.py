@@ -22,7 +22,7 @@ def length(completion: Any, **_: Any) -> float:
 
 
 async def generate(path: str, **columns: Any) -> Any:
-    rows = [{"prompt": [{"role": "user", "content": question}], "answer": "", "task": "t"} for question in QUESTIONS]
+    rows = [{"prompt": [{"role": "user", "content": question}], "answer": ""} for question in QUESTIONS]
     environment = vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[length]))
     client = vf.ClientConfig(api_base_url=f"{os.environ['TANDEM_INFERENCE_URL']}{path}", api_key_var="TANDEM_API_KEY")
     inputs = environment.get_dataset().repeat(4).to_list()
@@ -31,10 +31,11 @@ async def generate(path: str, **columns: Any) -> Any:
 
 
 groups = outputs_to_groups(asyncio.run(generate("/rollout/v1", state_columns=["trajectory"])), step)
-assert [len(group["trajectories"]) for group in groups] == [4, 4], groups
+assert len(groups) == 2
 for path, columns in (("/v1", {"state_columns": ["trajectory"]}), ("/rollout/v1", {})):
     with pytest.raises(InvalidInput) as refused:
         outputs_to_groups(asyncio.run(generate(path, **columns)), step)
-    assert refused.value.field == "outputs.0.trajectory.0.tokens"
-Tandem().train_rl(run, groups, max_off_policy_steps=0, packing={"sequence_length": 128}, wait="job")
+    assert str(refused.value.field).endswith(".trajectory.0.tokens")
+settings = {"packing": {"sequence_length": 128}, "loss": {"temperature": 1.5}}
+Tandem().train_rl(run, groups, max_off_policy_steps=0, wait="job", **settings)
 print("verifiers", vf.__version__)

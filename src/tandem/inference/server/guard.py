@@ -27,7 +27,9 @@ PUBLIC_PATHS = frozenset({
 })  # fmt: skip
 """Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key itself."""
 
-ROLLOUT_PATHS = frozenset({"/rollout/v1/models", "/rollout/v1/chat/completions", "/rollout/v1/completions"})
+ROLLOUT_PATHS = frozenset({
+    "/rollout/v1/models", "/rollout/v1/chat/completions", "/rollout/v1/completions", "/rollout/inference/v1/generate",
+})  # fmt: skip
 """Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before vLLM does."""
 
 ADMIN = "tandem.admin"

@@ -1,4 +1,5 @@
-"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of training.
+"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of training, and
+`/rollout/inference/v1/generate` its route from tokens to tokens.
 
 ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and log-probs, and puts the
 prompt's token ids and the model's name into each choice, so that a choice alone holds what `turn_from_openai` needs. In
@@ -37,9 +38,7 @@ class RolloutDoor:
             if refused := _refused(options):
                 await guard.answer_json(send, 400, guard.error_body("invalid_input", refused[1], refused[0]))
                 return
-            logprobs = True if inner.endswith("chat/completions") else options.get("logprobs") or 0
-            ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-            body = json.dumps({**options, **ids, "logprobs": logprobs}).encode()
+            body = json.dumps(_asking(inner, options)).encode()
         headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"content-length"]
         scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
         message: Any = {"type": "http.request", "body": body, "more_body": False}
@@ -80,10 +79,22 @@ class _Recorded:
         await self._send(message)
 
 
+def _asking(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The request, also for token ids and log-probs."""
+    if isinstance(params := options.get("sampling_params"), dict):
+        return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    return {**options, **ids, "logprobs": True if path.endswith("chat/completions") else options.get("logprobs") or 0}
+
+
 def _complete(answer: dict[str, Any]) -> dict[str, Any]:
     for choice in answer.get("choices", ()):
         choice["prompt_token_ids"] = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
         choice["model"] = answer.get("model")
+        # vLLM's /inference/v1/generate names them by numbers by 0.32; `renderers` knows the older names.
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        for entry, token in zip(content, choice.get("token_ids") or (), strict=False):
+            entry.setdefault("token", f"token_id:{token}")
     return answer
 
 
@@ -91,7 +102,8 @@ def _refused(options: dict[str, Any]) -> tuple[str, str] | None:
     for name, allowed in _INCOMPLETE.items():
         if options.get(name) not in allowed:
             return name, f"{name}={options[name]} leaves tokens without log-probs; leave it out"
-    return distorting(options)
+    params = options.get("sampling_params")
+    return distorting({**options, **(params if isinstance(params, dict) else {})})
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,30 @@
+"""The example with verifiers 0.4, and the same taskset by its name as `tandem rl` uses it."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+import verifiers_yes_no_maybe
+
+from tandem.client import Trajectory
+from tandem.errors import InvalidInput
+from tandem.integrations.verifiers import Environment
+
+run, tokenizer, step = sys.argv[1:]
+
+
+async def main() -> None:
+    environment = Environment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"max_tokens": 8})
+    task, *others = environment.tasks()
+    assert len(others) == 3
+    sampled = await environment.rollout(task, SimpleNamespace(model=f"{run}@{step}"))
+    (turn,) = Trajectory.model_validate(sampled).turns
+    assert turn.policy_step == int(step)
+    with pytest.raises(InvalidInput) as refused:
+        Environment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"top_p": 0.5})
+    assert refused.value.field == "sampling.top_p"
+    await verifiers_yes_no_maybe.main(run, tokenizer, epochs=0, steps=1, group_size=3)
+
+
+asyncio.run(main())
