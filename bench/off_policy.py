@@ -97,10 +97,11 @@ def main(arguments: list[str] | None = None) -> None:
         make_model(model, options.shape, options.device)
         write_tokenizer(model, SHAPES[options.shape]["vocab_size"])
         (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
-    length = str(options.model_len)
-    with LocalStack(
-        root, TANDEM_BASE_MODEL="models/bench", TANDEM_MAX_MODEL_LEN=length, TANDEM_KEEP_SERVED="4"
-    ) as stack:
+    settings = {
+        "TANDEM_BASE_MODEL": "models/bench", "TANDEM_MAX_MODEL_LEN": str(options.model_len), "TANDEM_KEEP_SERVED": "4",
+        "TANDEM_ENFORCE_EAGER": str(int(options.device == "cpu")),
+    }  # fmt: skip
+    with LocalStack(root, **settings) as stack:
         rows = [asyncio.run(measure(stack, bound, options)) for bound in options.bounds]
     for row in rows:
         row["times_as_fast"] = rows[0]["seconds_per_step"] / row["seconds_per_step"]

@@ -1,31 +1,35 @@
 """Preparation of an SFT from JSON lines, as `tandem train sft` and the controller do it: seconds of each part.
 
 The tokenizer is trained on the standard library's sources, so that nothing is downloaded; conversations are made of the
-same text. Parts run one after another here; reading and sending are the client's, the others the controller's.
+same text. Reading and writing JSON are the client's part, the others the controller's.
 """
 
 import argparse
 import json
 import random
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from bench.report import report
-from tandem.data import prepare
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import SFTExample
 from tandem.data.formats import open_examples
 from tandem.data.inputs import PackingSettings
-from tandem.data.render import render
+from tandem.data.prepare import prepare_sft
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -75,70 +79,82 @@ def write_examples(path: Path, texts: list[str], count: int, characters: int) ->
             file.write(json.dumps({"messages": [user, assistant], "source": "bench"}) + "\n")
 
 
-def measure(file: Path, tokenizer_path: Path, size: int, out: Path) -> tuple[Counter[str], Counter[str]]:
-    """Seconds of each part, and counts, of all slices of `size` examples."""
+def prepare_slice(body: bytes, tokenizer_path: Path, out: Path) -> tuple[float, Counter[str]]:
+    """The controller's part: (seconds until the request is parsed, counts)."""
+    begin = time.perf_counter()
+    parsed = _examples.validate_json(body)
+    seconds = time.perf_counter() - begin
+    packing = PackingSettings(sequence_length=4096)
+    packed = prepare_sft(parsed, tokenizer_path=str(tokenizer_path), vocab_size=40000, packing=packing, out=out)
+    return seconds, Counter(tokens=packed.num_unshared_tokens, trained=packed.num_items, rows=packed.num_rows)
+
+
+_examples = TypeAdapter(list[SFTExample])
+
+
+def measure(file: Path, tokenizer_path: Path, size: int, in_flight: int, out: Path) -> dict[str, Any]:
+    """Seconds and counts of all slices of `size` examples, of which `in_flight` are prepared at a time."""
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    adapter = TypeAdapter(list[SFTExample])
-    tokenizer = load_tokenizer(str(tokenizer_path))
-    last = time.perf_counter()
-
-    def lap(part: str) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        seconds[part] += now - last
-        last = now
-
+    load_tokenizer(str(tokenizer_path))
+    prepare_sft([SFTExample(text="a b")], tokenizer_path=str(tokenizer_path), vocab_size=40000,
+                packing=PackingSettings(), out=out / "first")  # fmt: skip
+    begin, cpu = time.perf_counter(), time.process_time()
     examples = open_examples(file)
-    lap("index")
+    seconds["find the lines"] = time.perf_counter() - begin
     order = np.random.default_rng(0).permutation(len(examples))
-    for start in range(0, len(order), size):
-        records = [examples[int(i)][1] for i in order[start : start + size]]
-        lap("read and convert")
-        body = json.dumps({"examples": records}).encode()
-        lap("write the request")
-        parsed = adapter.validate_python(json.loads(body)["examples"])
-        lap("validate")
-        if counts["profiled"] == 0:
-            rendered = render(tokenizer, parsed, [""] * len(parsed))
-            counts["trained"] += sum(len(one.trained) for many in rendered for one in many)
-            seconds["of the first slice: render and tokenise"] = time.perf_counter() - last
-            counts["profiled"] = 1
-            last = time.perf_counter()
-        packing = PackingSettings(sequence_length=4096)
-        arguments: dict[str, Any] = {"tokenizer_path": str(tokenizer_path), "vocab_size": 40000, "packing": packing}
-        packed = prepare.prepare_sft(parsed, **arguments, out=out / str(start))
-        lap("render, tokenise, pack, write")
-        counts["tokens"] += packed.num_unshared_tokens
-    return seconds, counts
+
+    def one(start: int) -> None:
+        laps = [time.perf_counter()]
+        with reading:
+            records = [examples[int(i)][1] for i in order[start : start + size]]
+        laps.append(time.perf_counter())
+        body = to_json(records)
+        laps.append(time.perf_counter())
+        parsing, found = prepare_slice(body, tokenizer_path, out / str(start))
+        parts = dict(
+            zip(("read, convert", "write JSON", "prepare"), np.diff([*laps, time.perf_counter()]), strict=True)
+        )
+        with lock:
+            counts.update(found)
+            seconds.update(parts | {"parse, validate": parsing, "prepare": parts["prepare"] - parsing})
+
+    lock, reading = Lock(), Lock()
+    with ThreadPoolExecutor(in_flight) as threads:
+        list(threads.map(one, range(0, len(order), size)))
+    whole, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    parts = {f"{part}, s": float(value) for part, value in seconds.items()}
+    rates = {"whole, s": whole, "CPU, s": cpu, "tokens/s": counts["tokens"] / whole, "peak MiB": memory}
+    return {**counts, **parts, **rates}
 
 
 def main() -> None:
-    """Measure `--examples` conversations, with a template of TRL's package."""
+    """Measure `--examples` conversations, with templates of TRL's package."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=100_000)
-    parser.add_argument("--slice", type=int, default=2000)
+    parser.add_argument("--slice", type=int, default=3200)
     parser.add_argument("--characters", type=int, default=1250)
-    parser.add_argument("--templates", nargs="+", default=["qwen3", "qwen3_training"])
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # a template, slices in flight, where its files are
     arguments = parser.parse_args()
+    if arguments.one:
+        template, in_flight, directory = arguments.one[0], int(arguments.one[1]), Path(arguments.one[2])
+        with tempfile.TemporaryDirectory() as out:
+            row = measure(directory / "data.jsonl", directory / template, arguments.slice, in_flight, Path(out))
+        print(json.dumps({"template": template, "in flight": in_flight, "slice": arguments.slice} | row))
+        return
     import trl
 
     rows, texts = [], corpus()
-    for name in arguments.templates:
-        with tempfile.TemporaryDirectory() as temporary:
-            directory = Path(temporary)
+    with tempfile.TemporaryDirectory() as temporary:
+        write_examples(Path(temporary) / "data.jsonl", texts, arguments.examples, arguments.characters)
+        for name in ("qwen3", "qwen3_training"):
             template = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-            write_tokenizer(directory / "tokenizer", texts, template.read_text())
-            write_examples(directory / "data.jsonl", texts, arguments.examples, arguments.characters)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            seconds, counts = measure(directory / "data.jsonl", directory / "tokenizer", arguments.slice, directory)
-            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        whole = sum(value for part, value in seconds.items() if "first slice" not in part)
-        rows.append(
-            {"template": name, "examples": arguments.examples, "slice": arguments.slice, "tokens": counts["tokens"]}
-            | {f"{part}, s": value for part, value in seconds.items()}
-            | {"whole, s": whole, "tokens/s": counts["tokens"] / whole, "host memory grown, MiB": grown}
-        )
+            write_tokenizer(Path(temporary) / name, texts, template.read_text())
+            for in_flight in ("1", "2"):  # each in a process of its own, for its memory
+                command = [sys.executable, "-m", "bench.prepare", "--slice", str(arguments.slice), "--one", name]
+                done = subprocess.run([*command, in_flight, temporary], check=True, capture_output=True, text=True)
+                rows.append({"examples": arguments.examples} | json.loads(done.stdout.splitlines()[-1]))
     report("prepare", "Preparing an SFT from JSON lines", rows)
 
 

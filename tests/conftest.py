@@ -32,9 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST))
 
 
-FIRST = ["docker", "tests/stack/test_stack.py", "tests/soak/test_soak.py", "tests/integrations/test_clients.py",
-         "tests/inference/test_real_vllm.py", "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py",
-         "tests/model/test_compiled.py", "tests/runner/test_resident.py"]  # fmt: skip
+FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "tests/integrations/test_clients.py",
+         "tests/inference/test_merged_faults.py", "tests/inference/test_whole_vllm.py", "tests/soak/test_soak.py",
+         "tests/inference/test_merged_vllm.py", "tests/stack/test_fine_tuning.py", "tests/inference/test_real_vllm.py",
+         "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
+         "tests/runner/test_resident.py"]  # fmt: skip
 
 
 def _group(nodeid: str) -> str:

@@ -57,12 +57,15 @@ def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
     assert facts["records"] == "301"
     assert facts["broken"] == "2"
     assert facts["duplicates"] == "1: data.jsonl line 10 (as data.jsonl line 9)"
-    assert facts["too long"].startswith("1 don't fit a row of 2048 tokens: data.jsonl line 8 (")
+    assert facts["too long"].startswith("1: data.jsonl line 8 (10031). Training refuses what")
     assert facts["columns left out"] == "source"
     html = page.read_text()
-    assert html.count("<h3>") == 100
+    text = re.sub(r"<[^>]+>", "", html)
+    assert text.count(" trained ──") == 100
+    assert "data.jsonl line 11: not JSON: Expecting property name" in text
     assert "Is it &lt;b&gt;sunny&lt;/b&gt;?" in html
-    assert "<mark>&lt;think&gt;\n\n&lt;/think&gt;\n\nyes 0 &lt;|im_end|&gt;</mark>" in html
+    marked = re.findall(r'<span style="[^"]*background-color: #[^"]*">(.*?)</span>', html)
+    assert marked[:3] == ["&lt;think&gt;", "&lt;/think&gt;", "yes 0 &lt;|im_end|&gt;"]
     assert not re.search(r"(src|href)=|url\(|@import", html)
     HTMLParser().feed(html)
 

@@ -131,7 +131,7 @@ def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
 
 
 CONFIGS = {
-    "not TOML": ("run = ", "--config"),
+    "not TOML": ("run = ", "as TOML"),
     "no run": ("data = 'data.jsonl'", "run"),
     "a run's name with a slash": ("run = 'a/b'\ndata = 'data.jsonl'", "run"),
     "no data": ("run = 'x'", "data"),
@@ -169,4 +169,6 @@ def test_a_broken_configuration_is_refused_with_its_key(tandem, server, name: st
     status, out, err = tandem("train", "sft", "--config", "tune.toml")
     assert (status, out) == (1, "")
     assert key in err.replace("\n", " ")
+    if key in ("batch_size", "epochs", "seed", "learning_rate", "warmup", "schedule", "lerning_rate"):
+        assert "tune.toml, line 3" in err
     assert len(server.spool.jobs.list()) == jobs

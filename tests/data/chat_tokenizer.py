@@ -38,11 +38,14 @@ def _base() -> str:
     return str(tokenizer.to_str())
 
 
-def chat_tokenizer(template: str) -> Any:
-    """A tokenizer with this chat template. Its special tokens are those that look so in the template."""
+def chat_tokenizer(template: str, *, greedy: bool = False) -> Any:
+    """A tokenizer with this chat template. Its special tokens are those that look so in the template; `greedy`: they
+    take the white space beside them, as Phi-3's."""
     tokenizer = Tokenizer.from_str(_base())
     special = sorted({"<|im_end|>", "<|begin_of_text|>", *_SPECIAL.findall(template)})
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False, rstrip=greedy, lstrip=greedy) for token in special]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")])
     bos = next(token for token in ("<bos>", "<s>", "<|begin_of_text|>") if token in special)
     ends = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.formats import FORMATS, open_examples
+from tandem.errors import InvalidInput
 
 SYSTEM, ASK, ANSWER = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "q"), ("assistant", "a")))
 WORSE = ANSWER | {"content": "b"}
@@ -73,6 +74,26 @@ def test_formats(tmp_path: Path, name: str, record: dict[str, Any], expected: di
 
 def test_every_format_has_a_case() -> None:
     assert {name for name, _, _ in CASES} == FORMATS.keys()
+
+
+MESSAGES: list[Any] = [[{"role": "user"}], [{"from": "gpt", "value": None}], [{"from": ["a"]}], {"from": []}, [None]]
+JUNK = [3, 1.5, True, "", "x", "[1]", "{", [], [3], [[]], [["a"]], ["a"], {}, {"messages": 3}, {"tools": 3}, *MESSAGES]
+
+
+def test_any_value_in_any_column_is_read_or_refused(tmp_path: Path) -> None:
+    refusals = []
+    for name, record, _ in CASES:
+        path = tmp_path / "data.jsonl"
+        records = [record | {column: junk} for column in (*record, *FORMATS[name][3]) for junk in JUNK]
+        path.write_text("".join(json.dumps(one) + "\n" for one in records))
+        examples = open_examples(path, format=name)
+        for i in range(len(records)):
+            try:
+                examples.parse(i)
+            except InvalidInput as error:
+                refusals.append((i, str(error.field)))
+    assert all(field.startswith(f"data.jsonl line {i + 1}") for i, field in refusals)
+    assert len(refusals) > 1000
 
 
 def test_columns_that_are_left_out_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,8 +82,22 @@ class FakeStack:
 
     async def train(self, run: str, request: dict[str, Any]) -> None:
         request = json.loads(json.dumps(request))
-        self.mark()
+        try:
+            self.mark()
+        except Killed:
+            if self.random.random() < 0.5:  # the request has arrived, and is packed after the client's death
+                self._start(self._accept_later(request))
+            raise
         await self.pause()
+        self._accept(request)
+        self.mark()
+
+    async def _accept_later(self, request: dict[str, Any]) -> None:
+        await asyncio.sleep(0.01)
+        with suppress(Conflict):
+            self._accept(request)
+
+    def _accept(self, request: dict[str, Any]) -> None:
         known = self.jobs.get(request["id"])
         if known:
             if known.request != request:
@@ -101,7 +116,6 @@ class FakeStack:
             raise NothingToLearn("no variance")
         job = self.jobs[request["id"]] = Job(request["id"], request["base_step"], request)
         self._start(self._execute(job))
-        self.mark()
 
     def _start(self, work: Any) -> None:
         self._background.add(asyncio.create_task(work))

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from tandem.client.toml_file import read_toml
 from tandem.errors import InvalidInput
-from tandem.rl.config import Config, EnvironmentSection, RLSection, read_toml
+from tandem.rl.config import Config, EnvironmentSection, RLSection
 from tandem.rl.environment import Environment, Tasks
 from tandem.rl.sampler import Sampler
 
@@ -104,7 +105,7 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     assert run.returncode == 1
     error = json.loads(run.stderr)["error"]
     assert error["field"] == "rl.environment.0.use"
-    assert "name a module beside the config file" in error["message"]
+    assert "in a module beside the config file" in error["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
@@ -122,8 +123,30 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
     assert sorted(own.tasks[i] for i in range(4)) == [0, 1, 2, 3]
     one = Environment(EnvironmentSection(use="envs_of_test:one", arguments={"twice": True}), 0, "e")
     assert asyncio.run(one.rollout(one.tasks[0], None)) == "xx"  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="can't load 'envs_of_test:nothing'"):
-        Environment(EnvironmentSection(use="envs_of_test:nothing"), 0, "e")
+    for use, arguments in (("envs_of_test:nothing", {}), ("envs_of_test:Own", {"length": 4}), ("no_module:x", {})):
+        with pytest.raises(InvalidInput, match=rf"can't load '{use}': .*(length|nothing|no_module)"):
+            Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
+
+
+def test_verifiers_is_an_environment_of_the_integrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    class Taskset:
+        def __init__(self, **arguments: Any) -> None:
+            made.update(arguments)
+
+        def tasks(self) -> list[str]:
+            return ["task"]
+
+        async def rollout(self, task: str, sampler: Any) -> str:
+            return task
+
+    section = EnvironmentSection(use="verifiers:owner/name@1.0", arguments={"tokenizer": "d"})
+    with pytest.raises(InvalidInput, match="pip install 'verifiers"):
+        Environment(section, 0, "e")
+    monkeypatch.setattr("tandem.integrations.verifiers.Environment", Taskset)
+    assert Environment(section, 0, "e").tasks[0] == "task"
+    assert made == {"name": "owner/name@1.0", "tokenizer": "d"}
 
 
 def test_tasks_are_the_same_after_a_restart() -> None:

@@ -1,17 +1,21 @@
 """The loop against a fake stack: the bound under random delays, kills at every call, errors, and what is left out."""
 
 import asyncio
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
 from tandem.client import Trajectory
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
 from tandem.rl import loop as loops
 from tandem.rl import state as states
+from tandem.rl.view import panel, text_line
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -114,6 +118,9 @@ def test_a_rollout_that_raises_is_tried_again_and_then_its_group_is_dropped(tmp_
     assert sum(line["left_out"]["failed"] for line in lines(tmp_path)) > 0
     assert "ValueError: task" in loop.error
     assert "test_loop.py, line" in loop.error
+    told = [text_line(line) for line in lines(tmp_path) if line["errors"]]
+    assert all(re.search(r"; \d+ errors, the last: ValueError: task \d+ is broken", line) for line in told)
+    assert told
 
     few = Broken(FakeStack(), broken=set(range(50)), errors=2)
     (tmp_path / "few").mkdir()
@@ -239,3 +246,38 @@ def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> No
         asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
     assert refused.value.field == "rl.max_off_policy_steps"
     asyncio.run(make_loop(config(steps=1), stack, Environment(stack), tmp_path).run())
+
+
+def test_a_new_training_with_an_old_record_is_recorded(tmp_path: Path) -> None:
+    for _ in range(2):
+        stack = FakeStack()
+        asyncio.run(make_loop(config(steps=2), stack, Environment(stack), tmp_path).run())
+        (tmp_path / "state.json").unlink()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 1, 2]
+
+
+def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = type(config()).model_validate(config(steps=3).model_dump() | {"eval": {"groups": 2}})
+    loop = make_loop(settings, stack, Environment(stack), tmp_path)
+
+    def shown() -> str:
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(panel(loop))
+        return console.export_text()
+
+    assert "0 of 3 busy" in shown()  # before the first step
+    asyncio.run(loop.run())
+    text = shown()
+    assert "fake@3 of 3, served @3" in text
+    for part in (
+        "reward ",
+        "off policy ",
+        "time ",
+        "evaluated ",
+        "workers ",
+        "left out ",
+        "last sample, reward",
+        "user: ",
+    ):
+        assert part in text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from integrations.clients import ROOT, UV
 from local_stack import LocalStack
 from waiting import until
 
@@ -99,3 +101,49 @@ def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) 
     turned = lines(stack, "dpo", "--config", "examples/dpo.toml")
     assert turned[-1]["held_out_pair_accuracy"] == 1
     Path(os.environ.get("TANDEM_TEST_CURVES", os.devnull)).write_text(json.dumps({"sft": tuned, "dpo": turned}))
+
+
+def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path: Path) -> None:
+    """The wheel in an environment of its own, with nothing but its dependencies, in a directory without the source."""
+    subprocess.run(
+        [UV, "build", "-q", "--python", sys.executable, "--wheel", "--out-dir", str(tmp_path / "dist"), str(ROOT)],
+        check=True,
+    )
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    python, tandem = (str(tmp_path / "venv" / "bin" / name) for name in ("python", "tandem"))
+    subprocess.run([UV, "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True)
+    install = [UV, "pip", "install", "-q", "--python", python, str(wheel)]
+    for attempt in range(3):  # the index sometimes refuses
+        if subprocess.run(install, check=attempt == 2).returncode == 0:
+            break
+    for missing in ("torch", "numpy", "transformers", "fastapi"):
+        assert (
+            subprocess.run([python, "-c", f"import {missing}"], stderr=subprocess.DEVNULL, check=False).returncode == 1
+        )
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("rl_yes_no_maybe.py", "rl_yes_no_maybe.toml"):
+        shutil.copy(ROOT / "examples" / name, work)
+    config = work / "rl_yes_no_maybe.toml"
+    config.write_text(config.read_text().replace("steps = 12", "steps = 2"))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(work), "TANDEM_URL": stack.controller_url,
+                   "TANDEM_API_KEY": stack.api_key, "OPENAI_BASE_URL": f"{stack.inference_url}/v1"}  # fmt: skip
+
+    def run(*arguments: str) -> str:
+        command = [tandem, *arguments]
+        done = subprocess.run(
+            command, env=environment, cwd=work, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, f"{arguments}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    examples = subprocess.run(
+        [python, "rl_yes_no_maybe.py"], cwd=work, capture_output=True, text=True, check=True
+    ).stdout
+    (work / "examples.jsonl").write_text(examples)
+    assert "24" in run("data", "check", "examples.jsonl")
+    run("train", "sft", "yes-no-maybe", "examples.jsonl", "--lr", "5e-3", "--epochs", "40", "--lora-rank", "16")
+    run("rl", "rl_yes_no_maybe.toml")
+    run("track", "yes-no-maybe", "--to", "tensorboard:curves", "--no-follow")
+    assert any((work / "curves").rglob("events.out.tfevents*"))
+    assert stack.client.get_run("yes-no-maybe").newest_step == 42

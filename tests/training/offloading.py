@@ -26,7 +26,8 @@ class Training:
         """Optimizer step `number`, always on the same tokens; its loss."""
         generator = torch.Generator().manual_seed(number)
         row = linear_row(torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy())
-        here = type(row)(**{name: value.to(device.device()) for name, value in vars(row).items()})
+        tensors = {name: value for name, value in vars(row).items() if value is not None}
+        here = type(row)(**{name: value.to(device.device()) for name, value in tensors.items()})
         self.optimizer.zero_grad()
         loss = -self.policy(here).logprobs.mean()
         loss.backward()

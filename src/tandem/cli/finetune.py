@@ -1,21 +1,18 @@
 """`tandem train sft` and `tandem train dpo`: a file becomes a chain of jobs, with progress, checkpoints and resume."""
 
-import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tandem.cli.common import Json, err, fields, out, show_line
 from tandem.cli.train import apply_setting
 from tandem.client import Event, Tandem
 from tandem.client.chain import Chain, DPOTraining, SFTTraining
-from tandem.data.inputs import from_validation_error
-from tandem.errors import InvalidInput
+from tandem.client.toml_file import read_toml
 
 _SHOWN = ["loss", "pair_accuracy", "reward_margin", "learning_rate", "tokens_per_second"]
 _LINE_EVERY = 10  # optimizer steps, where the output is no terminal
@@ -24,7 +21,7 @@ Run = Annotated[str | None, typer.Argument(metavar="RUN", help="The run; it is m
 Data = Annotated[str | None, typer.Argument(metavar="DATA", help="A file or directory of examples (docs/data.md).")]
 
 
-def _command(kind: Literal["sft", "dpo"], summary: str) -> Callable[..., None]:
+def _command(training: type[SFTTraining | DPOTraining], summary: str) -> Callable[..., None]:
     def command(
         run: Run = None,
         data: Data = None,
@@ -57,11 +54,13 @@ def _command(kind: Literal["sft", "dpo"], summary: str) -> Callable[..., None]:
             "checkpoint_every": checkpoint_every, "sequence_length": sequence_length, "too_long": too_long,
             "lora": None if lora_rank is None else {"rank": lora_rank, "alpha": 2 * lora_rank}, "seed": seed,
         }  # fmt: skip
-        settings = _file(config) if config else {}
-        settings |= {name: value for name, value in given.items() if value is not None}
-        for assignment in setting or []:
-            apply_setting(settings, assignment)
-        _train(Chain(_checked(kind, settings, config)), json)
+
+        def change(settings: dict[str, Any]) -> None:
+            settings |= {name: value for name, value in given.items() if value is not None}
+            for assignment in setting or []:
+                apply_setting(settings, assignment)
+
+        _train(Chain(read_toml(config, training, change)), json)
 
     command.__doc__ = summary
     return command
@@ -72,24 +71,6 @@ def _share(held_out: str | None) -> str | float | None:
         return None if held_out is None else float(held_out)
     except ValueError:
         return held_out
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidInput(f"can't read {path}: {error}", field="--config") from error
-
-
-def _checked(kind: str, settings: dict[str, Any], config: Path | None) -> SFTTraining | DPOTraining:
-    if (given := settings.setdefault("kind", kind)) != kind:
-        raise InvalidInput(f"kind is {given!r}: use tandem train {given}", field="kind")
-    try:
-        return (SFTTraining if kind == "sft" else DPOTraining).model_validate(settings)
-    except ValidationError as exc:
-        error = from_validation_error(exc)
-        where = f" (in {config})" if config else ""
-        raise InvalidInput(f"{error.message}{where}", field=error.field) from exc
 
 
 def _train(chain: Chain, json: bool) -> None:
@@ -136,12 +117,12 @@ def _train(chain: Chain, json: bool) -> None:
         out.print(f"vLLM serves {config.run}@{job.spec.base_step + 1}. {held_out}")
 
 
-sft = _command("sft", """Train on a file of examples: conversations, prompts with completions, texts or tokens.
+sft = _command(SFTTraining, """Train on a file of examples: conversations, prompts with completions, texts or tokens.
 
     The same command again goes on where it was, after Ctrl-C or anything else. `tandem data check DATA` shows what is
     trained.
     """)  # fmt: skip
-dpo = _command("dpo", """Train on pairs of a chosen and a rejected answer: DPO, or IPO and SimPO by --set loss.kind=ipo.
+dpo = _command(DPOTraining, """Train on pairs of a chosen and a rejected answer: DPO; IPO and SimPO by loss.kind.
 
     The same command again goes on where it was, after Ctrl-C or anything else.
     """)  # fmt: skip

@@ -11,7 +11,8 @@ from rich.live import Live
 
 from tandem.cli.common import Json, err, out, show_line
 from tandem.client import AsyncTandem
-from tandem.rl.config import Config, read_toml
+from tandem.client.toml_file import read_toml
+from tandem.rl.config import Config
 from tandem.rl.environment import Environment
 from tandem.rl.loop import Loop
 from tandem.rl.record import Record

@@ -1,4 +1,4 @@
-"""`tandem track`: writes a run's metrics to TensorBoard, Weights & Biases, MLflow or JSON lines."""
+"""`tandem track`: writes a run's metrics to TensorBoard, Weights & Biases or MLflow."""
 
 import math
 import signal
@@ -12,21 +12,15 @@ from tandem.client import Tandem
 
 def track(
     run: RunArgument,
-    to: Annotated[
-        list[str],
-        typer.Option(
-            help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI or jsonl:FILE; repeatable. Keys come from the "
-            "environment (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, ...)."
-        ),
-    ],
+    to: Annotated[list[str], typer.Option(help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI; repeatable")],
     follow: Annotated[bool, typer.Option(help="Go on with jobs to come, until Ctrl-C.")] = True,
     json: Json = False,
 ) -> None:
     """Write a run's metrics to experiment trackers, each optimizer step once.
 
-    Started again, also after a kill, it goes on where it stopped. One process per run and tracker.
+    Started again, also after a kill, it goes on where it stopped. Keys come from the environment (WANDB_API_KEY, ...).
     """
-    from tandem.track import track as start
+    from tandem.integrations.track import track as start
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # W&B writes what it holds when it is closed
     connect().get_run(run)  # a wrong address or name is told at once; later the controller may be away for long

@@ -7,7 +7,7 @@ from tandem.controller.deployment import CurrentDeployment
 from tandem.controller.schemas import RenderRequest
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import Rendering
-from tandem.data.preview import previews
+from tandem.data.render import preview
 
 router = APIRouter(prefix="/v1/data", tags=["data"])
 
@@ -17,6 +17,6 @@ async def render_data(request: RenderRequest, deployment: CurrentDeployment) -> 
     """Examples or pairs as they would be trained: their texts, and which parts of these are trained."""
 
     def render() -> list[Rendering]:
-        return previews(load_tokenizer(deployment.model_path), request.examples, request.pairs)
+        return preview(load_tokenizer(deployment.model_path), request.examples, request.pairs)
 
     return await to_thread.run_sync(render, limiter=deployment.packing_threads)

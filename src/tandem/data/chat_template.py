@@ -11,12 +11,12 @@ Many texts are tokenised at once, a conversation once. A border between context 
 by tokenising what is between the special token before it and the border: tokenizers never merge over special tokens.
 """
 
-import dataclasses
 import re
 import threading
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -65,15 +65,14 @@ def load_tokenizer(path: str) -> Any:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence before it is tokenised. `spans`: its trained characters. `turns`: (prompt, prompt and completion,
-    field) of each trained message, to tokenise them one by one where a token spans a border; empty: that is refused."""
+    """A sequence before it is tokenised. `spans`: its trained characters; `names`: what errors call each of them;
+    `marked`: whether marks of the template enclose them; `lead`: tokens before the text."""
 
     text: str
     spans: list[tuple[int, int]]
-    turns: list[tuple[str, str, str]]
-    field: str
-    chat: bool = True
-    lead: list[int] = dataclasses.field(default_factory=list)
+    names: list[str]
+    marked: bool = False
+    lead: list[int] = field(default_factory=list)
 
 
 class Renderer:
@@ -87,32 +86,30 @@ class Renderer:
             self.backend.no_padding()
         special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.endings = tuple(special.values())
+        # Tokenizers take the leftmost special token, and of several the longest.
+        self.marks = re.compile(
+            "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True)) or "$^"
+        )
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
-        self.lead = [n for n in tokenizer("").input_ids if n == tokenizer.bos_token_id]
+        self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
         self._tails: dict[str, list[int]] = {}
 
-    def encode_all(self, texts: list[str]) -> list[Any]:
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
         if self.backend is None:
-            return [self.encode(text) for text in texts]
-        encodings: list[Any] = self.backend.encode_batch(texts, add_special_tokens=False)
-        return encodings
+            return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:
-        if self.backend is None:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_all([text])[0]
 
-    def text(self, prompt: str, completion: str, field: str) -> Plan:
+    def text(self, prompt: str, completion: str, name: str) -> Plan:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
         ended by EOS where there is one."""
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
-        turns = [(prompt, whole, field)]
         lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
-        return Plan(whole, [(len(prompt), len(whole))], turns, field, False, lead)
+        return Plan(whole, [(len(prompt), len(whole))], [name], lead=lead)
 
     def chat(
         self, messages: list[Message], names: list[str], trained: set[int], tools: Any
@@ -126,7 +123,7 @@ class Renderer:
             plain = [message.for_template() for message in messages]
             if _has_marks(template):
                 return [self._marked(template, plain, names, trained, tools)]
-            return list(self._turns(template, plain, names, trained, tools))
+            return self._turns(template, plain, names, trained, tools)
         except InvalidInput as error:
             return error
 
@@ -138,14 +135,12 @@ class Renderer:
         assistants = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
         if trained != set(assistants):
             if len(spans) != len(assistants):
-                problem = (
-                    f"the chat template marks {len(spans)} parts of {len(assistants)} assistant messages as trained"
-                )
+                problem = f"the chat template marks {len(spans)} parts of {len(assistants)} assistant messages"
                 raise InvalidInput(f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last)
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
         if not spans:
             raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
-        return Plan(text, spans, [], last)
+        return Plan(text, spans, [last] * len(spans), marked=True)
 
     def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a template without: one for all turns of which each continues the one before it."""
@@ -154,19 +149,21 @@ class Renderer:
             name = names[index]
             prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
             whole, _ = self._apply(template, plain[: index + 1], tools, name)
+            completion = whole[len(prompt) :]
+            problem = None
             if not whole.startswith(prompt):
-                problem = (
-                    "the chat template renders the messages before this one differently once this message is there"
-                )
-                raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
-            completion = whole[len(prompt) :].rstrip()
-            ended = completion.endswith(self.endings)
+                problem = "renders the messages before this one differently once this message is there"
+            elif not prompt or not completion:
+                problem = f"renders nothing {'for' if prompt else 'before'} this message"
+            if problem:
+                raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
+            if completion.rstrip().endswith(self.endings):
+                completion = completion.rstrip()
             if not plans or not prompt.startswith(plans[-1].text):
-                plans.append(Plan("", [], [], name))
-            plan = plans[-1]
-            plan.text = prompt + completion if ended else whole
-            plan.spans.append((len(prompt), len(plan.text)))
-            plan.turns.append((prompt, whole, name))
+                plans.append(Plan("", [], []))
+            plans[-1].text = prompt + completion
+            plans[-1].spans.append((len(prompt), len(prompt + completion)))
+            plans[-1].names.append(name)
         return plans
 
     def _apply(
@@ -192,12 +189,12 @@ class Renderer:
             raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, encoding: Any) -> list[Rendered]:
-        """The sequences of a plan, from the encoding of its text."""
-        ids = np.array(encoding if self.backend is None else encoding.ids, np.int32)
-        at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)]) if self.backend is not None else ()
-        spans = [encoding.token_to_chars(int(i)) for i in at]
-        ends = [end for _, end in spans]
+    def finish(self, plan: Plan, encoded: list[int]) -> list[Rendered]:
+        """The sequences of a plan, from the tokens of its text."""
+        ids = np.array(encoded, np.int32)
+        at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
+        spans = [match.span() for match in self.marks.finditer(plan.text)]
+        ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
             """Of the token that begins at this character, if the tokens before it are those of the text before it."""
@@ -210,65 +207,47 @@ class Renderer:
 
         trained: list[int] = []
         for start, end in ((index(start), index(end)) for start, end in plan.spans):
-            if plan.turns and (start is None or end is None or start >= end or (start == 0 and plan.chat)):
-                return self._one_by_one(plan)
             if start is None or end is None:
-                problem = "a token spans the border between context and trained text, so the mask is ambiguous"
-                raise InvalidInput(f"{problem}; {_INSTEAD}", field=plan.field)
+                return self._apart(plan)
             trained.extend(range(start, end))
-        lead = len(plan.lead)
-        if not lead and trained[:1] == [0]:  # nothing predicts the first token
-            del trained[0]
-        if not trained:
-            raise InvalidInput("the text is a single token, which nothing predicts; leave it out", field=plan.field)
-        where = np.array(trained, np.int32) + lead
-        return [Rendered(np.concatenate([np.array(plan.lead, np.int32), ids])[: where[-1] + 1], where)]
+        return [_rendered(plan, ids, trained, plan.names[-1])]
 
     def _tail(self, text: str) -> list[int]:
         if len(text) > _TAIL_CHARACTERS:
             return self.encode(text)
-        if text not in self._tails:
+        tail = self._tails.get(text)  # several threads may be here
+        if tail is None:
             if len(self._tails) >= _REMEMBERED_TAILS:
                 self._tails = {}
-            self._tails = self._tails | {text: self.encode(text)}
-        return self._tails[text]
+            tail = self._tails[text] = self.encode(text)
+        return tail
 
-    def _one_by_one(self, plan: Plan) -> list[Rendered]:
-        """The sequences of a plan whose turns are tokenised each by itself; a turn continues the sequence before it
-        where its prompt has the same tokens."""
-        found: list[Rendered] = []
-        tokens: list[int] = []
-        trained: list[int] = []
-        for prompt, whole, name in plan.turns:
-            context, completion = self._turn(plan, prompt, whole, name)
-            if tokens and context[: len(tokens)] != tokens:
-                found.append(Rendered(np.array(tokens, np.int32), np.array(trained, np.int32)))
-                trained = []
-            tokens = context + completion
-            trained.extend(range(len(context), len(tokens)))
-        return [*found, Rendered(np.array(tokens, np.int32), np.array(trained, np.int32))]
+    def _apart(self, plan: Plan) -> list[Rendered]:
+        """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
+        trained text is tokenised alone."""
+        found = []
+        for (start, end), name in zip(plan.spans, plan.names, strict=True):
+            prompt, whole = self.encode(plan.text[:start]), self.encode(plan.text[:end])
+            if whole[: len(prompt)] != prompt:
+                completion = plan.text[start:end]
+                alone = self.encode(completion)
+                if plan.marked or self.tokenizer.decode(alone, clean_up_tokenization_spaces=False) != completion:
+                    problem = "a token spans the border between context and trained text, so the mask is ambiguous"
+                    raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
+                whole = prompt + alone
+            found.append(_rendered(plan, np.array(whole, np.int32), range(len(prompt), len(whole)), name))
+        return found
 
-    def _turn(self, plan: Plan, prompt: str, whole: str, name: str) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt and of the trained text after it."""
-        prompt_ids, whole_ids = self.encode(prompt), self.encode(whole)
-        trained = whole_ids[len(prompt_ids) :]
-        if whole_ids[: len(prompt_ids)] != prompt_ids:
-            # A token spans the border. Sampling starts after the prompt's own tokens, so it is tokenised alone.
-            completion = whole[len(prompt) :]
-            trained = self.encode(completion)
-            if self.tokenizer.decode(trained, clean_up_tokenization_spaces=False) != completion:
-                problem = "a token spans the border to the message, which the tokenizer can't tokenise alone"
-                raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
-        if not prompt_ids:
-            raise InvalidInput("the chat template renders nothing before this message", field=name)
-        ends = [at for at, number in enumerate(trained) if self.special[min(number, len(self.special) - 1)]]
-        if ends and not self.tokenizer.decode(trained[ends[-1] + 1 :]).strip():
-            trained = trained[: ends[-1] + 1]
-        if not trained:
-            raise InvalidInput("the chat template renders nothing for this message", field=name)
-        return plan.lead + prompt_ids, trained
+
+def _rendered(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> Rendered:
+    where = np.array(trained, np.int32) + len(plan.lead)
+    where = where[where > 0]
+    if not len(where):
+        raise InvalidInput("nothing predicts the first token, and there is no other; leave it out", field=name)
+    return Rendered(np.concatenate([np.array(plan.lead, np.int32), ids])[: where[-1] + 1], where)
 
 
 @lru_cache(maxsize=2)
 def renderer(tokenizer: Any) -> Renderer:
+    """What renders with this tokenizer."""
     return Renderer(tokenizer)

@@ -36,7 +36,7 @@ def _message(item: Any, field: str) -> Any:
         return item
     item = dict(item)
     source, value = item.pop("from"), item.pop("value", None)
-    if source not in _ROLES:
+    if not isinstance(source, str) or source not in _ROLES:
         raise InvalidInput(f"{source!r} is no role; use one of {', '.join(_ROLES)}", field=f"{field}.from")
     if not isinstance(value, str):
         raise InvalidInput(f"must be a text, not {value!r}", field=f"{field}.value")
@@ -77,7 +77,10 @@ def _answer(content: str) -> list[dict[str, Any]]:
 
 def _asked(record: Record) -> list[dict[str, Any]]:
     """The messages before the answer of an alpaca record, or of a question."""
-    history = [text for pair in record.get("history") or () for text in pair]
+    try:
+        history = [text for question, answer in record.get("history") or () for text in (question, answer)]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput("must be a list of [question, answer]", field="history") from error
     given = _text(record, "input", "context")
     question = _text(record, "instruction", "question") + (f"\n{given}" if given else "")
     return _turns(_text(record, "system", "system_prompt"), *history, question)
@@ -95,15 +98,15 @@ def _alpaca(record: Record) -> Record:
 
 def _prompt_completion(record: Record) -> Record:
     if "label" in record:
-        problem = "completions that are labelled good or bad (KTO) can't be trained"
+        problem = "completions that are labelled good or bad (KTO) are not trained"
         raise InvalidInput(f"{problem}; keep the good ones and leave out the column", field="label")
     completion = "completion" if record.get("completion") is not None else "response"
     return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[completion], completion)}
 
 
 def _tokens(record: Record) -> Record:
-    if record.get("token_ids") is not None:
-        return record
+    if "token_ids" in record:
+        return {name: record[name] for name in ("token_ids", "trainable", "weights", "targets") if name in record}
     ids, labels = record["input_ids"], record["labels"]
     if not isinstance(ids, list) or not isinstance(labels, list) or len(ids) != len(labels):
         raise InvalidInput("must be a list with a label for each of input_ids", field="labels")
@@ -127,22 +130,26 @@ def _preference(record: Record) -> Record:
         prompt = _turns(_text(record, "system"), prompt)
     if isinstance(prompt, list):
         chosen, rejected = (_answer(half) if isinstance(half, str) else half for half in (chosen, rejected))
-        if isinstance(chosen, list) and len(chosen) > 1 and chosen[: len(prompt)] == prompt:
+        if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
             prompt = None
     return {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
 
 
 _CHOSEN_REJECTED = ("chosen", "rejected"), ("preferred_output", "non_preferred_output")
-# Format -> its kind, the columns of which a record has all of one set, and its conversion.
-FORMATS: dict[str, tuple[Kind, tuple[set[str], ...], Callable[[Record], Record]]] = {
-    "messages": ("sft", ({"messages"},), _messages),
-    "sharegpt": ("sft", ({"conversations"},), _messages),
-    "alpaca": ("sft", ({"instruction", "output"}, {"instruction", "response"}, {"question", "answer"}), _alpaca),
-    "prompt-completion": ("sft", ({"prompt", "completion"}, {"prompt", "response"}), _prompt_completion),
-    "text": ("sft", ({"text"},), lambda record: {"text": record["text"]}),
-    "tokens": ("sft", ({"token_ids"}, {"input_ids", "labels"}), _tokens),
-    "preference": ("dpo", tuple(map(set, _CHOSEN_REJECTED)), _preference),
-}
+# Format -> its kind, its conversion, the columns of which a record has all of one set, and other ones that are used.
+FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
+    "messages": ("sft", _messages, ({"messages"},), {"system", "tools"}),
+    "sharegpt": ("sft", _messages, ({"conversations"},), {"system", "tools"}),
+    "alpaca": ("sft", _alpaca, ({"instruction", "output"}, {"instruction", "response"}, {"question", "answer"}),
+               {"input", "context", "history", "system", "system_prompt", "tools"}),
+    "prompt-completion": ("sft", _prompt_completion, ({"prompt", "completion"}, {"prompt", "response"}),
+                          {"tools", "label"}),
+    "text": ("sft", lambda record: {"text": record["text"]}, ({"text"},), set()),
+    "tokens": ("sft", _tokens, ({"token_ids"}, {"input_ids", "labels"}), {"trainable", "weights", "targets"}),
+    "preference": ("dpo", _preference, tuple(map(set, _CHOSEN_REJECTED)),
+                   {"prompt", "conversations", "input", "instruction", "question", "context", "history", "system",
+                    "system_prompt", "tools"}),
+}  # fmt: skip
 
 
 class Examples:
@@ -157,7 +164,7 @@ class Examples:
             raise InvalidInput(f"{format!r} is no format; use auto or one of {', '.join(FORMATS)}", field="--format")
         self.kind: Kind = FORMATS[self.format][0]
         if kind not in (None, self.kind):
-            wanted = ", ".join(name for name, (of, _, _) in FORMATS.items() if of == kind)
+            wanted = ", ".join(name for name, (of, *_) in FORMATS.items() if of == kind)
             raise InvalidInput(f"{self.format} is not for this command; it takes {wanted}", field="--format")
         self.ignored: set[str] = set()
 
@@ -181,26 +188,24 @@ class Examples:
             raise _at(place, from_validation_error(error)) from error
 
     def _convert(self, record: Any) -> dict[str, Any]:
-        _, columns, convert = FORMATS[self.format]
+        _, convert, columns, more = FORMATS[self.format]
         if not isinstance(record, dict):
             raise InvalidInput(f"a record must be an object, not {type(record).__name__}")
         given = {name: value for name, value in record.items() if value is not None}
         if not any(needed <= given.keys() for needed in columns):
-            needed = " or ".join(" and ".join(sorted(names)) for names in columns)
             others = _fitting(given, self._kind_asked)
             found = f"it is {others[0]}, and a file has one format" if others else f"it has {_listed(record)}"
-            problem = f"the file's format is {self.format}, so this record needs {needed}, but {found}"
+            problem = f"the file's format is {self.format}, so this record needs {_needs(columns)}, but {found}"
             raise InvalidInput(f"{problem}; correct it or leave it out", field=sorted(columns[0])[0])
-        converted = dict(convert(given))
+        used = more.union(*columns, {"weight"} if self.kind == "sft" else ())
+        self.ignored |= given.keys() - used
+        given = {name: value for name, value in given.items() if name in used}
         tools = given.get("tools") or (given["input"].get("tools") if isinstance(given.get("input"), dict) else None)
+        converted = {**convert(given), **{name: given[name] for name in ("weight",) if name in given}}
         if tools:
             tools = _json(tools, "tools")
             converted["tools"] = [_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
-        model = SFTExample if self.kind == "sft" else PreferencePair
-        if "weight" in given and self.kind == "sft":
-            converted["weight"] = given["weight"]
-        self.ignored |= given.keys() - _USED.union(*columns)
-        return {name: value for name, value in converted.items() if name in model.model_fields}
+        return converted
 
     def _detect(self) -> str:
         if not len(self._records):
@@ -211,22 +216,20 @@ class Examples:
             return fitting[0]
         if fitting:
             raise InvalidInput(f"fits the formats {' and '.join(fitting)}; name one with --format", field=place)
-        needs = "; ".join(
-            f"{name}: {' or '.join(' and '.join(sorted(names)) for names in columns)}"
-            for name, (kind, columns, _) in FORMATS.items() if self._kind_asked in (None, kind)
-        )  # fmt: skip
+        asked = [item for item in FORMATS.items() if self._kind_asked in (None, item[1][0])]
+        needs = "; ".join(f"{name}: {_needs(columns)}" for name, (_, _, columns, _) in asked)
         raise InvalidInput(f"{_listed(record)} fits no format. A record needs: {needs}", field=place)
 
 
-_USED = {"system", "system_prompt", "prompt", "input", "context", "history", "tools", "weight", "trainable", "weights"}
-_USED |= {"targets", "conversations", "instruction", "question"}
+def _needs(columns: tuple[set[str], ...]) -> str:
+    return " or ".join(" and ".join(sorted(names)) for names in columns)
 
 
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
     """The formats of which a record has all columns. One with chosen and rejected is a pair, whatever else it has."""
     given = {name for name, value in record.items() if value is not None}
     fitting = [
-        name for name, (of, columns, _) in FORMATS.items()
+        name for name, (of, _, columns, _) in FORMATS.items()
         if kind in (None, of) and any(needed <= given for needed in columns)
     ]  # fmt: skip
     return ["preference"] if "preference" in fitting else fitting

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import batched, chain
+from itertools import batched, chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from tandem.data.chat_template import Plan, Rendered, renderer
-from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
 from tandem.data.prefix_tree import common_prefix
 from tandem.errors import InvalidInput
@@ -25,34 +25,50 @@ def render(tokenizer: Any, examples: Sequence[SFTExample], fields: Sequence[str]
     InvalidInput (below the example's of `fields`) for the first example that the template refuses or whose mask is
     ambiguous.
     """
-    return [_raised(rendered) for rendered in render_each(tokenizer, examples, fields)]
-
-
-def render_each(
-    tokenizer: Any, examples: Sequence[SFTExample], fields: Sequence[str]
-) -> list[list[Rendered] | InvalidInput]:
-    """As `render`, with the error of each example that is refused in its place."""
-    return _finished(tokenizer, (_plan(tokenizer, *both) for both in zip(examples, fields, strict=True)))
+    return [_raised(rendered) for rendered in _render(tokenizer, examples, fields)]
 
 
 def render_pairs(tokenizer: Any, pairs: Sequence[PreferencePair], fields: Sequence[str]) -> list[PairTokens]:
     """(prompt, chosen, rejected) of each pair, as token ids, none of them empty. Raises as `render` does."""
-    return [_raised(rendered) for rendered in render_pairs_each(tokenizer, pairs, fields)]
+    return [_raised(rendered) for rendered in _render_pairs(tokenizer, pairs, fields)]
 
 
-def render_pairs_each(
-    tokenizer: Any, pairs: Sequence[PreferencePair], fields: Sequence[str]
-) -> list[PairTokens | InvalidInput]:
-    """As `render_pairs`, with the error of each pair that is refused in its place."""
-    both = list(zip(pairs, fields, strict=True))
-    halves = _finished(tokenizer, (half for pair, field in both for half in _plan_pair(tokenizer, pair, field)))
-    return [_split(*both[i], halves[2 * i], halves[2 * i + 1]) for i in range(len(both))]
+def preview(tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[PreferencePair]) -> list[Rendering]:
+    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>` or `pairs.<i>`."""
+    found: list[Any] = _render(tokenizer, examples, [f"examples.{i}" for i in range(len(examples))])
+    for pair in _render_pairs(tokenizer, pairs, [f"pairs.{i}" for i in range(len(pairs))]):
+        if isinstance(pair, InvalidInput):
+            found.append(pair)
+        else:
+            wholes = [np.concatenate([pair[0], half]) for half in pair[1:]]
+            found.append([Rendered(one, np.arange(len(pair[0]), len(one), dtype=np.int32)) for one in wholes])
+    return [
+        Rendering(error=one.message, field=one.field) if isinstance(one, InvalidInput) else _rendering(tokenizer, one)
+        for one in found
+    ]
+
+
+def _rendering(tokenizer: Any, sequences: list[Rendered]) -> Rendering:
+    parts = []
+    for one in sequences:
+        weights = np.zeros(len(one.tokens), np.float32)
+        weights[one.trained] = 1 if one.weights is None else one.weights
+        runs = pairwise([0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)])
+        parts.append([(tokenizer.decode(one.tokens[a:b]), float(weights[a])) for a, b in runs])
+    lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
+    return Rendering(parts=parts, lengths=lengths, trained=trained)
 
 
 def _raised[T](rendered: T | InvalidInput) -> T:
     if isinstance(rendered, InvalidInput):
         raise rendered
     return rendered
+
+
+def _render(
+    tokenizer: Any, examples: Sequence[SFTExample], fields: Sequence[str]
+) -> list[list[Rendered] | InvalidInput]:
+    return _finished(tokenizer, (_plan(tokenizer, *both) for both in zip(examples, fields, strict=True)))
 
 
 def _plan(tokenizer: Any, example: SFTExample, field: str) -> _Planned:
@@ -64,57 +80,29 @@ def _plan(tokenizer: Any, example: SFTExample, field: str) -> _Planned:
         return Rendered(np.array(example.token_ids, np.int32)[: trained[-1] + 1], trained, weights, targets)
     if example.text is not None or isinstance(example.completion, str):
         return [renderer(tokenizer).text(str(example.prompt or ""), str(example.text or example.completion), field)]
-    parts: dict[str, Any] = {
-        "prompt": example.prompt or [],
-        "messages": example.messages,
-        "completion": example.completion,
-    }
+    parts: dict[str, Any] = {name: getattr(example, name) for name in ("prompt", "messages", "completion")}
     named = [(part, i, message) for part in parts for i, message in enumerate(parts[part] or ())]
     chosen = {at for at, (part, _, message) in enumerate(named) if part != "prompt" and message.trained}
     names = [f"{field}.{part}.{i}" for part, i, _ in named]
     return renderer(tokenizer).chat([message for _, _, message in named], names, chosen, example.tools)
 
 
-def _plan_pair(tokenizer: Any, pair: PreferencePair, field: str) -> list[_Planned]:
-    if isinstance(pair.chosen, str):
-        halves = {"chosen": pair.chosen, "rejected": str(pair.rejected)}
-        prompt = str(pair.prompt or "")
-        return [[renderer(tokenizer).text(prompt, half, f"{field}.{name}")] for name, half in halves.items()]
-    return [
-        renderer(tokenizer).chat(
-            [*context, *half], [f"{field}.{name}"] * (len(context) + 1), {len(context)}, pair.tools
-        )
-        for name, (context, half) in zip(("chosen", "rejected"), pair.conversations(), strict=True)
-    ]  # fmt: skip
+def _render_pairs(
+    tokenizer: Any, pairs: Sequence[PreferencePair], fields: Sequence[str]
+) -> list[PairTokens | InvalidInput]:
+    def planned() -> Iterable[_Planned]:
+        for pair, field in zip(pairs, fields, strict=True):
+            for i, name in enumerate(("chosen", "rejected")):
+                half, name = getattr(pair, name), f"{field}.{name}"
+                if isinstance(half, str):
+                    yield [renderer(tokenizer).text(str(pair.prompt or ""), half, name)]
+                else:
+                    context, half = pair.conversations()[i]
+                    names = [name] * (len(context) + 1)
+                    yield renderer(tokenizer).chat([*context, *half], names, {len(context)}, pair.tools)
 
-
-def _finished(tokenizer: Any, planned: Iterable[_Planned]) -> list[list[Rendered] | InvalidInput]:
-    """The sequences of what is planned."""
-    found: list[list[Rendered] | InvalidInput] = []
-    with ThreadPoolExecutor(1) as beside:
-        waiting: tuple[Any, Any] = (), None
-        for chunk in chain(batched(planned, CHUNK), [()]):
-            texts = [plan.text for plans in chunk if isinstance(plans, list) for plan in plans]
-            encoded = beside.submit(renderer(tokenizer).encode_all, texts) if texts else None
-            encodings = iter(waiting[1].result() if waiting[1] else ())
-            for plans in waiting[0]:
-                found.append(_sequences(tokenizer, plans, encodings))
-            waiting = chunk, encoded
-    return found
-
-
-def _sequences(tokenizer: Any, plans: _Planned, encodings: Any) -> list[Rendered] | InvalidInput:
-    if isinstance(plans, Rendered):
-        return [plans]
-    if isinstance(plans, InvalidInput):
-        return plans
-    own = [next(encodings) for _ in plans]  # all of them, also where the first is refused
-    try:
-        return [
-            one for plan, encoding in zip(plans, own, strict=True) for one in renderer(tokenizer).finish(plan, encoding)
-        ]
-    except InvalidInput as error:
-        return error
+    halves = iter(_finished(tokenizer, planned()))
+    return [_split(pair, field, next(halves), next(halves)) for pair, field in zip(pairs, fields, strict=True)]
 
 
 def _split(pair: PreferencePair, field: str, chosen: Any, rejected: Any) -> PairTokens | InvalidInput:
@@ -131,3 +119,28 @@ def _split(pair: PreferencePair, field: str, chosen: Any, rejected: Any) -> Pair
         problem = "the chat template renders the prompt differently for chosen and rejected"
         return InvalidInput(f"{problem}; leave this pair out", field=field)
     return one.tokens[:first], one.tokens[first:], other.tokens[first:]
+
+
+def _finished(tokenizer: Any, planned: Iterable[_Planned]) -> list[list[Rendered] | InvalidInput]:
+    """The sequences of what is planned."""
+    found: list[list[Rendered] | InvalidInput] = []
+    with ThreadPoolExecutor(1) as beside:
+        waiting: tuple[Any, Any] = (), None
+        for chunk in chain(batched(planned, CHUNK), [()]):
+            texts = [plan.text for plans in chunk if isinstance(plans, list) for plan in plans]
+            encoded = beside.submit(renderer(tokenizer).encode_all, texts) if texts else None
+            encodings = iter(waiting[1].result() if waiting[1] else ())
+            found += [_sequences(tokenizer, plans, encodings) for plans in waiting[0]]
+            waiting = chunk, encoded
+    return found
+
+
+def _sequences(tokenizer: Any, plans: _Planned, encodings: Any) -> list[Rendered] | InvalidInput:
+    if not isinstance(plans, list):
+        return [plans] if isinstance(plans, Rendered) else plans
+    own = [next(encodings) for _ in plans]  # all of them, also where the first is refused
+    try:
+        done = [renderer(tokenizer).finish(plan, encoded) for plan, encoded in zip(plans, own, strict=True)]
+        return [sequence for sequences in done for sequence in sequences]
+    except InvalidInput as error:
+        return error

@@ -1,14 +1,11 @@
 """The settings of `tandem rl`, from a TOML file."""
 
-import re
-import tomllib
-from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from tandem.client import sampling_options
-from tandem.data.inputs import AdvantageSettings, Input, PackingSettings, from_validation_error
+from tandem.data.inputs import AdvantageSettings, Input, PackingSettings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving
 
@@ -79,34 +76,3 @@ class Config(Input):
     run: RunSection
     rl: RLSection
     eval: EvalSection | None = None
-
-
-def read_toml[M: BaseModel](path: Path, model: type[M]) -> M:
-    """The file's content; raises InvalidInput that names the line, the field and what to do."""
-    try:
-        text = path.read_text()
-        return model.model_validate(tomllib.loads(text))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidInput(f"can't read {path} as TOML: {error}") from error
-    except ValidationError as error:
-        first, refused = error.errors()[0], from_validation_error(error)
-        remedies = {"extra_forbidden": "no such setting; correct or remove it", "missing": "is missing; add it"}
-        what = remedies.get(first["type"], refused.message)
-        raise InvalidInput(f"{path}, line {_line(text, first['loc'])}: {what}", field=refused.field) from error
-
-
-def _line(text: str, loc: tuple[int | str, ...]) -> int:
-    """The line that sets `loc`, else that of the nearest table around it."""
-    lines: dict[tuple[int | str, ...], int] = {(): 1}
-    counts: dict[str, int] = {}
-    table: tuple[int | str, ...] = ()
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
-            table, names = (), header[2].split(".")
-            counts[header[2]] = counts.get(header[2], -1) + (header[1] == "[[")
-            for name in (".".join(names[: i + 1]) for i in range(len(names))):
-                table += (name.rpartition(".")[2], *([counts[name]] if counts.get(name, -1) >= 0 else []))
-            lines.setdefault(table, number)
-        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
-            lines.setdefault((*table, *key[1].split(".")), number)
-    return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

@@ -36,21 +36,24 @@ class Tasks:
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None
-        self._known: Sequence[Any] = source if isinstance(source, Sequence) else []
+        self._known: Any = source if isinstance(source, Sequence) else []
         self._more = iter([] if isinstance(source, Sequence) else source)
 
     def __getitem__(self, number: int) -> Any:
-        self.first(number + 1)
+        self._take(number + 1)
         if not self._known:
             raise InvalidInput("tasks() gave no task", field="rl.environment")
         epoch, i = divmod(number, len(self._known))
         return self._known[i if self._seed is None else _order(self._seed, epoch, len(self._known))[i]]
 
-    def first(self, count: int) -> Sequence[Any]:
+    def first(self, count: int) -> list[Any]:
         """The first tasks in their own order, at most `count`."""
-        if more := list(islice(self._more, max(0, count - len(self._known)))):
-            self._known = [*self._known, *more]
-        return self._known[:count]
+        self._take(count)
+        return list(islice(self._known, count))
+
+    def _take(self, count: int) -> None:
+        if self._seed is None:
+            self._known += islice(self._more, max(0, count - len(self._known)))
 
 
 @lru_cache(4)
@@ -69,14 +72,16 @@ class Environment:
         try:
             module = importlib.import_module(module_name)
             found = getattr(module, name)
-        except (ImportError, AttributeError) as error:
-            remedy = "name a module beside the config file, or an installed one"
+            made: Any = found(**arguments) if inspect.isclass(found) else module
+            self.rollout: Callable[..., Awaitable[Any]] = (
+                partial(found, **arguments) if made is module else made.rollout
+            )
+            self.tasks = Tasks(made.tasks(), seed)
+        except (ImportError, AttributeError, TypeError) as error:
+            remedy = (
+                "it needs rollout(task, sampler) and tasks(), in a module beside the config file or an installed one"
+            )
             raise InvalidInput(f"can't load {section.use!r}: {error}; {remedy}", field=f"{where}.use") from error
-        made: Any = found(**arguments) if inspect.isclass(found) else module
-        self.rollout: Callable[..., Awaitable[Any]] = (
-            made.rollout if made is not module else partial(found, **arguments)
-        )
-        self.tasks = Tasks(made.tasks(), seed)
 
     async def play(
         self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object]

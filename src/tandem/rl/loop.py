@@ -81,6 +81,8 @@ class Loop:
         if run.lora and run.lora.model_dump(exclude_unset=True).items() - status.spec.lora.model_dump().items():
             raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
         new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
+        if not self._file.exists():
+            self.record.lines.clear()  # they are of another training
         self.state = states.load(self._file, new)
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
@@ -222,7 +224,8 @@ class Loop:
             name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         numbers = batch_numbers(trajectories, self.base, self._rewards, self.counts)
-        numbers |= {"sampling": max(group.ended for group in batch) - min(group.began for group in batch)}
+        sampling = max(group.ended for group in batch) - min(group.began for group in batch)
+        numbers |= {"sampling": sampling, "last_error": self.error if self.counts["errors"] else None}
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(states.Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]

@@ -65,10 +65,11 @@ class Record:
             "training": ended - at["claimed"],
             "serving": max(0.0, at.get("served", time.time()) - at.get("checkpoint", ended)),
         }
-        trained = [event.data["metrics"] for event in events if event.type == "step"]
+        trained = [event.data["metrics"] for event in events if event.type == "step"][-1:] or [{}]
+        shown = {name: value for name, value in trained[0].items() if not name.startswith("memory_")}
         if not self.has("step", job.base + 1):
             line = {"step": job.base + 1, "job": job.id, **numbers, "seconds": seconds}
-            self._write(line | {"trained": trained[-1] if trained else {}})
+            self._write(line | {"trained": shown})
         return ended
 
     def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:

@@ -27,7 +27,8 @@ def text_line(line: dict[str, Any]) -> str:
     parts = [f"reward {line['reward']:.3f}", f"off policy {behind['mean']:.2f}, at most {behind['max']} steps"]
     parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
-    return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens"
+    error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
+    return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
 
 
 def panel(loop: Loop) -> RenderableType:

@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.track.files import open_alone, optional
-from tandem.track.rows import Position, Row
+from tandem.integrations.track.files import open_alone, optional
+from tandem.integrations.track.rows import Position, Row
 
 _RUN, _POSITION = "tandem.run", "tandem.position"
 
@@ -37,15 +37,14 @@ class Mlflow:
         self.position = Position.parse(position) if position else None
 
     def write(self, row: Row) -> None:
-        new = not self._id or not self.position
+        entities, new = self._mlflow.entities, not self._id or not self.position
         if not self._id:
             tags = {_RUN: self._key} | ({_POSITION: str(self.position)} if self.position else {})
             self._id = self._client.create_run(self._experiment, run_name=self._name, tags=tags).info.run_id
-        entities, time = self._mlflow.entities, int(row.time * 1000)
-        metrics = [entities.Metric(name, value, time, row.position.step) for name, value in row.values.items()]
-        position = [entities.RunTag(_POSITION, str(row.position))]
-        params = [entities.Param(name, str(value)) for name, value in row.parameters.items()]
-        self._client.log_batch(self._id, metrics, params if new else [], position)
+        time, step = int(row.time * 1000), row.position.step
+        metrics = [entities.Metric(name, value, time, step) for name, value in row.values.items()]
+        parameters = [entities.Param(name, value) for name, value in row.parameters.items()] if new else []
+        self._client.log_batch(self._id, metrics, parameters, [entities.RunTag(_POSITION, str(row.position))])
 
     def rewind(self, step: int) -> None:
         self._client.set_terminated(self._id)

@@ -8,22 +8,14 @@ import struct
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.track.files import open_alone
-from tandem.track.rows import Position, Row
+from tandem.integrations.track.files import open_alone
+from tandem.integrations.track.rows import Position, Row
 
 _MARK = b"tandem track "
-_SESSION_START = b"\x3a\x02\x08\x01"  # Event.session_log { status: START }: steps from this event's on are void
 _FRAME = 16  # bytes around a record's data
-
-
-def _crc_table() -> list[int]:
-    table = list(range(256))
-    for _ in range(8):
-        table = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in table]
-    return table
-
-
-_TABLE = _crc_table()
+_TABLE = list(range(256))
+for _ in range(8):
+    _TABLE = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in _TABLE]
 
 
 def _masked_crc(data: bytes) -> bytes:
@@ -44,26 +36,16 @@ def _field(number: int, *content: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(joined)) + joined
 
 
-def _record(time: float, step: int, *fields: bytes) -> bytes:
-    """An event in its frame: length, checksum, data, checksum."""
-    data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + b"".join(fields)
+def _record(time: float, step: int, content: bytes, position: Position | None = None) -> bytes:
+    """An event in its frame (length, checksum, data, checksum); `position` is in its `source_metadata.writer`."""
+    writer = _field(10, _field(1, _MARK, str(position).encode())) if position else b""
+    data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + content + writer
     length = struct.pack("<Q", len(data))
     return length + _masked_crc(length) + data + _masked_crc(data)
 
 
-def _scalar(name: str, value: float) -> bytes:
-    return _field(1, _field(1, name.encode()), struct.pack("<Bf", 0x15, value))
-
-
-def _text(name: str, text: str) -> bytes:
-    """A string tensor [1] for the text plugin."""
-    tensor = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, text.encode()))
-    return _field(1, _field(1, name.encode()), tensor, _field(9, _field(1, _field(1, b"text"))))
-
-
-def _writer(position: Position) -> bytes:
-    """Event.source_metadata.writer."""
-    return _field(10, _field(1, _MARK, str(position).encode()))
+def _value(name: str, *content: bytes) -> bytes:
+    return _field(1, _field(1, name.encode()), *content)
 
 
 class TensorBoard:
@@ -78,7 +60,7 @@ class TensorBoard:
     def _read_back(self) -> Position | None:
         """The last whole row's position; cuts off what was being written after it."""
         descriptor = self._file.fileno()
-        size, start, end, length = os.fstat(descriptor).st_size, 0, 0, 0
+        size, start, end = os.fstat(descriptor).st_size, 0, 0
         while end + _FRAME < size:
             (length,) = struct.unpack("<Q", os.pread(descriptor, 8, end))
             if not length or end + length + _FRAME > size:
@@ -89,17 +71,19 @@ class TensorBoard:
         return Position.parse(position.decode()) if found else None
 
     def write(self, row: Row) -> None:
-        records, step = b"", row.position.step
+        head = b""
         if self.position is None:
             table = "\n".join(["| name | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in row.parameters.items())])
-            records = _record(row.time, 0, _field(3, b"brain.Event:2"))
-            records += _record(row.time, 0, _field(5, _text("hyperparameters", table)))
-        scalars = _field(5, *(_scalar(name, value) for name, value in row.values.items()))
-        self._file.write(records + _record(row.time, step, scalars, _writer(row.position)))
+            text = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, table.encode()))  # a tensor [1]
+            plugin = _field(9, _field(1, _field(1, b"text")))
+            head = _record(row.time, 0, _field(3, b"brain.Event:2"))
+            head += _record(row.time, 0, _field(5, _value("hyperparameters", text, plugin)))
+        scalars = (_value(name, struct.pack("<Bf", 0x15, value)) for name, value in row.values.items())
+        self._file.write(head + _record(row.time, row.position.step, _field(5, *scalars), row.position))
 
     def rewind(self, step: int) -> None:
-        assert self.position is not None
-        self._file.write(_record(0.0, step, _SESSION_START, _writer(self.position)))
+        """A session starts at `step`: SessionLog.START makes the steps from there on void."""
+        self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 
     def close(self) -> None:
         self._file.close()

@@ -14,8 +14,8 @@ from tandem.spool.schema import TERMINAL
 
 KINDS = ("step", "evaluated", "succeeded", "served")
 """The types of events that become rows, in the order in which one optimizer step can have them."""
+_ALIASES = {"loss": "train/loss", "reward_mean": "train/reward", "held_out_loss": "eval/loss"}
 _POLL_SECONDS = 1.0
-_LISTED = 20
 
 
 class Position(NamedTuple):
@@ -27,7 +27,7 @@ class Position(NamedTuple):
     step: int  # optimizer steps of the run so far
 
     def __str__(self) -> str:
-        return f"{self.created!r},{self.job},{self.seq},{self.step}"
+        return ",".join(map(repr, self)).replace("'", "")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -41,7 +41,7 @@ class Row:
     kind: str  # one of KINDS
     time: float  # Unix seconds
     values: dict[str, float]
-    parameters: dict[str, str | float]  # of the run and the job
+    parameters: dict[str, str]  # of the run and the job
 
 
 class Follower:
@@ -67,12 +67,12 @@ class Follower:
     def _jobs(self) -> list[JobStatus]:
         """The last job that was read, which may have news, and those submitted after it."""
         found: list[JobStatus] = []
-        while page := self._tandem.list_jobs(
-            self._run.name, limit=min(_LISTED + 10 * len(found), 1000), before=found[0].id if found else None
-        ):
-            found = page + found
-            if (page[0].spec.created, page[0].id) < self._from:
+        while not found or (found[0].spec.created, found[0].id) >= self._from:
+            before = found[0].id if found else None
+            page = self._tandem.list_jobs(self._run.name, limit=min(20 + 10 * len(found), 1000), before=before)
+            if not page:
                 break
+            found = page + found
         return [job for job in found if (job.spec.created, job.id) >= self._from]
 
     def _rows(self, job: JobStatus) -> Iterator[Row]:
@@ -80,9 +80,8 @@ class Follower:
         live = self._follow and job.state not in TERMINAL
         for event in self._tandem.events(job.id, seq, math.inf) if live else self._tandem.job_events(job.id, seq):
             if before and before.id != job.id and event.type in ("step", *TERMINAL):
-                self._before = None
-                yield from self._rows(before)  # `served` comes after the terminal event, and before this job's rows
-                before = None
+                last, before, self._before = before, None, None
+                yield from self._rows(last)  # `served` comes after the terminal event, and before this job's rows
             self._seq[job.id] = event.seq
             if event.type in KINDS and (row := self._row(job, event)):
                 yield row
@@ -93,40 +92,37 @@ class Follower:
         step = steps[-1].data["metrics"].get("optimizer_step") if steps else None
         if step is None:
             return None  # the job was trained by a version that did not count them
-        if metrics := event.data.get("metrics"):
-            values = _numbers(metrics)
-            aliases = {"train/loss": "loss", "train/reward": "reward_mean", "eval/loss": "held_out_loss"}
-            values |= {alias: values[name] for alias, name in aliases.items() if name in values}
-        elif event.type == "succeeded":
-            values = _checkpoint(job, events, event)
-        else:
-            values = {f"served/{name}": value for name, value in _numbers(event.data).items()}
-        parameters = _flat(self._run.model_dump(exclude={"schema_version", "created"}))
-        parameters |= _flat(job.spec.model_dump(include={"kind", "loss", "optimizer"}))
-        return Row(Position(job.spec.created, job.id, event.seq, int(step)), event.type, event.time, values, parameters)
+        values = _numbers(event.data.get("metrics") or event.data, "served/" if event.type == "served" else "")
+        values |= {alias: values[name] for name, alias in _ALIASES.items() if name in values}
+        if event.type == "succeeded":
+            values = _numbers(_checkpoint(job, events, event), "checkpoint/")
+        settings = self._run.model_dump(exclude={"created"}) | job.spec.model_dump(
+            include={"kind", "loss", "optimizer"}
+        )
+        position = Position(job.spec.created, job.id, event.seq, int(step))
+        return Row(position, event.type, event.time, values, dict(_flat(settings)))
 
 
-def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, float]:
+def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
     """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and its memory."""
     found = {event.type: event for event in events}  # the last of each type
-    ranks = by_attempt(events)[-1].ranks.values()
+    written, ranks = found["checkpoint"].data, by_attempt(events)[-1].ranks.values()
     peaks = [kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()]
-    values = job.spec.data.model_dump() | {"step": job.spec.base_step + 1, "attempt": end.attempt}
-    values |= {"seconds": end.time - found["claimed"].time, "peak_memory_bytes": max(peaks, default=None)}
-    values |= {"bytes": found["checkpoint"].data.get("bytes"), "write_seconds": found["checkpoint"].data.get("seconds")}
-    return {f"checkpoint/{name}": value for name, value in _numbers(values).items()}
+    return job.spec.data.model_dump() | {
+        "step": job.spec.base_step + 1, "attempt": end.attempt, "seconds": end.time - found["claimed"].time,
+        "bytes": written.get("bytes"), "write_seconds": written.get("seconds"),
+        "peak_memory_bytes": max(peaks, default=None),
+    }  # fmt: skip
 
 
-def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in data.items() if isinstance(value, int | float)}
+def _numbers(data: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {prefix + name: float(value) for name, value in data.items() if isinstance(value, int | float)}
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Nested settings as `optimizer.learning_rate`, without those that are None."""
-    flat: dict[str, str | float] = {}
     for name, value in data.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
-            flat[prefix + name] = value if isinstance(value, str | int | float) else ",".join(map(str, value))
-    return flat
+            yield prefix + name, ",".join(value) if isinstance(value, tuple) else str(value)

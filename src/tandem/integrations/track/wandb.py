@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tandem.client import RunSpec
 from tandem.errors import InvalidInput
-from tandem.track.files import open_alone, optional
-from tandem.track.rows import KINDS, Position, Row
+from tandem.integrations.track.files import open_alone, optional
+from tandem.integrations.track.rows import KINDS, Position, Row
 
 _POSITION = "tandem/position"
-_BLOCK, _HEADER, _WHOLE_OR_LAST = 32768, 7, (1, 4)
+_BLOCK, _HEADER = 32768, 7  # bytes
 
 
 class Wandb:
@@ -27,25 +27,21 @@ class Wandb:
 
     def __init__(self, run: RunSpec, where: str) -> None:
         self._wandb = optional("wandb")
-        self._project, self._name = where or "tandem", run.name
-        self._id = f"{run.name}-{run.created:.0f}"
+        self._project, self._name, self._id = where or "tandem", run.name, f"{run.name}-{run.created:.0f}"
         self._where = Path(os.environ.get("WANDB_DIR") or ".")
         self._lock = open_alone(self._where / "wandb" / f".tandem-{self._id}.lock")
-        number, self.position = 0, None
-        for path in self._where.glob(f"wandb/*run-*-{escape(self._id)}-*/run-*.wandb"):
-            found = _last_position(path)
-            if found and (self.position is None or found > self.position):
-                number, self.position = int(path.stem.rpartition("-")[2]), found
-        self._start(number)
+        files = self._where.glob(f"wandb/*run-*-{escape(self._id)}-*/run-*.wandb")
+        found = [(position, int(path.stem.rpartition("-")[2])) for path in files for position in positions(path)]
+        self.position: Position | None = max(found)[0] if found else None
+        self._start(max(found)[1] if found else 0)
 
     def _start(self, number: int) -> None:
-        self._number, self._parameters = number, dict[str, str | float]()
-        name = f"{self._name} ({number})" if number else self._name
-        settings = self._wandb.Settings(x_disable_stats=True, disable_git=True, console="off", silent=True)
+        self._number, self._parameters = number, dict[str, str]()
         try:
             self._run = self._wandb.init(
-                project=self._project, id=f"{self._id}-{number}", name=name, group=self._name, resume="allow",
-                dir=self._where, settings=settings,
+                project=self._project, id=f"{self._id}-{number}", group=self._name, resume="allow", dir=self._where,
+                name=f"{self._name} ({number})" if number else self._name,
+                settings=self._wandb.Settings(x_disable_stats=True, disable_git=True, console="off", silent=True),
             )  # fmt: skip
         except self._wandb.errors.Error as error:
             problem = f"W&B: {error}; set WANDB_API_KEY, or WANDB_MODE=offline"
@@ -71,30 +67,27 @@ class Wandb:
         self._lock.close()
 
 
-def _last_position(path: Path) -> Position | None:
-    """Of the last row in W&B's file."""
+def records(path: Path) -> Iterator[bytes]:
+    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum, length and kind."""
+    content, record = path.read_bytes(), b""
+    for block in range(0, len(content), _BLOCK):
+        at, end = block or _HEADER, min(block + _BLOCK, len(content))
+        while at + _HEADER <= end:
+            length, kind = struct.unpack_from("<HB", content, at + 4)
+            at += _HEADER + length
+            if not kind or at > end:
+                return
+            record += content[at - length : at]
+            if kind in (1, 4):  # a whole one, or its last part
+                yield record
+                record = b""
+
+
+def positions(path: Path) -> Iterator[Position]:
+    """Of the rows in W&B's file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    position = None
-    for data in _records(path.read_bytes()):
-        for item in Record.FromString(data).history.item:
+    for record in records(path):
+        for item in Record.FromString(record).history.item:
             if _POSITION in (item.key, *item.nested_key):
-                position = Position.parse(json.loads(item.value_json))
-    return position
-
-
-def _records(content: bytes) -> Iterator[bytes]:
-    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum, length and kind."""
-    at, parts = _HEADER, b""
-    while at + _HEADER <= len(content):
-        if (left := _BLOCK - at % _BLOCK) < _HEADER:
-            at += left
-            continue
-        length, kind = struct.unpack_from("<HB", content, at + 4)
-        at += _HEADER + length
-        if not kind or at > len(content):
-            return
-        parts += content[at - length : at]
-        if kind in _WHOLE_OR_LAST:
-            yield parts
-            parts = b""
+                yield Position.parse(json.loads(item.value_json))

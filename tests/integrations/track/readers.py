@@ -7,7 +7,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2 as messages
 
-from tandem.track.wandb import _records
+from tandem.integrations.track.wandb import records
 
 Curve = list[tuple[int, float]]
 MLFLOW = "sqlite:///{directory}/mlflow.db"
@@ -15,7 +15,7 @@ MLFLOW = "sqlite:///{directory}/mlflow.db"
 
 def place(kind: str, directory: Path) -> str:
     """The option `--to` for a tracker in a test's directory."""
-    where = {"tensorboard": directory / "tb", "jsonl": directory / "rows.jsonl", "wandb": "project"}
+    where = {"tensorboard": directory / "tb", "wandb": "project"}
     return f"{kind}:{where.get(kind) or MLFLOW.format(directory=directory)}"
 
 
@@ -40,23 +40,12 @@ def _tensorboard(directory: Path, run: str, metric: str) -> list[Curve]:
     return [[(event.step, round(event.value, 6)) for event in loaded.Scalars(metric)]]
 
 
-def _jsonl(directory: Path, run: str, metric: str) -> list[Curve]:
-    rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
-    kept: dict[int, float] = {}
-    for row in rows:
-        if row["kind"] == "step":
-            kept = {step: value for step, value in kept.items() if step < row["optimizer_step"]}
-        if metric in row:
-            kept[row["optimizer_step"]] = row[metric]
-    return [sorted(kept.items())]
-
-
 def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
     found: dict[str, list[tuple[int, int, float]]] = {}
     paths = (directory / "wandb").glob("offline-run-*/*.wandb")
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         rows = found.setdefault(path.stem, [])
-        for data in _records(path.read_bytes()):
+        for data in records(path):
             record = messages.Record.FromString(data)  # type: ignore[attr-defined]
             items = record.history.item
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
@@ -75,4 +64,4 @@ def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
     return [[(point.step, point.value) for point in history] for history in histories]
 
 
-READERS = {"tensorboard": _tensorboard, "jsonl": _jsonl, "wandb": _wandb, "mlflow": _mlflow}
+READERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

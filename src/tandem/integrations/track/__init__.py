@@ -1,0 +1,74 @@
+"""`tandem track`: a client of the controller that writes a run's metrics to experiment trackers, each step once."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+
+from tandem.client import RunSpec, Tandem
+from tandem.errors import InvalidInput, TandemError
+from tandem.integrations.track.mlflow import Mlflow
+from tandem.integrations.track.rows import Follower, Row
+from tandem.integrations.track.tensorboard import TensorBoard
+from tandem.integrations.track.wandb import Wandb
+
+# A target finds in what it has written where it stopped (`position`), so nothing has to be kept beside it. Before a row
+# takes the place of rows that are there, `rewind` takes these back, or begins a new curve where they can't be replaced.
+Target = TensorBoard | Wandb | Mlflow
+TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+
+
+class TrackerFailed(TandemError):
+    code = "tracker_failed"
+
+
+def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> dict[str, int]:
+    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns their numbers.
+
+    Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with what a tracker said;
+    called again, it goes on where it stopped.
+    """
+    spec = tandem.get_run(run).spec
+    with ExitStack() as stack:
+        targets = {place: stack.enter_context(closing(_target(spec, place))) for place in places}
+        positions = [target.position for target in targets.values() if target.position]
+        start = min(positions) if len(positions) == len(targets) else None
+        written = dict.fromkeys(targets, 0)
+        for row in Follower(tandem, spec, start, follow=follow).rows():
+            for place, target in targets.items():
+                with _telling(place):
+                    written[place] += _write(target, row)
+    return written
+
+
+@contextmanager
+def _telling(place: str) -> Iterator[None]:
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
+
+
+def _target(run: RunSpec, place: str) -> Target:
+    name, _, where = place.partition(":")
+    if name not in TARGETS or not (where or name == "wandb"):
+        known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI"
+        raise InvalidInput(f"{place!r} is no tracker; use one of {known}", field="--to")
+    with _telling(place):
+        return TARGETS[name](run, where)
+
+
+def _write(target: Target, row: Row) -> bool:
+    """Write a row, unless it is there."""
+    last, new = target.position, row.position
+    if last and new[:3] <= last[:3]:
+        return False
+    if last and row.kind == "step" and new.step <= last.step:
+        # After a rollback or a failed job other steps come in their place. A job's next attempt repeats its numbers.
+        if last.job == new.job and not target.replaces:
+            return False
+        target.position = last._replace(step=new.step - 1)
+        target.rewind(new.step)
+    target.write(row)
+    target.position = new
+    return True
