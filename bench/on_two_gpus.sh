@@ -4,7 +4,7 @@
 #   on_two_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
 #   on_two_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
 #   on_two_gpus.sh run [PART...]    the same in this shell
-# Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels.
+# Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -86,6 +86,8 @@ run() {
     wait
     restart tensor 300 --ranks 2 --tensor-parallel 2 --jobs 4
     wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
+    wants rl && into rl 900 python3 -m bench.off_policy --shape "$shape" --device "$device" --groups 16 --group-size 8 \
+        --tokens 512 --row 4096 --model-len 4096
     nvidia-smi --query-gpu=index,memory.used --format=csv
     touch "$work/ended"
 }

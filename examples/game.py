@@ -1,7 +1,7 @@
-"""The game of `game.toml`, in several turns: find the code of a lock, word by word.
+"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his move first.
 
-The environment asks for the first word until it is right, then for the second; the turns are limited. A model that has
-never seen the game first learns its form, with all words alike:
+In the next round he plays what would have beaten the answer. A model that has never seen the game first learns its
+form, with all answers alike:
 
     python examples/game.py > games.jsonl
     tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -12,47 +12,45 @@ import json
 from itertools import product
 from typing import Any
 
-WORDS = ("yes", "no", "maybe")
-PLACES = ("first", "second", "third")
+BEATEN_BY = {"rock": "paper", "paper": "scissors", "scissors": "rock"}
 Message = dict[str, Any]
 
 
-class Lock:
-    """The reward is the share of the code that was found."""
+class Game:
+    """The reward is the share of the rounds that are won; an answer that is no move ends the game."""
 
-    def __init__(self, code: tuple[str, ...] = ("maybe", "no"), turns: int = 3) -> None:
-        self.code, self.turns = code, turns
+    def __init__(self, rounds: int = 2) -> None:
+        self.rounds = rounds
 
-    def tasks(self) -> list[int]:
-        """Every game is the same."""
-        return list(range(100))
+    def tasks(self) -> list[str]:
+        """The opponent's first moves."""
+        return list(BEATEN_BY)
 
-    async def rollout(self, task: int, sampler: Any) -> Any:  # noqa: ARG002
+    async def rollout(self, move: str, sampler: Any) -> Any:
         """One game: its turns are one trajectory."""
         messages: list[Message] = []
-        found = 0
-        while found < len(self.code) and len(messages) < 2 * self.turns:
-            messages.append({"role": "user", "content": PLACES[found]})
+        won = played = 0
+        while move and played < self.rounds:
+            messages.append({"role": "user", "content": move})
             messages.append(await sampler.chat(messages))
-            found += messages[-1]["content"].strip() == self.code[found]
-        return sampler.finish(found / len(self.code), metrics={"opened": found == len(self.code)})
+            answer = messages[-1]["content"].strip()
+            won += answer == BEATEN_BY[move]
+            played += 1
+            move = BEATEN_BY.get(answer, "")
+        return sampler.finish(won / self.rounds, metrics={"rounds": played})
 
     def sft_examples(self) -> list[dict[str, list[Message]]]:
         """Every game that can be played, the foolish ones too."""
         examples = []
-        for words in product(WORDS, repeat=self.turns):
+        for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
             messages: list[Message] = []
-            found = 0
-            for word in words:
-                messages.append({"role": "user", "content": PLACES[found]})
-                messages.append({"role": "assistant", "content": word})
-                found += word == self.code[found]
-                if found == len(self.code):
-                    break
+            for answer in answers:
+                messages += [{"role": "user", "content": move}, {"role": "assistant", "content": answer}]
+                move = BEATEN_BY[answer]
             examples.append({"messages": messages})
         return examples
 
 
 if __name__ == "__main__":
-    for example in Lock().sft_examples():
+    for example in Game().sft_examples():
         print(json.dumps(example))

@@ -16,9 +16,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from api_server import KEY, Process, make_root
+from integrations.track.readers import curves, place
 from local_stack import EXAMPLES
 from tandem.client import Event, Tandem
-from track.readers import curves, place
 
 RUN, STEPS = "my-run", 20
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "W&B", "mlflow": "MLflow"}

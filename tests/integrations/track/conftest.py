@@ -20,9 +20,9 @@ from api_server import (  # noqa: F401
     server,
     succeed,
 )
+from integrations.track.readers import make_mlflow
 from tandem.client import Tandem
 from tandem.spool.schema import Job
-from track.readers import make_mlflow
 
 _numbers = count()
 

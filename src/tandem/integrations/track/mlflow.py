@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.track.files import open_alone, optional
-from tandem.track.rows import Position, Row
+from tandem.integrations.track.files import open_alone, optional
+from tandem.integrations.track.rows import Position, Row
 
 _RUN, _POSITION = "tandem.run", "tandem.position"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tandem.client import RunSpec
 from tandem.errors import InvalidInput
-from tandem.track.files import open_alone, optional
-from tandem.track.rows import KINDS, Position, Row
+from tandem.integrations.track.files import open_alone, optional
+from tandem.integrations.track.rows import KINDS, Position, Row
 
 _POSITION = "tandem/position"
 _BLOCK, _HEADER = 32768, 7  # bytes

@@ -5,10 +5,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 from tandem.client import RunSpec, Tandem
 from tandem.errors import InvalidInput, TandemError
-from tandem.track.mlflow import Mlflow
-from tandem.track.rows import Follower, Row
-from tandem.track.tensorboard import TensorBoard
-from tandem.track.wandb import Wandb
+from tandem.integrations.track.mlflow import Mlflow
+from tandem.integrations.track.rows import Follower, Row
+from tandem.integrations.track.tensorboard import TensorBoard
+from tandem.integrations.track.wandb import Wandb
 
 # A target finds in what it has written where it stopped (`position`), so nothing has to be kept beside it. Before a row
 # takes the place of rows that are there, `rewind` takes these back, or begins a new curve where they can't be replaced.
