@@ -106,6 +106,29 @@ def test_route(server):
         assert (many.status_code, many.json()["error"]["field"]) == (422, "examples")
 
 
+@pytest.mark.parametrize("options", [(), ("--held-out", "0.3")])
+def test_training_names_the_line_that_is_refused(tandem, server, tmp_path, options):
+    """By the controller's checks, and by the template."""
+    for broken, field in (
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "x"}, "messages.0"),
+    ):
+        records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
+        records[12] = {"messages": [broken, {"role": "assistant", "content": "no"}]}
+        records[13] = {"messages": [{"role": "assistant", "content": "nothing was asked"}]}
+        path = tmp_path / "data.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        status, _, err = tandem("train", "sft", "refused", str(path), *options)
+        assert status == 1
+        assert f"data.jsonl line 13: {field}" in err
+        records[12] = records[0]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        status, _, err = tandem("train", "sft", "refused", str(path), *options)
+        assert status == 1
+        assert "data.jsonl line 14: messages.0: the chat template refuses" in err
+    assert tandem("run", "list", "--json")[1].strip() == "[]"
+
+
 def test_without_transformers(file):
     """The client alone has neither; the error names the extra."""
     code = "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check', *sys.argv[1:]]\n"

@@ -7,7 +7,7 @@ run's checkpoints say which jobs have succeeded. Only the slice of one job is in
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -92,13 +92,14 @@ class Chain:
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
             size = max(1, round(config.held_out * len(indices)))
-            self._held_out = [self._data[index][1] for index in indices[:size]]
+            held_out = [self._data[index] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
             others = open_examples(config.held_out, config.format, config.kind)
-            self._held_out = [others[index][1] for index in range(len(others))]
+            held_out = [others[index] for index in range(len(others))]
         else:
-            self._held_out = []
+            held_out = []
+        self._held_out, self._held_out_places = [record for _, record in held_out], [place for place, _ in held_out]
         if not indices:
             raise InvalidInput(f"{config.data} has nothing to train", field="data")
         self._indices = indices
@@ -112,8 +113,8 @@ class Chain:
                   epoch * per_epoch + min(start + config.checkpoint_every, per_epoch))
             for number, (epoch, start) in enumerate((e, s) for e in range(config.epochs) for s in starts)
         ]  # fmt: skip
-        held_out = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
-        content = [config.model_dump_json(exclude={"data", "held_out"}), _digest(Path(config.data)), held_out]
+        held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
+        content = [config.model_dump_json(exclude={"data", "held_out"}), _digest(Path(config.data)), held_out_digest]
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
         self._schedule = Schedule(
@@ -180,7 +181,10 @@ class Chain:
             try:
                 job = tandem.get_job(name)
             except NotFound:
-                return tandem.train(self.config.run, self._request(part, name, start))
+                try:
+                    return tandem.train(self.config.run, self._request(part, name, start))
+                except InvalidInput as error:
+                    raise self._in_file(error, part) from error
             if job.state not in ("failed", "cancelled"):
                 return job
         raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
@@ -200,23 +204,31 @@ class Chain:
         own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}
         return {
             "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
-            self._key: list(self._examples(part)), "held_out": self._held_out if evaluated else [],
+            self._key: [self._data[index][1] for index in self._part(part)],
+            "held_out": self._held_out if evaluated else [],
             "loss": loss.model_dump(),
             "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
             "optimizer": config.optimizer.model_copy(update={"learning_rate": rate, **own}).model_dump(),
             "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
         }  # fmt: skip
 
-    def _examples(self, part: Slice) -> Iterator[dict[str, Any]]:
-        """The examples of a job, in the order of its epoch, drawn from the seed."""
+    def _in_file(self, error: InvalidInput, part: Slice) -> InvalidInput:
+        """A refusal of `examples.17.messages`, with the place in the file instead."""
+        name, index, *rest = [*(error.field or "").split("."), ""]
+        if name not in (self._key, "held_out") or not index.isdigit():
+            return error
+        place = self._held_out_places[int(index)] if name == "held_out" else self._data[self._part(part)[int(index)]][0]
+        return InvalidInput(error.message, field=f"{place}: {'.'.join(rest[:-1])}".removesuffix(": "))
+
+    def _part(self, part: Slice) -> list[int]:
+        """The records of a job, in the order of its epoch, drawn from the seed."""
         if self._order[0] != part.epoch:
             order = list(self._indices)
             random.Random(f"{self.config.seed} {part.epoch}").shuffle(order)
             self._order = (part.epoch, order)
         offset = part.epoch * (self.total // self.config.epochs)
         first, last = ((step - offset) * self.config.batch_size for step in (part.first, part.last))
-        for index in self._order[1][first:last]:
-            yield self._data[index][1]
+        return self._order[1][first:last]
 
 
 def _steps(part: Slice, event: Event) -> int:
