@@ -53,15 +53,9 @@ class TandemBackend:
     """
 
     def __init__(
-        self,
-        url: str | None = None,
-        api_key: str | None = None,
-        *,
-        inference_url: str | None = None,
-        path: str = ".art",
-        sequence_length: int = 2048,
-        **options: Any,
-    ) -> None:
+        self, url: str | None = None, api_key: str | None = None, *, inference_url: str | None = None,
+        path: str = ".art", sequence_length: int = 2048, **options: Any,
+    ) -> None:  # fmt: skip
         self._tandem = AsyncTandem(url, api_key)
         self._key = connection(url, api_key)["headers"].get("Authorization", "Bearer none").removeprefix("Bearer ")
         self._door = (inference_url or os.environ.get("TANDEM_INFERENCE_URL") or "http://127.0.0.1:8000").rstrip("/")
@@ -76,17 +70,15 @@ class TandemBackend:
         model.base_path = self._path
         if not model.trainable:
             return
-        run = _run(model)
         peft = (model._internal_config or {}).get("peft_args") or {}
-        lora = {"rank": peft.get("r"), "alpha": peft.get("lora_alpha"), "targets": peft.get("target_modules")}
-        given = {name: value for name, value in lora.items() if value is not None}
+        names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+        lora = {names[name]: value for name, value in peft.items() if name in names}
         try:
-            status = await self._tandem.get_run(run)
-        except NotFound:
-            status = await self._tandem.create_run(run, base_model=model.base_model, lora=given or None)
-        known = status.spec.lora.model_dump(mode="json")
-        if wrong := [name for name, value in given.items() if value != known[name]]:
-            raise Conflict(f"run {run!r} has {wrong[0]} {known[wrong[0]]}; use another name", field=f"lora.{wrong[0]}")
+            status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora or None)
+        except Conflict:  # it has another shape, for example because it is a fork
+            if lora:
+                raise
+            status = await self._tandem.get_run(_run(model))
         await self._arrived(model, status.newest_step)
 
     async def delete(self, model: Any) -> None:
@@ -117,18 +109,16 @@ class TandemBackend:
     ) -> TrainResult:
         """One job, and one optimizer step over all groups; returns when vLLM serves the new step.
 
-        Takes ART's options (docs/art.md). InvalidInput names one that Tandem can't follow, and a choice that did not
-        come through the rollout door. Without any variance in the rewards nothing is trained.
+        InvalidInput names an option that Tandem can't follow (docs/art.md), and a choice that did not come through the
+        rollout door. Without any variance in the rewards nothing is trained.
         """
-        run = _run(model)
         groups = [
             {"trajectories": [_trajectory(t, f"groups.{g}.trajectories.{i}") for i, t in enumerate(group.trajectories)]}
-            for g, group in enumerate(trajectory_groups)
-            if group.trajectories
+            for g, group in enumerate(group for group in trajectory_groups if group.trajectories)
         ]
         settings = _job_settings(learning_rate, len(groups), self._sequence_length, options)
         try:
-            job = await self._tandem.train_rl(run, groups, wait="served", **(self._options | settings))
+            job = await self._tandem.train_rl(_run(model), groups, wait="served", **(self._options | settings))
         except NothingToLearn:
             return TrainResult(step=await self._get_step(model))
         events = await self._tandem.job_events(job.id)
@@ -160,9 +150,8 @@ class TandemBackend:
 
     async def _arrived(self, model: Any, step: int) -> int:
         """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it may delete."""
-        run = _run(model)
-        await self._tandem.wait_served(run, step)
-        self._served[run] = step
+        await self._tandem.wait_served(_run(model), step)
+        self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
         return step
 
@@ -194,8 +183,7 @@ def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
 
 
 def _example(trajectory: Any) -> dict[str, Any]:
-    tools = {"tools": trajectory.tools} if trajectory.tools else {}
-    return {"messages": trajectory.messages(), **tools}
+    return {"messages": trajectory.messages()} | ({"tools": trajectory.tools} if trajectory.tools else {})
 
 
 def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
@@ -228,7 +216,7 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     if take("precalculate_logprobs", False) or cap:
         loss["old_logprobs"] = "trainer"
     scale = take("normalize_advantages", True) and take("scale_rewards", True)
-    optimizer = {"learning_rate": learning_rate, "batch_size": groups}
+    optimizer = {"learning_rate": learning_rate, "batch_size": max(1, groups)}
     if (adam := take("adam_params", None)) is not None:
         names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
         optimizer |= {name: getattr(adam, name) for name in names if hasattr(adam, name)}
@@ -238,9 +226,5 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     for name, value in options.items():
         if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
             raise InvalidInput(f"Tandem does not have this option of ART ({value!r}); leave it out", field=name)
-    return {
-        "loss": loss,
-        "advantage": {"scale": "group" if scale else "none"},
-        "optimizer": optimizer,
-        "packing": {"sequence_length": rows},
-    }
+    shape = {"optimizer": optimizer, "packing": {"sequence_length": rows}}
+    return {"loss": loss, "advantage": {"scale": "group" if scale else "none"}, **shape}

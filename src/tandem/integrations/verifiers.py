@@ -8,6 +8,7 @@ log-probs are the sampler's own in both.
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -78,22 +79,14 @@ class Environment:
     """
 
     def __init__(
-        self,
-        name: Any,
-        *,
-        tokenizer: str,
-        inference_url: str | None = None,
-        harness: str = "null",
-        renderer: Any = None,
-        sampling: Mapping[str, Any] | None = None,
-        **agent: Any,
-    ) -> None:
+        self, name: Any, *, tokenizer: str, inference_url: str | None = None, harness: str = "null",
+        renderer: Any = None, sampling: Mapping[str, Any] | None = None, **agent: Any,
+    ) -> None:  # fmt: skip
         try:
             import verifiers.v1 as vf
             from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
         except ImportError as error:
-            message = "tandem.integrations.verifiers needs verifiers: pip install 'verifiers>=0.4'"
-            raise ImportError(message) from error
+            raise ImportError("Environment needs the package verifiers: pip install 'verifiers>=0.4'") from error
         options = {"temperature": 1.0, **(sampling or {})}
         if refused := distorting(options):
             raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
@@ -102,13 +95,12 @@ class Environment:
         keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
         client = vf.TrainClientConfig(base_url=f"{url}/rollout/v1", **keys)
         given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
-        self._agent: Callable[[str], Any] = lambda model: vf.Agent(
-            vf.AgentConfig(model=model, client=client, sampling=options, **given)
-        )
+        config = partial(vf.AgentConfig, client=client, sampling=options, **given)
+        self._agent: Callable[[str], Any] = lambda model: vf.Agent(config(model=model))
         self._taskset = load_taskset(taskset_config_type(name)(id=name)) if isinstance(name, str) else name
 
-    def tasks(self) -> Sequence[Any]:
-        return list(self._taskset)
+    def tasks(self) -> Iterable[Any]:
+        return list(self._taskset) if self._taskset.bounded else self._taskset
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
         """One trajectory, sampled from `sampler.model`; TandemError where the rollout fails."""
