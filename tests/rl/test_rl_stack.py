@@ -58,9 +58,11 @@ class Rl:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tandem", "rl", str(self.config)]
+        # A shell that starts the tests in the background has them ignore SIGINT, and so would this process.
         return subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        )  # fmt: skip
 
     def finish(self) -> str:
         """Run it to its end; what it printed."""
