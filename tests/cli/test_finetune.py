@@ -172,3 +172,23 @@ def test_a_broken_configuration_is_refused_with_its_key(tandem, server, name: st
     if key in ("batch_size", "epochs", "seed", "learning_rate", "warmup", "schedule", "lerning_rate"):
         assert "tune.toml, line 3" in err
     assert len(server.spool.jobs.list()) == jobs
+
+
+def test_a_broken_record_is_refused_before_anything_is_made(tandem, server, run: str) -> None:
+    lines = Path("data.jsonl").read_text().splitlines()
+    lines[20] = '{"token_ids": [5, 6], "trainable": [true, true]}'
+    Path("data.jsonl").write_text("\n".join(lines))
+    status, _, err = tandem("train", "sft", run, *ARGUMENTS)
+    assert (status, "line 21" in err, "trainable" in err) == (1, True, True)
+    assert run not in [spec.name for spec in server.spool.runs.list()]
+
+
+def test_rows_may_become_longer_in_mid_training(tandem, server, run: str) -> None:
+    """An example that does not fit is found when its job is made. The settings that help name no job."""
+    with trainer(server, run, 2):
+        status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "12", "--checkpoint-every", "1",
+                                "--sequence-length", "16")  # fmt: skip
+    assert status == 0, err
+    status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "12", "--checkpoint-every", "1",
+                            "--sequence-length", "32", "--too-long", "drop")  # fmt: skip
+    assert (status, "complete" in err) == (1, True)

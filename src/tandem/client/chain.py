@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from tandem.client.clients import Tandem
 from tandem.controller.schemas import JobStatus
-from tandem.data.formats import open_examples
+from tandem.data.formats import Examples, open_examples
 from tandem.data.inputs import Input, PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 from tandem.spool.schema import Event, LoraShape, OptimizerSettings, PreferenceLoss, RunName, Schedule, SFTLoss
@@ -87,7 +87,7 @@ class Chain:
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
-        self._data = open_examples(config.data, config.format, config.kind)
+        self._data = _checked(config.data, config)
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
@@ -95,7 +95,7 @@ class Chain:
             held_out = [self._data[index] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
-            others = open_examples(config.held_out, config.format, config.kind)
+            others = _checked(config.held_out, config)
             held_out = [others[index] for index in range(len(others))]
         else:
             held_out = []
@@ -114,7 +114,9 @@ class Chain:
             for number, (epoch, start) in enumerate((e, s) for e in range(config.epochs) for s in starts)
         ]  # fmt: skip
         held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
-        content = [config.model_dump_json(exclude={"data", "held_out"}), _digest(Path(config.data)), held_out_digest]
+        # What may be changed to go on after a refusal in mid-training names no job.
+        settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long"})
+        content = [settings, _digest(Path(config.data)), held_out_digest]
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
         self._schedule = Schedule(
@@ -236,6 +238,14 @@ def _steps(part: Slice, event: Event) -> int:
     if event.type == "succeeded":
         return part.last
     return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)
+
+
+def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
+    """The file, of which every record has the right shape: none is refused when half of them have trained."""
+    examples = open_examples(path, config.format, config.kind)
+    for index in range(len(examples)):
+        examples.parse(index)
+    return examples
 
 
 def _digest(path: Path) -> str:
