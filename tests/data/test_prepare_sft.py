@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tandem.data.chat_template import _remember_what_is_safe
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch
@@ -191,3 +193,15 @@ def test_refused_naming_the_field(tmp_path: Path, tokenizer_path: str) -> None:
         with pytest.raises(InvalidInput, match=message) as refused:
             run(tmp_path / "a", examples, path, vocab_size)
         assert refused.value.field == field
+
+
+def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:
+    sandbox, plain = ImmutableSandboxedEnvironment(), SandboxedEnvironment
+    objects: list[Any] = ["x", {}, [], (), 1, None, str, len, lambda: 0, (i for i in ()), set(), b"", "".join, type]
+    _remember_what_is_safe()
+    for again in range(2):
+        for value in objects:
+            for name in [*dir(value), "mro", "gi_frame", "append", "update", "unknown", "__globals__"]:
+                safe = plain.is_safe_attribute(sandbox, value, name, None)
+                expected = safe and not modifies_known_mutable(value, name)
+                assert sandbox.is_safe_attribute(value, name, None) == expected, (again, value, name)
