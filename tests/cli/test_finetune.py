@@ -91,6 +91,19 @@ def test_every_example_is_trained_once_per_epoch_in_batches(tandem, server, run)
     assert [job.spec.base_step for job, *_ in worker.seen] == list(range(JOBS))
 
 
+def test_short_epochs_share_a_job(tandem, server, run) -> None:
+    with trainer(server, run, 3) as worker:
+        status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "8", "--epochs", "7",
+                                "--checkpoint-every", "9", "--sequence-length", "16", "--schedule", "linear",
+                                "--warmup", "0")  # fmt: skip
+    assert status == 0, err
+    assert [job.spec.optimizer.epochs for job, *_ in worker.seen] == [3, 3, 1]
+    assert [sum(map(len, batches)) for _, batches, _ in worker.seen] == [EXAMPLES] * 3
+    starts = [job.spec.optimizer.schedule.start for job, *_ in worker.seen]
+    assert starts == [0, 9, 18]
+    assert worker.seen[0][0].spec.optimizer.schedule.total == 21
+
+
 def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(tandem, server, run) -> None:
     with trainer(server, run, 3, failing=(2,)) as first:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)

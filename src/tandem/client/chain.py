@@ -73,10 +73,12 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training, all in one epoch."""
+    """A job of the chain: optimizer steps [first, last) of the whole training, of a part of one epoch or of several
+    whole `epochs` from `epoch` on, which visit the same batches in another order."""
 
     number: int
     epoch: int
+    epochs: int
     first: int
     last: int
 
@@ -107,12 +109,7 @@ class Chain:
         self._order: tuple[int, list[int]] = (-1, [])  # of one epoch
         per_epoch = math.ceil(len(indices) / config.batch_size)
         self.total = config.epochs * per_epoch
-        starts = range(0, per_epoch, config.checkpoint_every)
-        self.slices = [
-            Slice(number, epoch, epoch * per_epoch + start,
-                  epoch * per_epoch + min(start + config.checkpoint_every, per_epoch))
-            for number, (epoch, start) in enumerate((e, s) for e in range(config.epochs) for s in starts)
-        ]  # fmt: skip
+        self.slices = _slices(config.epochs, per_epoch, config.checkpoint_every)
         held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
         # What may be changed to go on after a refusal in mid-training names no job.
         settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long"})
@@ -204,13 +201,14 @@ class Chain:
         rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
         own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}
+        own |= {"epochs": part.epochs, "learning_rate": rate}
         return {
             "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
             self._key: [self._data[index][1] for index in self._part(part)],
             "held_out": self._held_out if evaluated else [],
             "loss": loss.model_dump(),
             "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
-            "optimizer": config.optimizer.model_copy(update={"learning_rate": rate, **own}).model_dump(),
+            "optimizer": config.optimizer.model_copy(update=own).model_dump(),
             "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
         }  # fmt: skip
 
@@ -230,7 +228,23 @@ class Chain:
             self._order = (part.epoch, order)
         offset = part.epoch * (self.total // self.config.epochs)
         first, last = ((step - offset) * self.config.batch_size for step in (part.first, part.last))
-        return self._order[1][first:last]
+        return self._order[1][first:last]  # of several epochs: all
+
+
+def _slices(epochs: int, per_epoch: int, most: int) -> list[Slice]:
+    """The jobs of `epochs` epochs of `per_epoch` optimizer steps, each of `most` steps at most, or else of one epoch's
+    part."""
+    whole = max(1, most // per_epoch)
+    parts = [
+        (epoch, min(whole, epochs - epoch), start)
+        for epoch in range(0, epochs, whole)
+        for start in range(0, per_epoch, most)
+    ]
+    return [
+        Slice(number, epoch, count, epoch * per_epoch + start,
+              epoch * per_epoch + (count * per_epoch if count > 1 else min(start + most, per_epoch)))
+        for number, (epoch, count, start) in enumerate(parts)
+    ]  # fmt: skip
 
 
 def _steps(part: Slice, event: Event) -> int:
