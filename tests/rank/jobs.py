@@ -1,7 +1,7 @@
 """Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, or in two others."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,10 +86,11 @@ def submit_rl(
 
 def submit_sft(
     spool: Spool, run: str = "r", job_id: str = "sft", *, examples: list[SFTExample] | None = None,
-    loss: SFTLoss | None = None, row: int = ROW, **optimizer: Any,
+    loss: SFTLoss | None = None, row: int = ROW, held_out: Sequence[SFTExample] = (), **optimizer: Any,
 ) -> str:  # fmt: skip
     data = random_examples(0) if examples is None else examples
-    pack = partial(prepare_sft, data, tokenizer_path="", vocab_size=VOCAB, packing=PackingSettings(sequence_length=row))
+    pack = partial(prepare_sft, data, held_out=held_out, tokenizer_path="", vocab_size=VOCAB,
+                   packing=PackingSettings(sequence_length=row))  # fmt: skip
     return _submit(spool, SFTJob, run, job_id, pack, loss or SFTLoss(), optimizer)
 
 
