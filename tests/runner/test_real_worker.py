@@ -2,7 +2,7 @@
 
 import pytest
 
-from rank.jobs import make_model, make_run, submit_rl, submit_sft
+from rank.jobs import make_model, make_run, random_examples, submit_rl, submit_sft
 from runner.runner_stack import Stack
 from tandem.client.memory import by_attempt
 from tandem.metrics.metric import PHASES
@@ -22,13 +22,13 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
         make_model(model)
     make_run(stack.spool, model)
     loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
-    jobs = [submit_sft(stack.spool), submit_rl(stack.spool, loss=loss, epochs=2)]
+    jobs = [submit_sft(stack.spool, held_out=random_examples(9, 4)), submit_rl(stack.spool, loss=loss, epochs=2)]
     try:
         stack.start()
         for job_id in jobs:
             state, job = stack.wait(job_id, 400)
             absent = {"rehearsal"} | ({"offload"} if launch != "resident" else set())
-            absent |= {"old_logprobs", "reference"} if job_id == "sft" else set()
+            absent |= {"old_logprobs", "reference"} if job_id == "sft" else {"evaluate"}
             assert (state, job.attempt) == ("succeeded", 1), (job.result, stack.job_log(job_id))
             kinds = stack.kinds(job_id)
             assert {"claimed", "started", "loaded", "step", "checkpoint"} <= set(kinds)
