@@ -96,14 +96,13 @@ def test_pairs_turn_the_answer_round(stack: LocalStack) -> None:
 
 def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    tuned = lines(stack, "sft", "--config", "examples/sft.toml")
+    tuned = lines(stack, "sft", "--config", "examples/sft.toml", "--epochs", "8")
     of_step = [line["held_out_loss"] for line in tuned if "held_out_loss" in line]
-    assert of_step[-1] < 0.35
+    assert of_step[-1] < 0.5 * of_step[0]
     newest = stack.client.get_run("sums").newest_step
     stack.client.fork("sums", newest, "short-sums")
-    turned = lines(stack, "dpo", "--config", "examples/dpo.toml")
+    turned = lines(stack, "dpo", "--config", "examples/dpo.toml", "--epochs", "4")
     assert turned[-1]["held_out_pair_accuracy"] == 1
-    Path(os.environ.get("TANDEM_TEST_CURVES", os.devnull)).write_text(json.dumps({"sft": tuned, "dpo": turned}))
 
 
 def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path: Path) -> None:
