@@ -164,6 +164,7 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
     assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("requests", ["keep", "recompute", "wait"])
 def test_requests_that_run_during_a_swap(
     vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, requests: str
@@ -235,6 +236,7 @@ def test_every_sequence_of_a_request_tells_its_versions(
         assert all(0 < entry["spans"][1][1] < 400 for entry in told)
 
 
+@pytest.mark.sample(1)
 def test_running_requests_that_do_not_end_in_time_are_no_reason_to_refuse_a_step(
     vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
 ) -> None:
