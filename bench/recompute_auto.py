@@ -11,6 +11,7 @@ import argparse
 import gc
 import random
 import time
+from contextlib import suppress
 
 import torch
 
@@ -35,16 +36,31 @@ def step(policy: Policy, row: RowTensors) -> None:
         parameter.grad = None
 
 
-def seconds(policy: Policy, row: RowTensors) -> float:
-    """The fastest of six steps, after two."""
-    times = []
-    for _ in range(8):
-        device.synchronize()
-        begin = time.perf_counter()
-        step(policy, row)
-        device.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[2:])
+def seconds(policy: Policy, row: RowTensors, candidates: dict[str, list[Keep]]) -> dict[str, float]:
+    """Of each candidate's levels, the fastest of six steps, taken in turns; none of those that run out of memory."""
+    times: dict[str, list[float]] = {}
+    for name, levels in candidates.items():
+        keep(policy, levels)
+        with suppress(torch.OutOfMemoryError):
+            step(policy, row)
+            step(policy, row)
+            times[name] = []
+        gc.collect()
+        torch.cuda.empty_cache()
+    for _ in range(6):
+        for name in list(times):
+            keep(policy, candidates[name])
+            try:
+                step(policy, row)  # what the allocator learns after the last candidate is not timed
+                device.synchronize()
+                begin = time.perf_counter()
+                step(policy, row)
+                device.synchronize()
+                times[name].append(time.perf_counter() - begin)
+            except torch.OutOfMemoryError:
+                del times[name]
+            memory.release_cached()
+    return {name: min(of) for name, of in times.items()}
 
 
 def limited(gib: float) -> None:
@@ -53,9 +69,31 @@ def limited(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
 
 
-def levels(policy: Policy, everything: int) -> None:
-    for index, layer in enumerate(policy.gpt.decoder.layers):
-        layer.keep = Keep.ALL if index < everything else Keep.INPUT
+def keep(policy: Policy, levels: list[Keep]) -> None:
+    for layer, level in zip(policy.gpt.decoder.layers, levels, strict=True):
+        layer.keep = level
+
+
+def mixed(everything: int, count: int) -> list[Keep]:
+    return [Keep.ALL] * everything + [Keep.INPUT] * (count - everything)
+
+
+def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
+    """What a job's step runs with, and how often it ran out of memory before (`Training._gradients`). Raises
+    OutOfMemoryError where a job ends so."""
+    recompute.fit(policy, row)
+    lowered = 0
+    while True:
+        try:
+            step(policy, row)
+            return [layer.keep for layer in policy.gpt.decoder.layers], lowered
+        except torch.OutOfMemoryError:
+            if not recompute.lower(policy):
+                raise
+            lowered += 1
+        for parameter in policy.lora_parameters().values():
+            parameter.grad = None
+        memory.release_cached()
 
 
 def case(draw: random.Random) -> dict[str, object]:
@@ -87,7 +125,7 @@ def case(draw: random.Random) -> dict[str, object]:
     count, needs = len(policy.gpt.decoder.layers), {}
     limited(1000)
     for name, everything in (("full", 0), ("none", count)):
-        levels(policy, everything)
+        keep(policy, mixed(everything, count))
         step(policy, row)
         memory.reset_peaks()
         step(policy, row)
@@ -95,25 +133,20 @@ def case(draw: random.Random) -> dict[str, object]:
     least = needs["full"] * 1.05 + 1  # the allocator's gaps
     limit = draw.uniform(least, max(least, needs["none"] * 1.2 + 2))
     limited(limit)
-    fixed = {}
-    for eighth in range(9):
-        levels(policy, count * eighth // 8)
-        try:
-            fixed[eighth] = seconds(policy, row)
-        except torch.OutOfMemoryError:
-            break
-        finally:
-            torch.cuda.empty_cache()
-    chosen, out_of_memory, auto = recompute.fit(policy, row), False, float("nan")
+    candidates = {f"{eighth}/8": mixed(count * eighth // 8, count) for eighth in range(9)}
+    lowered, out_of_memory = 0, False
     try:
-        auto = seconds(policy, row)
+        candidates["auto"], lowered = chosen_levels(policy, row)
     except torch.OutOfMemoryError:
         out_of_memory = True
+    torch.cuda.empty_cache()
+    times = seconds(policy, row, candidates)
+    auto, best = times.pop("auto", float("nan")), min(times.values())
     return {
         "model": config["model_type"], "hidden": hidden, "layers": count, "row": length, "rank": lora.rank,
         "targets": len(targets), "full GiB": needs["full"], "none GiB": needs["none"], "limit GiB": limit,
-        "keep all": sum(level is Keep.ALL for level in chosen), "out of memory": out_of_memory, "auto s": auto,
-        "best fixed s": min(fixed.values()), "auto / best": auto / min(fixed.values()),
+        "keep all": sum(level is Keep.ALL for level in candidates.get("auto", [])), "lowered": lowered,
+        "out of memory": out_of_memory, "auto s": auto, "best fixed s": best, "auto / best": auto / best,
     }  # fmt: skip
 
 

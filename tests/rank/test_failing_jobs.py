@@ -16,6 +16,8 @@ from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
+from tandem.model.layer.blocks import Keep
+from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss
 from tandem.trainer.rank import checkpoint, model_loader, session, worker
@@ -180,6 +182,33 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
     assert "Tried to allocate" in error.message
     beat = spool.jobs.beats("sft", 1)[0]
     assert (beat.phase, beat.step) == ("out of memory", 1)
+
+
+def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(spool: Spool, monkeypatch) -> None:
+    """Its checkpoint has the same bytes. Layers that keep nothing can't be helped."""
+    original, levels = Policy.forward, list[list[Keep]]()
+
+    def small(policy, *arguments, **options):
+        levels.append([layer.keep for layer in policy.gpt.decoder.layers])
+        outputs = original(policy, *arguments, **options)
+        if torch.is_grad_enabled() and sum(levels[-1]) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return outputs
+
+    room = 1000
+    monkeypatch.setattr(Policy, "forward", small)
+    expected = (jobs.run_here(spool, jobs.submit_sft(spool, epochs=2)) / WEIGHTS_FILE).read_bytes()
+    assert {max(row) for row in levels} == {Keep.ALL}
+    spool.checkpoints.rollback("r", 0)
+    room = 1
+    again = jobs.run_here(spool, jobs.submit_sft(spool, epochs=2, job_id="again"))
+    assert (again / WEIGHTS_FILE).read_bytes() == expected
+    assert sum(levels[-1]) == 1
+    spool.checkpoints.rollback("r", 0)
+    room = -1
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, epochs=2, job_id="never"))
+    assert (error.type, error.retriable) == ("oom", True)
+    assert sum(levels[-1]) == 0
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, checkpoint.OPTIMIZER_FILE])

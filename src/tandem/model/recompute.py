@@ -44,6 +44,22 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     return levels
 
 
+def lower(policy: Policy) -> bool:
+    """After the memory ran out: halve the number of layers that keep more than their input, the fullest ones first to
+    their attention block alone. False if there are none, or if other ranks share this rank's layers: they would wait
+    for it in a collective.
+    """
+    layers = policy.gpt.decoder.layers
+    if parallel.model_parallel_group().size() > 1:
+        return False
+    for level in (Keep.ALL, Keep.ATTENTION):
+        if kept := [layer for layer in layers if layer.keep == level]:
+            for layer in kept[len(kept) // 2 :]:
+                layer.keep = Keep(level - 1)
+            return True
+    return False
+
+
 def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
     """As many layers as possible keep everything, and as many of the others as possible their attention block.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model import recompute
+from tandem.model.device import memory
 from tandem.model.parallel import Topology, data_parallel_group
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
@@ -62,6 +63,7 @@ class Training:
         self._reference_logprobs: dict[int, Tensor] = {}
         self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
+        self._fitted = False
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
@@ -136,7 +138,7 @@ class Training:
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
-            sums, maxima = self._micro_steps(step, denominator)
+            sums, maxima = self._gradients(step, denominator)
         with phases.phase("optimizer"):
             optimizer.reduce_gradients()
             norm = optimizer.gradient_norm()
@@ -173,6 +175,18 @@ class Training:
         return {"off_policy_steps_max": float(base - data.policy_step_min),
                 "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip
 
+    def _gradients(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`_micro_steps`. If the device's memory runs out, they begin again with layers that keep less, to the same bits."""
+        while True:
+            try:
+                return self._micro_steps(step, denominator)
+            except torch.OutOfMemoryError:
+                if not (self._fitted and recompute.lower(self.policy)):
+                    raise
+            # Outside of `except`, whose error holds the tensors of the frames that it left.
+            self.optimizer.zero_grad()
+            memory.release_cached()
+
     def _micro_steps(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
@@ -180,7 +194,7 @@ class Training:
         for index, counts in self.plan.micro_steps(step, self.topology.dp_rank):
             self.phases.announce("forward_backward")
             if self.fit:
-                self.fit = False
+                self.fit, self._fitted = False, True
                 recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
             output = self._loss(self.batch.row(index), denominator if counts else None)
             output.loss.backward()
