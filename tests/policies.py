@@ -85,3 +85,22 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"
         error = ((actual[name] - value).norm() / value.norm()).item()
         assert error <= relative, f"{name}: relative difference {error:.2e}"
+
+
+def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str, torch.Tensor]:
+    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's tensors."""
+    weights = dict(model.named_parameters())
+    for key in (key for key in adapter if "lora_A" in key):
+        path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = lora.alpha / lora.rank * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
+        if ".experts." not in path:
+            weights[path + ".weight"] = weights[path + ".weight"] + delta
+            continue
+        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj [experts, hidden, in]
+        block, expert, projection = path.rsplit(".", 2)
+        name = f"{block}.down_proj" if projection == "down_proj" else f"{block}.gate_up_proj"
+        first = len(delta) if projection == "up_proj" else 0
+        whole_delta = torch.zeros_like(weights[name])
+        whole_delta[int(expert), first : first + len(delta)] = delta
+        weights[name] = weights[name] + whole_delta
+    return weights

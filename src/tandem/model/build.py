@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.families.arch import Arch
+from tandem.families.arch import Arch, LinearScaling, RopeScaling
 from tandem.families.topology import Sizes, check
 from tandem.model import device, mcore, parallel
 from tandem.model.experts import Experts
@@ -85,7 +85,9 @@ def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: Ada
         arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
         getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
     )  # fmt: skip
-    layer.blocks = [AttentionBlock(layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads)]
+    windowed = arch.window is not None and arch.window.layers[index]
+    linears = attention.linear_qkv, attention.linear_proj
+    layer.blocks = [AttentionBlock(layer.input_layernorm, *linears, heads, windowed=windowed)]
     if arch.moe:
         mlp.experts.add_adapters(lora, switch)
         layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
@@ -138,16 +140,24 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
-    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32 [head_dim / 2].
+    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32
+    [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the second.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
     original / high_freq_factor stay, and between them the two are blended.
     """
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-    frequencies = 1.0 / arch.rope_theta**exponents
-    scaling = arch.rope_scaling
+    frequencies = _scaled(1.0 / arch.rope_theta**exponents, arch.rope_scaling)
+    if arch.window is None or arch.window.rope_theta is None:
+        return frequencies[None]
+    return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | None) -> torch.Tensor:
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)

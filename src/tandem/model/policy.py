@@ -221,8 +221,10 @@ class Policy(nn.Module):
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
-        rotations = rotation(row.positions, self._inv_freq, embedded.dtype)
-        params = tree_params(row.subtree_end, self.attention_kernel, rotations)
+        rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
+        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0])
+        if (window := self.arch.window) is not None:
+            params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens)
         params.experts = row.slot_experts
         return {"hidden_states": embedded, "attention_mask": None, "packed_seq_params": params}
 
