@@ -66,6 +66,11 @@ class Sizes:
         return self.expert_tensor * self.expert
 
     @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks than those of the data dimension hold the same part of the same experts."""
+        return self.experts > 1 or self.tensor > 1
+
+    @property
     def expert_data(self) -> int:
         """Ranks that hold the same part of the same experts."""
         return self.stage // self.experts
@@ -118,10 +123,7 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ):
         if size % sizes.tensor:
             return "tensor_parallel", f"{size} {parts} don't divide over {ranks}"
-    for name, number in (
-        ("context", sizes.context), ("pipeline", sizes.pipeline), ("expert", sizes.expert),
-        ("expert_tensor", sizes.expert_tensor), ("sequence", sizes.sequence + 1),
-    ):  # fmt: skip
+    for name, number in (("context", sizes.context), ("pipeline", sizes.pipeline)):
         if number > 1:
             return f"{name}_parallel", f"{name} parallelism (TANDEM_{name.upper()}_PARALLEL={number}) is not built"
     if sizes.sequence and sizes.tensor == 1:

@@ -133,6 +133,25 @@ def all_reduce(
         dist.all_reduce(tensor, op=op, group=group)
 
 
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's [n, ...] one after the other, by rank. All have the same shape."""
+    if group.size() == 1:
+        return tensor
+    whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+    return whole
+
+
+def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Of every rank's [ranks * n, ...] this rank's n, summed over the ranks in their order, so that two runs have the
+    same bits."""
+    if group.size() == 1:
+        return tensor
+    parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, tensor.contiguous(), group=group)
+    return parts.view(group.size(), -1, *tensor.shape[1:]).sum(0)
+
+
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value`, by rank; pickled, through host memory. A collective of the group (default: all ranks)."""
     values = [value] * dist.get_world_size(group)

@@ -20,7 +20,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a training step. On the
-    CPU everything is kept. A collective of the tensor-parallel ranks, which choose the same.
+    CPU everything is kept. A collective of all ranks, which choose the same.
     """
     layers = policy.gpt.decoder.layers
     if device.is_cuda():
@@ -35,8 +35,8 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
         levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
-    agreed = torch.tensor(levels, device=device.device())
-    parallel.all_reduce(agreed, dist.ReduceOp.MIN, policy.topology.tensor)
+    agreed = torch.tensor(levels, device="cpu")
+    parallel.all_reduce(agreed, dist.ReduceOp.MIN)
     levels = [Keep(level) for level in agreed.tolist()]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level

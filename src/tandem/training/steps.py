@@ -102,10 +102,11 @@ class Training:
         names = ["loss", "items", "pairs", "accuracy", "margin"]
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
         with self.phases.phase("evaluate"):
-            for index in self.plan.own_held_out(self.topology.place.data):
+            for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
                 of_row = self._loss(self.batch.row(index), denominator).sums
-                sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
+                if counts:
+                    sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
             totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         found = {"loss": totals["loss"], "tokens": totals["items"]}
         if totals["pairs"]:
@@ -116,10 +117,19 @@ class Training:
         """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
         with self.phases.phase(phase), policy, torch.no_grad():
-            for row in self.plan.visited_rows(self.topology.place.data):
+            for row, _ in self._passes(self.plan.visited_rows):
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
+
+    def _passes(self, rows_of: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
+        """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one another, all have equally
+        many: more are of rank 0's first row, with False."""
+        own, sizes = [(row, True) for row in rows_of(self.topology.place.data)], self.topology.sizes
+        if sizes.experts == 1:
+            return own
+        most = max(len(rows_of(rank)) for rank in range(sizes.data))
+        return own + [(rows_of(0)[0], False)] * (most - len(own))
 
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""

@@ -82,7 +82,7 @@ class AttentionBlock(Block):
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
                 kept.tensors |= {"qkv": qkv} | named("qkv_inner", inner)
-        y, inner = self._proj(_flat(output.detach(), len(x)), x)
+        y, inner = self._proj(_flat(output.detach(), self._slots(x)), x)
         if keep is not None:
             kept.tensors |= named("proj_inner", inner)
         return y, kept
@@ -90,7 +90,7 @@ class AttentionBlock(Block):
     def output_again(self, kept: Kept) -> torch.Tensor:
         """What `forward` returned."""
         assert kept.x is not None
-        y: torch.Tensor = self._proj(_flat(kept.tensors["output"].detach(), len(kept.x)), kept.x)[0]
+        y: torch.Tensor = self._proj(_flat(kept.tensors["output"].detach(), self._slots(kept.x)), kept.x)[0]
         return y
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -100,14 +100,14 @@ class AttentionBlock(Block):
         assert graph is not None
         of_output, of_inner = self._proj.input_gradient(gradient)
         inner = kept.tensors.pop("proj_inner", None)
-        of_proj = self._proj.adapter_gradients(gradient, of_inner, _flat(output.detach(), len(x)), inner)
+        of_proj = self._proj.adapter_gradients(gradient, of_inner, _flat(output.detach(), self._slots(x)), inner)
         normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
         else:
             qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
-        of_heads = graph.gradients(output, _padded(of_output.view(len(x), *output.shape[1:]), len(output)))
+        of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._shape, *_rotation(row))
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
         of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
@@ -120,6 +120,10 @@ class AttentionBlock(Block):
             return row
         assert row.windowed is not None
         return row.windowed
+
+    def _slots(self, x: torch.Tensor) -> int:
+        """Of the row, of which `x` has this rank's part."""
+        return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
         """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""

@@ -1,7 +1,12 @@
 """The block of a decoder layer that is a mixture of experts; see `blocks.py`.
 
 Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would differ from run to
-run. Here every sum has a fixed order, and nothing waits for the device.
+run. Here every sum has a fixed order.
+
+The ranks that the experts are cut over (EP, ETP) gather their tokens and what their routers chose; each computes its
+own experts' rows of all tokens, and sends each token's sum to the token's rank. With k experts per token that is less
+traffic than sending each token to each expert's rank, as long as there are at most k such ranks. Without expert
+parallelism nothing waits for the device; with it the host waits for one number, how many rows this rank has.
 """
 
 from dataclasses import dataclass
@@ -9,9 +14,10 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from tandem.families.arch import MoE
+from tandem.model import parallel
 from tandem.model.attention import TreeParams
 from tandem.model.experts import Experts
 from tandem.model.layer import kernels
@@ -25,10 +31,11 @@ class Routing:
     probs: torch.Tensor  # fp32 [S, k], of each token's experts
     experts: torch.Tensor  # int64 [S, k]
     all_probs: torch.Tensor | None  # fp32 [S, experts], where those of the chosen don't sum to 1
-    token: torch.Tensor  # int64 [S * k], each row's
-    row: torch.Tensor  # int64 [S, k], each token's
-    row_probs: torch.Tensor  # fp32 [S * k], each row's of `probs`
-    ends: torch.Tensor  # int32 [experts], one past each expert's last row
+    # Of this rank's N rows, which are of the tokens of all ranks that the experts are cut over. Alone N is S * k.
+    token: torch.Tensor  # int64 [N], each row's
+    row: torch.Tensor  # int64 [all S, k], each token's; N: another rank has it
+    row_probs: torch.Tensor  # fp32 [N], each row's of `probs`
+    ends: torch.Tensor  # int32 [experts of this rank], one past each expert's last row
 
 
 class MoeBlock(Block):
@@ -39,6 +46,8 @@ class MoeBlock(Block):
         as in transformers and vLLM. `layer`: 0, 1, ..."""
         super().__init__(norm)
         self._router, self._experts, self._shape, self._layer = router, experts, shape, layer
+        self._topology = parallel.current()
+        self._group = self._topology.experts
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
@@ -48,14 +57,15 @@ class MoeBlock(Block):
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
-        gate_up, inner = self._experts.product("gate_up", normalised[routing.token], routing.ends)
+        tokens = parallel.gather(normalised, self._group)
+        gate_up, inner = self._experts.product("gate_up", tokens[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
         scaled = kernels.expert_swiglu(gate_up, routing.row_probs)
         output, down_inner = self._experts.product("down", scaled, routing.ends)
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
-        return kernels.sum_rows(output, routing.row, x), kept
+        return self._sum(output, routing, x), kept
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
@@ -63,12 +73,12 @@ class MoeBlock(Block):
         assert x is not None
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
-        ends, rows = routing.ends, normalised[routing.token]
+        ends, rows = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
             gate_up, inner = experts.product("gate_up", rows, ends)
-        of_output = gradient[routing.token]
+        of_output = parallel.gather(gradient, self._group)[routing.token]
         of_scaled, of_inner = experts.input_gradient("down", of_output, ends)
         of_gate_up, scaled, of_probs = kernels.expert_swiglu_backward(of_scaled, gate_up, routing.row_probs)
         down_inner = kept.tensors.pop("down_inner", None)
@@ -77,8 +87,11 @@ class MoeBlock(Block):
         of_rows, of_inner = experts.input_gradient("gate_up", of_gate_up, ends)
         of_parameters = [*experts.adapter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
         del of_gate_up, rows
-        of_logits = self._logits_gradient(routing, of_probs[routing.row])
-        of_normalised = kernels.sum_rows(of_rows, routing.row, of_logits.to(x.dtype) @ self._router)
+        if self._group.size() > 1:
+            of_probs = pad(of_probs, (0, 1))
+        of_probs = parallel.scatter_sum(of_probs[routing.row], self._group)
+        of_logits = self._logits_gradient(routing, of_probs)
+        of_normalised = self._sum(of_rows, routing, of_logits.to(x.dtype) @ self._router)
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
     def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:
@@ -94,11 +107,28 @@ class MoeBlock(Block):
             probs = scores.gather(-1, chosen)
         if all_probs is None:  # a softmax over the chosen logits
             probs = probs.softmax(-1)
-        ordered, pairs = chosen.view(-1).sort(stable=True)
-        row = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        of_tokens, row_probs = parallel.gather(chosen, self._group), parallel.gather(probs, self._group)
+        ordered, pairs = of_tokens.view(-1).sort(stable=True)
         ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)
-        row_probs = probs.view(-1)[pairs]
-        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(chosen), row_probs, ends.to(torch.int32))
+        row = torch.full_like(pairs, 0)
+        if (parts := self._topology.sizes.expert) > 1:
+            mine = experts // parts
+            first = self._topology.place.expert * mine
+            ends = pad(ends, (1, 0))[first : first + mine + 1]
+            begin, end = ends[[0, -1]].tolist()  # waits for the device
+            pairs, ends = pairs[begin:end], ends[1:] - begin
+            row += end - begin
+        row.scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        row_probs = row_probs.view(-1)[pairs]
+        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(of_tokens), row_probs, ends.to(torch.int32))
+
+    def _sum(self, rows: torch.Tensor, routing: Routing, plus: torch.Tensor) -> torch.Tensor:
+        """Each of this rank's tokens' rows, wherever they are, plus `plus` [S, features]."""
+        if self._group.size() == 1:
+            return kernels.sum_rows(rows, routing.row, plus)
+        rows = pad(rows, (0, 0, 0, 1))  # for the rows that other ranks have
+        own = kernels.sum_rows(rows, routing.row, rows.new_zeros(len(routing.row), rows.shape[1]))
+        return plus + parallel.scatter_sum(own, self._group)
 
     def _logits_gradient(self, routing: Routing, of_probs: torch.Tensor) -> torch.Tensor:
         """[S, experts] from the gradient of the chosen experts' probabilities [S, k], both fp32."""
