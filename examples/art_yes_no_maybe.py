@@ -13,7 +13,7 @@ from itertools import cycle
 import art
 from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
 
-from tandem.integrations.art import TandemBackend
+from tandem.client.art import TandemBackend
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 QUESTIONS = ["Is the sky blue?", "Is water wet?", "Do cats like rain?", "Will it snow today?"]

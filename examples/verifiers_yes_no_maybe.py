@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 from tandem.client import AsyncTandem
-from tandem.integrations.verifiers import Environment
+from tandem.client.verifiers import Environment
 
 __all__ = ["YesNoMaybe"]  # so this module is a taskset by its name, for `tandem rl` too
 

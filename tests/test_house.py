@@ -49,8 +49,8 @@ def test_a_room_imports_only_what_the_architecture_allows(room):
     [
         ("tandem.client", ["torch", "vllm", "transformers", "numpy", "fastapi", "safetensors", "openai"]),
         ("tandem.cli", ["torch", "vllm", "transformers", "numpy"]),
-        ("tandem.integrations.track", ["torch", "vllm", "transformers", "numpy", "wandb", "mlflow", "tensorboard"]),
-        ("tandem.rl.loop", ["torch", "vllm", "transformers", "numpy", "fastapi", "openai"]),
+        ("tandem.client.track", ["torch", "vllm", "transformers", "numpy", "wandb", "mlflow", "tensorboard"]),
+        ("tandem.client.rl.loop", ["torch", "vllm", "transformers", "numpy", "fastapi", "openai"]),
         ("tandem.controller.app", ["torch", "vllm"]),
         ("tandem.trainer.runner.loop", ["torch", "vllm", "transformers"]),
         ("tandem.inference.publisher.publisher", ["torch", "vllm", "transformers"]),
@@ -69,7 +69,7 @@ def test_light_programs_stay_light(module, forbidden):
 def test_every_package_has_a_rule():
     packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert packages == set(MAY_IMPORT)
-    assert len(packages) <= 16
+    assert len(packages) <= 14
     assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "config.py"}
 
 

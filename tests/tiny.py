@@ -33,11 +33,14 @@ MERGED_SIZES: dict[str, dict[str, Any]] = {
 """By family, what tests of merged weights change of `SHAPE`."""
 
 
-def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
+def write_random_model(
+    directory: Path, *, family: str = "qwen3", seed: int = 0, spread: float = 2.5, **config: Any
+) -> Path:
     """A random fp32 model of `family` (a model_type, see `PREFIXES`) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
-    biases are random too, and weights are larger than at initialisation, so that a wrong one shows in the logits.
+    biases are random too, and weights are larger than at initialisation, `spread` times what keeps a layer's output as
+    large as its input, so that a wrong one shows in the logits.
     """
     import torch
     import transformers
@@ -60,7 +63,7 @@ def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0,
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.3)
                 else:
-                    parameter.normal_(0.0, 2.5 * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
+                    parameter.normal_(0.0, spread * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
     return directory

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tandem.client.verifiers import outputs_to_groups, trace_to_trajectory
 from tandem.data.inputs import Trajectory
 from tandem.errors import InvalidInput
-from tandem.integrations.verifiers import outputs_to_groups, trace_to_trajectory
 
 
 def branch(ids: list[int], sampled: list[int], *, trainable: bool = True) -> SimpleNamespace:

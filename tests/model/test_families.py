@@ -11,7 +11,7 @@ from tandem.families.adapter import lora_modules
 from tandem.families.arch import Arch, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.weight_rules import check_cut
+from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
 from tiny import MOE, PREFIXES, SHAPE, write_random_model
 
@@ -70,15 +70,25 @@ MEANING = {
     "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
     "hidden_act": lambda arch, hf: hf.hidden_act == "silu",
     "decoder_sparse_step": lambda arch, hf: getattr(hf, "decoder_sparse_step", 1) == 1,
-    "sliding_window": lambda arch, hf: getattr(hf, "sliding_window", None) is None,
-    "use_sliding_window": lambda arch, hf: not getattr(hf, "use_sliding_window", False),
-    "layer_types": lambda arch, hf: set(getattr(hf, "layer_types", [])) <= {"full_attention"},
+    "sliding_window": lambda arch, hf: arch.window is None or arch.window.tokens == hf.sliding_window,
+    "use_sliding_window": lambda arch, hf: (arch.window is None) == (windowed(hf, arch) == []),
+    "layer_types": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "max_window_layers": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
     **{
         key: lambda arch, hf, key=key: not getattr(hf, key, None)
         for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers", "n_shared_experts",
                     "shared_expert_intermediate_size", "num_shared_experts")
     },
 }  # fmt: skip
+
+
+def windowed(hf: Any, arch: Arch) -> list[bool]:
+    """Which layers have a window in transformers' config `hf`; empty: none."""
+    if getattr(hf, "sliding_window", None) is None:
+        return []
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * arch.num_layers
+    chosen = [kind == "sliding_attention" for kind in kinds]
+    return chosen if any(chosen) else []
 
 
 class Recorded(dict[str, Any]):
@@ -107,10 +117,6 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     from vllm.transformers_utils.config import get_config
 
     config = {"model_type": family, **REQUIRED}
-    if getattr(theirs(config), "sliding_window", None) is not None:  # Mistral
-        with pytest.raises(UnknownArchitecture, match="sliding-window"):
-            arch_from_config(config)
-        config["sliding_window"] = None
     assert differing(config, theirs(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
@@ -120,11 +126,18 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_window_in_use_whose_size_is_left_out_is_refused(family):
-    config = {"model_type": family, **REQUIRED, "use_sliding_window": True}
-    assert theirs(config).sliding_window == 4096
-    with pytest.raises(UnknownArchitecture, match="sliding-window"):
-        arch_from_config(config)
+@pytest.mark.parametrize("change", [{}, {"max_window_layers": 1}, {"sliding_window": 64, "max_window_layers": 0}])
+def test_a_window_is_in_the_layers_that_transformers_says(family, change):
+    config = {"model_type": family, **REQUIRED, "use_sliding_window": True, **change}
+    assert differing(config, theirs(config)) == []
+    named = {**config, "layer_types": ["sliding_attention", "full_attention"]}
+    if family == "qwen3_moe":  # all its layers have the window
+        with pytest.raises(UnknownArchitecture, match="layer_types"):
+            arch_from_config(named)
+    else:
+        assert arch_from_config(named).window.layers == (True, False)
+        with pytest.raises(InvalidInput, match="3 entries for 2 layers"):
+            arch_from_config({**named, "layer_types": ["full_attention"] * 3})
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
@@ -139,11 +152,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     ("change", "says"),
     [
         ({"attention_bias": True}, "biases on attention"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, "sliding-window"),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"model_type": "llama", "sliding_window": 4096}, "sliding-window"),  # vLLM has a window then
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),
         ({"partial_rotary_factor": 0.5}, "a part of each head"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -217,10 +229,10 @@ def test_a_mixture_of_experts():
         (QWEN3, 4, "2 key/value heads"),
         ({**QWEN3, "intermediate_size": 49}, 2, "49 MLP features"),
         ({**QWEN3, "vocab_size": 261}, 2, "261 vocabulary entries"),
-        (QWEN3_MOE, 2, "TANDEM_TENSOR_PARALLEL=1"),
+        (QWEN3_MOE, 2, "TANDEM_SEQUENCE_PARALLEL=1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(config, tp, says):
-    check_cut(arch_from_config(config), 1)
+    check(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput, match=says):
-        check_cut(arch_from_config(config), tp)
+        check(arch_from_config(config), Sizes(tensor=tp))

@@ -15,7 +15,7 @@ from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Kept, Memory, Training, memory
 from tandem.families.plan import describe, plan
 from tandem.families.registry import arch_from_config, read_arch
-from tandem.families.topology import Sizes
+from tandem.families.topology import Sizes, problem
 from tandem.model import logprobs, recompute
 from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import LORA_TARGETS, LoraShape
@@ -145,7 +145,22 @@ def test_the_recommended_topology_fits_and_is_the_fastest():
     assert small.recommended.sizes.tensor > 1
     assert all(one.total < 16 * GIB for one in small.candidates if one.levels is not None)
     assert any(one.levels is None for one in small.candidates)
-    assert describe(plan(training("qwen3-30b-a3b"), 2, 60 * GIB).recommended.sizes) == "EP=2 DP=2"
+    for made in (plan(training("qwen3-8b"), 4, 80 * GIB), small):
+        assert all(problem(ARCHS["qwen3-8b"], one.sizes) is None for one in made.candidates)
+
+
+def test_what_the_trainer_builds_later_can_be_planned_already(monkeypatch):
+    """Also cuts that `topology.problem` refuses today; each rank then has less of the model."""
+    monkeypatch.setattr("tandem.families.plan.problem", lambda _arch, _sizes: None)
+    made = plan(training("qwen3-30b-a3b"), 8, 60 * GIB)
+    by_name = {describe(one.sizes): one for one in made.candidates}
+    assert made.recommended.levels is not None
+    assert by_name["DP=8"].levels is None
+    for name in ("EP=2 DP=8", "TP=2+SP EP=4 DP=4", "PP=2 DP=4", "CP=2 EP=4 DP=4", "TP=2+SP ETP=2 DP=4"):
+        one = by_name[name]
+        assert one.total < by_name["DP=8"].total, name
+        assert 0 < one.tokens_per_second < 8 * 14200 or one.levels is None
+        assert not one.measured
 
 
 def test_what_can_not_be_planned_is_refused():

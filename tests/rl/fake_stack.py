@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from tandem.client import Trajectory
+from tandem.client.rl import environment
+from tandem.client.rl.config import Config
+from tandem.client.rl.loop import Loop
+from tandem.client.rl.record import Record
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NothingToLearn
-from tandem.rl import environment
-from tandem.rl.config import Config
-from tandem.rl.loop import Loop
-from tandem.rl.record import Record
 from tandem.spool.schema import Event, LoraShape
 
 RUN = "fake"

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from tandem.client.rl.config import Config, EnvironmentSection, RLSection
+from tandem.client.rl.environment import Environment, Tasks
+from tandem.client.rl.sampler import Sampler
 from tandem.client.toml_file import read_toml
 from tandem.errors import InvalidInput
-from tandem.rl.config import Config, EnvironmentSection, RLSection
-from tandem.rl.environment import Environment, Tasks
-from tandem.rl.sampler import Sampler
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = """[run]
@@ -144,7 +144,7 @@ def test_verifiers_is_an_environment_of_the_integrations(monkeypatch: pytest.Mon
     section = EnvironmentSection(use="verifiers:owner/name@1.0", arguments={"tokenizer": "d"})
     with pytest.raises(InvalidInput, match="pip install 'verifiers"):
         Environment(section, 0, "e")
-    monkeypatch.setattr("tandem.integrations.verifiers.Environment", Taskset)
+    monkeypatch.setattr("tandem.client.verifiers.Environment", Taskset)
     assert Environment(section, 0, "e").tasks[0] == "task"
     assert made == {"name": "owner/name@1.0", "tokenizer": "d"}
 

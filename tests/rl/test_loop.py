@@ -12,10 +12,10 @@ from rich.console import Console
 
 from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
 from tandem.client import Trajectory
+from tandem.client.rl import loop as loops
+from tandem.client.rl import state as states
+from tandem.client.rl.view import panel, text_line
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
-from tandem.rl import loop as loops
-from tandem.rl import state as states
-from tandem.rl.view import panel, text_line
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

@@ -69,16 +69,15 @@ def _rendered(data: dict[str, Any], best: Memory) -> object:
     rows = []
     for row in data["topologies"]:
         speed = f"{'' if row['measured'] else '~'}{row['tokens_per_second']:,}" if row["fits"] else "does not fit"
-        kept = f"{row['keep_all']}/{row['layers']}"
-        rows.append([row["topology"], speed, kept, *(f"{size:.2f}" for size in row["gib"].values())])
-    names = [f"{name}#" for name in data["topologies"][0]["gib"]]
-    topologies = table("GiB of a GPU", ["topology", "tokens/s#", "layers kept#", *names], rows)
-    levels = [
-        [name, f"{best.activations(level) / GIB:.2f}"]
-        for name, level in (
-            ("everything (TANDEM_RECOMPUTE=none)", (best.layers, 0)), ("the attention block", (0, best.layers)),
-            ("the input (TANDEM_RECOMPUTE=full)", (0, 0)),
-        )
-    ]  # fmt: skip
-    kept = table("Activations of the recommended one, if each layer keeps", ["", "GiB#"], levels)
-    return Group(topologies, kept, escape(f"{data['why']}\n{data['recommended']}\n{data['source']}"))
+        gib = row["gib"]
+        sizes = [f"{gib[name]:.1f}" for name in ("weights", "activations", "total")]
+        rows.append([row["topology"], speed, f"{row['keep_all']} of {row['layers']}", *sizes])
+    columns = ["topology", "tokens/s#", "layers kept#", "weights#", "activations#", "total GiB#"]
+    parts = [[name, f"{size:.2f}"] for name, size in data["topologies"][0]["gib"].items()]
+    levels = (("everything", (best.layers, 0)), ("attention", (0, best.layers)), ("inputs", (0, 0)))
+    parts += [[f"activations, if layers keep {name}", f"{best.activations(kept) / GIB:.2f}"] for name, kept in levels]
+    return Group(
+        table("GiB on each GPU", columns, rows),
+        table("The recommended one", ["part", "GiB#"], parts),
+        escape(f"{data['why']}\n{data['recommended']}\n{data['source']}"),
+    )

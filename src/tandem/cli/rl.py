@@ -11,13 +11,13 @@ from rich.live import Live
 
 from tandem.cli.common import Json, err, out, show_line
 from tandem.client import AsyncTandem
+from tandem.client.rl.config import Config
+from tandem.client.rl.environment import Environment
+from tandem.client.rl.loop import Loop
+from tandem.client.rl.record import Record
+from tandem.client.rl.sampler import PATIENCE, open_vllm
+from tandem.client.rl.view import panel, text_line
 from tandem.client.toml_file import read_toml
-from tandem.rl.config import Config
-from tandem.rl.environment import Environment
-from tandem.rl.loop import Loop
-from tandem.rl.record import Record
-from tandem.rl.sampler import PATIENCE, open_vllm
-from tandem.rl.view import panel, text_line
 
 
 def rl(

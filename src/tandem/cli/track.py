@@ -20,7 +20,7 @@ def track(
 
     Started again, also after a kill, it goes on where it stopped. Keys come from the environment (WANDB_API_KEY, ...).
     """
-    from tandem.integrations.track import track as start
+    from tandem.client.track import track as start
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # W&B writes what it holds when it is closed
     connect().get_run(run)  # a wrong address or name is told at once; later the controller may be away for long

@@ -17,6 +17,22 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All of RoPE's frequencies are divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers whose attention reaches only a part of a token's sequence back."""
+
+    tokens: int  # that a token sees, itself included
+    layers: tuple[bool, ...]  # whether each layer has the window
+    rope_theta: float | None = None  # of RoPE in the layers that have it, unscaled; None: as in the others
+
+
+@dataclass(frozen=True)
 class MoE:
     """A mixture of experts in every layer: softmax over all experts, then the best few for each token."""
 
@@ -44,7 +60,8 @@ class Arch:
     rms_norm_eps: float
     qk_norm: bool
     qkv_bias: bool
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
+    window: Window | None = None
     moe: MoE | None = None
 
     @property

@@ -29,9 +29,16 @@ class Qwen3Moe(Decoder):
         downs = {f"{expert}down_proj.weight": (hidden, ffn) for expert in each}
         return [
             WeightRule(to + "router.weight", {of + "gate.weight": (experts, hidden)}),
-            WeightRule(to + "experts.fc1", gates_and_ups, experts=experts),
-            WeightRule(to + "experts.fc2", downs, experts=experts),
+            WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=experts),
+            WeightRule(to + "experts.fc2", downs, "columns", experts=experts),
         ]
 
 
-FAMILY = Qwen3Moe("qwen3_moe", qk_norm=True, num_kv_heads=4, sliding_window=4096, window_is_optional=True)
+FAMILY = Qwen3Moe(
+    "qwen3_moe",
+    qk_norm=True,
+    num_kv_heads=4,
+    windows=True,
+    sliding_window=4096,
+    window_is_optional=True,
+)

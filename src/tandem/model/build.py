@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.families.arch import Arch
-from tandem.families.weight_rules import check_cut
-from tandem.model import device, mcore
+from tandem.families.arch import Arch, LinearScaling, RopeScaling
+from tandem.families.topology import Sizes, check
+from tandem.model import device, mcore, parallel
 from tandem.model.experts import Experts
 from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
@@ -49,13 +49,13 @@ def build_policy(
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
 
     Raises:
-        InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
+        InvalidInput: the model can't be cut over the ranks so.
     """
-    tp = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    check_cut(arch, tp)
+    sizes = parallel.current().sizes
+    check(arch, sizes)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
-        _transformer_config(arch, dtype),
+        _transformer_config(arch, dtype, sizes),
         _layer_spec(arch),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -65,32 +65,39 @@ def build_policy(
     )
     gpt.to(dtype).requires_grad_(False)
     switch = AdapterSwitch()
-    adapted = partial(LoraLinear, lora=lora, switch=switch)
-    qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
-    gate_up = dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
     for index, layer in enumerate(gpt.decoder.layers):
-        attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
-        attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
-        heads = HeadShape(
-            arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
-            getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
-        )  # fmt: skip
-        layer.blocks = [AttentionBlock(layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads)]
+        _add_blocks(layer, index, arch, lora, switch)
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
-        if arch.moe:
-            mlp.experts.add_adapters(lora, switch)
-            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
-            continue
-        mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
-        mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
-        layer.blocks.append(MlpBlock(layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2))
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
-    policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
+    policy.place(base() if base is not None else BaseWeights(arch, dtype, sizes).parameters)
     return policy
 
 
-def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
+def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: AdapterSwitch) -> None:
+    """Give layer `index` its adapters, and the blocks that compute it."""
+    tp = parallel.current().sizes.tensor
+    adapted = partial(LoraLinear, lora=lora, switch=switch)
+    qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
+    attention, mlp = layer.self_attention, layer.mlp
+    attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
+    attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
+    heads = HeadShape(
+        arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
+        getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
+    )  # fmt: skip
+    windowed = arch.window is not None and arch.window.layers[index]
+    linears = attention.linear_qkv, attention.linear_proj
+    layer.blocks = [AttentionBlock(layer.input_layernorm, *linears, heads, windowed=windowed)]
+    if arch.moe:
+        mlp.experts.add_adapters(lora, switch)
+        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
+        return
+    mlp.linear_fc1 = adapted(mlp.linear_fc1, dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp))
+    mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
+    layer.blocks.append(MlpBlock(layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2))
+
+
+def _transformer_config(arch: Arch, dtype: torch.dtype, sizes: Sizes) -> mcore.TransformerConfig:
     return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -107,7 +114,7 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=mcore.parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
@@ -133,16 +140,24 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
-    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32 [head_dim / 2].
+    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32
+    [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the second.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
     original / high_freq_factor stay, and between them the two are blended.
     """
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-    frequencies = 1.0 / arch.rope_theta**exponents
-    scaling = arch.rope_scaling
+    frequencies = _scaled(1.0 / arch.rope_theta**exponents, arch.rope_scaling)
+    if arch.window is None or arch.window.rope_theta is None:
+        return frequencies[None]
+    return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | None) -> torch.Tensor:
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)

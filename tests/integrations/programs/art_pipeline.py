@@ -11,8 +11,8 @@ from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
 from art_yes_no_maybe import QUESTIONS, rollout
 
 from tandem.client import RLLoss
+from tandem.client.art import TandemBackend, _job_settings
 from tandem.errors import InvalidInput
-from tandem.integrations.art import TandemBackend, _job_settings
 
 run, base_model = sys.argv[1:]
 

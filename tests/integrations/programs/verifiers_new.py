@@ -8,8 +8,8 @@ import pytest
 import verifiers_yes_no_maybe
 
 from tandem.client import Trajectory
+from tandem.client.verifiers import Environment
 from tandem.errors import InvalidInput
-from tandem.integrations.verifiers import Environment
 
 run, tokenizer, step = sys.argv[1:]
 

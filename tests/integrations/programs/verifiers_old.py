@@ -10,8 +10,8 @@ import verifiers as vf
 from datasets import Dataset
 
 from tandem.client import Tandem
+from tandem.client.verifiers import outputs_to_groups
 from tandem.errors import InvalidInput
-from tandem.integrations.verifiers import outputs_to_groups
 
 run, step = sys.argv[1], int(sys.argv[2])
 QUESTIONS = ["Is water wet?", "Is the sky blue?"]

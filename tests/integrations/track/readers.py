@@ -7,7 +7,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2 as messages
 
-from tandem.integrations.track.wandb import records
+from tandem.client.track.wandb import records
 
 Curve = list[tuple[int, float]]
 MLFLOW = "sqlite:///{directory}/mlflow.db"

@@ -11,8 +11,8 @@ import pytest
 from api_server import KEY
 from integrations.track.readers import READERS, accumulator, curves, place
 from tandem.client import Tandem
+from tandem.client.track import TrackerFailed, track
 from tandem.errors import Conflict, InvalidInput
-from tandem.integrations.track import TrackerFailed, track
 from waiting import until
 
 KINDS = list(READERS)
@@ -124,8 +124,8 @@ def test_a_run_of_the_same_name_begins_anew(history):
 _KILLED = """
 import os, sys
 from tandem.client import Tandem
-import tandem.integrations.track as t
-from tandem.integrations.track import tensorboard, files, mlflow, wandb
+import tandem.client.track as t
+from tandem.client.track import tensorboard, files, mlflow, wandb
 kind, moment, step = sys.argv[3], sys.argv[4], int(sys.argv[7])
 target = t.TARGETS[kind]
 if moment == "after":

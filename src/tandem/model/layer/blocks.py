@@ -56,8 +56,12 @@ class Block:
 class AttentionBlock(Block):
     """`x + W_o attention(heads(W_qkv norm(x)))`."""
 
-    def __init__(self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape) -> None:
+    def __init__(
+        self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape, *, windowed: bool = False
+    ) -> None:
+        """`windowed`: attention reaches only the row's sliding window back."""
         super().__init__(norm)
+        self._windowed = windowed
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5
 
@@ -67,7 +71,7 @@ class AttentionBlock(Block):
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
-        kept = Kept(x)
+        kept, row = Kept(x), self._seen(row)
         qkv, inner, heads = self._heads(self._normalised(x), row)
         if keep is None:
             output = attend(*heads, row, self._scale)
@@ -91,7 +95,7 @@ class AttentionBlock(Block):
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
-        x, graph, output = kept.x, kept.graph, kept.tensors.pop("output")
+        x, graph, output, row = kept.x, kept.graph, kept.tensors.pop("output"), self._seen(row)
         assert x is not None
         assert graph is not None
         of_output, of_inner = self._proj.input_gradient(gradient)
@@ -109,6 +113,13 @@ class AttentionBlock(Block):
         of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
         del of_qkv, normalised
         return self._input_gradient(of_normalised, x, gradient), of_parameters
+
+    def _seen(self, row: TreeParams) -> TreeParams:
+        """What this layer needs to know of the row."""
+        if not self._windowed:
+            return row
+        assert row.windowed is not None
+        return row.windowed
 
     def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
         """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""

@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.integrations.track.files import open_alone, optional
-from tandem.integrations.track.rows import Position, Row
+from tandem.client.track.files import open_alone, optional
+from tandem.client.track.rows import Position, Row
 
 _RUN, _POSITION = "tandem.run", "tandem.position"
 

@@ -7,8 +7,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tandem.rl.loop import Loop
-from tandem.rl.record import LEFT_OUT
+from tandem.client.rl.loop import Loop
+from tandem.client.rl.record import LEFT_OUT
 
 
 def sparkline(values: list[float], width: int = 50) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 
 from tandem.client import AsyncTandem, Trajectory
+from tandem.client.rl import state as states
+from tandem.client.rl.config import Config
+from tandem.client.rl.environment import Environment, Group
+from tandem.client.rl.record import Record, batch_numbers
+from tandem.client.rl.sampler import Sampler
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
-from tandem.rl import state as states
-from tandem.rl.config import Config
-from tandem.rl.environment import Environment, Group
-from tandem.rl.record import Record, batch_numbers
-from tandem.rl.sampler import Sampler
 from tandem.spool.locks import LockHeldError, file_lock
 
 # After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.

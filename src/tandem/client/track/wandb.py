@@ -12,9 +12,9 @@ from glob import escape
 from pathlib import Path
 
 from tandem.client import RunSpec
+from tandem.client.track.files import open_alone, optional
+from tandem.client.track.rows import KINDS, Position, Row
 from tandem.errors import InvalidInput
-from tandem.integrations.track.files import open_alone, optional
-from tandem.integrations.track.rows import KINDS, Position, Row
 
 _POSITION = "tandem/position"
 _BLOCK, _HEADER = 32768, 7  # bytes

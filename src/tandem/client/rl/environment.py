@@ -10,9 +10,9 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
+from tandem.client.rl.config import EnvironmentSection, RLSection
 from tandem.data.inputs import Trajectory
 from tandem.errors import InvalidInput
-from tandem.rl.config import EnvironmentSection, RLSection
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Environment:
         module_name, _, name = section.use.partition(":")
         arguments = section.arguments
         if module_name == "verifiers":
-            module_name, name, arguments = "tandem.integrations.verifiers", "Environment", {"name": name, **arguments}
+            module_name, name, arguments = "tandem.client.verifiers", "Environment", {"name": name, **arguments}
         try:
             module = importlib.import_module(module_name)
             found = getattr(module, name)

@@ -24,7 +24,7 @@ try:
     from art.metrics_taxonomy import average_metric_samples
     from art.types import TrainResult
 except ImportError as error:
-    raise ImportError("tandem.integrations.art needs ART: pip install 'openpipe-art>=0.5.18'") from error
+    raise ImportError("tandem.client.art needs ART: pip install 'openpipe-art>=0.5.18'") from error
 
 # Options of ART that Tandem does not have, and the values with which they do nothing.
 _NEUTRAL: dict[str, object] = {

@@ -8,8 +8,8 @@ import struct
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.integrations.track.files import open_alone
-from tandem.integrations.track.rows import Position, Row
+from tandem.client.track.files import open_alone
+from tandem.client.track.rows import Position, Row
 
 _MARK = b"tandem track "
 _FRAME = 16  # bytes around a record's data

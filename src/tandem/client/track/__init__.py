@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from tandem.client import RunSpec, Tandem
+from tandem.client.track.mlflow import Mlflow
+from tandem.client.track.rows import Follower, Row
+from tandem.client.track.tensorboard import TensorBoard
+from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
-from tandem.integrations.track.mlflow import Mlflow
-from tandem.integrations.track.rows import Follower, Row
-from tandem.integrations.track.tensorboard import TensorBoard
-from tandem.integrations.track.wandb import Wandb
 
 # A target finds in what it has written where it stopped (`position`), so nothing has to be kept beside it. Before a row
 # takes the place of rows that are there, `rewind` takes these back, or begins a new curve where they can't be replaced.

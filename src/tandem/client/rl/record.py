@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from tandem.client import Event, Trajectory
-from tandem.rl.state import Submitted
+from tandem.client.rl.state import Submitted
 
 LEFT_OUT = ("uninformative", "stale", "failed")
 
