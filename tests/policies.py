@@ -25,7 +25,7 @@ def make_policy(model: Path, lora: LoraShape = LORA, adapter: Path | None = None
 
 
 def load_base(policy: Policy, model: Path) -> None:
-    load_weights(model, policy.arch, policy.base, tp=policy._tp, tp_rank=policy._tp_rank)
+    load_weights(model, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
 
 
 def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0) -> Path:
@@ -62,7 +62,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # after tandem's import
 
     local = policy.gpt.decoder(**policy.decoder_inputs(row))[:, 0] @ policy.head.t()
-    return gather_from_tensor_model_parallel_region(local, group=policy._tp_group).float()
+    return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()
 
 
 def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:

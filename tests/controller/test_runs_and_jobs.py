@@ -291,10 +291,10 @@ def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root)
         assert len(keys) == 2 * (1 + 4)
 
 
-def test_a_mixture_of_experts_is_not_split_over_tensor_parallel_ranks(experts_root):
+def test_a_model_that_the_trainers_ranks_cannot_cut_is_refused(experts_root):
     with (
         Server(experts_root, trainer_ranks=2, tensor_parallel=2) as server,
         Tandem(server.url, KEY) as client,
-        pytest.raises(InvalidInput, match="TANDEM_TENSOR_PARALLEL=1"),
+        pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"),
     ):
         client.create_run("a")

@@ -11,7 +11,7 @@ from tandem.families.adapter import lora_modules
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.weight_rules import check_cut
+from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
 from tiny import MOE, SHAPE, write_random_model
 
@@ -247,13 +247,13 @@ def test_a_mixture_of_experts():
         (QWEN3, 4, "2 key/value heads"),
         ({**QWEN3, "intermediate_size": 49}, 2, "49 MLP features"),
         ({**QWEN3, "vocab_size": 261}, 2, "261 vocabulary entries"),
-        (QWEN3_MOE, 2, "TANDEM_TENSOR_PARALLEL=1"),
+        (QWEN3_MOE, 2, "TANDEM_SEQUENCE_PARALLEL=1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(config, tp, says):
-    check_cut(arch_from_config(config), 1)
+    check(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput, match=says):
-        check_cut(arch_from_config(config), tp)
+        check(arch_from_config(config), Sizes(tensor=tp))
 
 
 GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}

@@ -29,6 +29,7 @@ from tandem.controller.schemas import (
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
+from tandem.families.topology import Sizes, check
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
@@ -97,6 +98,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
             f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
         )
         raise InvalidInput(problem, field="lora.rank")
+    check(deployment.arch, Sizes.of(settings))
     if deployment.arch.moe is None:
         return
     on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
@@ -104,11 +106,6 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
         remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
         raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
-    if settings.tensor_parallel > 1:
-        problem = (
-            "the trainer can't split a mixture of experts over tensor-parallel ranks; set TANDEM_TENSOR_PARALLEL=1"
-        )
-        raise InvalidInput(problem, field="base_model")
 
 
 @router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})

@@ -29,8 +29,8 @@ class Qwen3Moe(Decoder):
         downs = {f"{expert}down_proj.weight": (hidden, ffn) for expert in each}
         return [
             WeightRule(to + "router.weight", {of + "gate.weight": (experts, hidden)}),
-            WeightRule(to + "experts.fc1", gates_and_ups, experts=experts),
-            WeightRule(to + "experts.fc2", downs, experts=experts),
+            WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=experts),
+            WeightRule(to + "experts.fc2", downs, "columns", experts=experts),
         ]
 
 

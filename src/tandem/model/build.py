@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from tandem.families.arch import Arch, LinearScaling, RopeScaling
-from tandem.families.weight_rules import check_cut
-from tandem.model import device, mcore
+from tandem.families.topology import Sizes, check
+from tandem.model import device, mcore, parallel
 from tandem.model.experts import Experts
 from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
@@ -50,13 +50,13 @@ def build_policy(
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
 
     Raises:
-        InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
+        InvalidInput: the model can't be cut over the ranks so.
     """
-    tp = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    check_cut(arch, tp)
+    sizes = parallel.current().sizes
+    check(arch, sizes)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
-        _transformer_config(arch, dtype),
+        _transformer_config(arch, dtype, sizes),
         _layer_spec(arch),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -66,29 +66,36 @@ def build_policy(
     )
     gpt.to(dtype).requires_grad_(False)
     switch = AdapterSwitch()
-    adapted = partial(LoraLinear, lora=lora, switch=switch)
     for index, layer in enumerate(gpt.decoder.layers):
-        if arch.post_norms:
-            for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
-                norm = _norm(arch)(config=gpt.config, hidden_size=arch.hidden_size, eps=arch.rms_norm_eps)
-                setattr(layer, name, norm.to(dtype).requires_grad_(False))
-        layer.blocks = [_attention_block(layer, arch, adapted, index, tp)]
+        _add_blocks(layer, index, arch, lora, switch)
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
-        if arch.moe:
-            experts = layer.mlp.experts
-            experts.add_adapters(lora, switch)
-            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, layer.mlp.router.weight, experts, arch.moe, index))
-        else:
-            layer.blocks.append(_mlp_block(layer, arch, adapted, tp))
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
-    policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
+    policy.place(base() if base is not None else BaseWeights(arch, dtype, sizes).parameters)
     return policy
 
 
-def _attention_block(
-    layer: DecoderLayer, arch: Arch, adapted: Callable[..., LoraLinear], index: int, tp: int
-) -> AttentionBlock:
-    attention = layer.self_attention
+def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: AdapterSwitch) -> None:
+    """Give layer `index` its adapters, and the blocks that compute it."""
+    adapted = partial(LoraLinear, lora=lora, switch=switch)
+    if arch.post_norms:
+        for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+            norm = _norm(arch)(config=layer.config, hidden_size=arch.hidden_size, eps=arch.rms_norm_eps)
+            setattr(layer, name, norm.to(layer.config.params_dtype).requires_grad_(False))
+    layer.blocks = [_attention_block(layer, index, arch, adapted)]
+    if arch.moe:
+        experts = layer.mlp.experts
+        experts.add_adapters(lora, switch)
+        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, layer.mlp.router.weight, experts, arch.moe, index))
+    else:
+        post_norm = layer.post_mlp_layernorm if arch.post_norms else None
+        linears = _adapt_mlp(layer.mlp, arch.ffn_hidden_size, arch, adapted)
+        layer.blocks.append(
+            MlpBlock(layer.pre_mlp_layernorm, *linears, activation=arch.activation, post_norm=post_norm)
+        )
+
+
+def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., LoraLinear]) -> AttentionBlock:
+    tp, attention = parallel.current().sizes.tensor, layer.self_attention
     qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
     attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
     attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
@@ -105,17 +112,17 @@ def _attention_block(
     )  # fmt: skip
 
 
-def _mlp_block(layer: DecoderLayer, arch: Arch, adapted: Callable[..., LoraLinear], tp: int) -> MlpBlock:
-    mlp, gate_up = layer.mlp, dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
+def _adapt_mlp(
+    mlp: Any, features: int, arch: Arch, adapted: Callable[..., LoraLinear]
+) -> tuple[LoraLinear, LoraLinear]:
+    """Megatron's MLP of so many features, with adapters."""
+    gate_up = dict.fromkeys(("gate_proj", "up_proj"), features // parallel.current().sizes.tensor)
     mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
     mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
-    post_norm = layer.post_mlp_layernorm if arch.post_norms else None
-    return MlpBlock(
-        layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2, activation=arch.activation, post_norm=post_norm
-    )
+    return mlp.linear_fc1, mlp.linear_fc2
 
 
-def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
+def _transformer_config(arch: Arch, dtype: torch.dtype, sizes: Sizes) -> mcore.TransformerConfig:
     return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -132,7 +139,7 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=mcore.parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,

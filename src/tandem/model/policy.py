@@ -13,14 +13,14 @@ from torch import nn
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
-from tandem.model import device, fp8
+from tandem.model import device, fp8, parallel
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
-from tandem.model.mcore import GPTModel, parallel_state
+from tandem.model.mcore import GPTModel
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 
@@ -63,8 +63,7 @@ class Policy(nn.Module):
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
         self._switch = switch
-        self._tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
+        self.topology = parallel.current()
         self._inv_freq = inv_freq
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
         for key in adapter_shapes(arch, lora):
@@ -162,13 +161,13 @@ class Policy(nn.Module):
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
         """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
         (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
-        cut = self._lora[name].cut
+        cut, tensor = self._lora[name].cut, self.topology.tensor
         local = local.detach().contiguous()
-        if cut == "whole" or self._tp == 1:
+        if cut == "whole" or tensor.size() == 1:
             whole = local.to("cpu", copy=True)
         else:
-            parts = [torch.empty_like(local) for _ in range(self._tp)]
-            dist.all_gather(parts, local, group=self._tp_group)
+            parts = [torch.empty_like(local) for _ in range(tensor.size())]
+            dist.all_gather(parts, local, group=tensor)
             whole = torch.cat(parts, dim=0 if cut == "rows" else 1).cpu()
         keys = self._keys[name]
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
@@ -180,9 +179,10 @@ class Policy(nn.Module):
         if keys != [name]:
             return torch.stack([full(key) for key in keys])
         cut = self._lora[name].cut
-        if cut == "whole" or self._tp == 1:
+        tensor = self.topology.tensor
+        if cut == "whole" or tensor.size() == 1:
             return full(name)
-        return full(name).chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank]
+        return full(name).chunk(tensor.size(), dim=0 if cut == "rows" else 1)[tensor.rank()]
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -212,9 +212,9 @@ class Policy(nn.Module):
             hidden[row.item_source],
             row.item_token,
             self.head,
-            vocab_start=self._tp_rank * len(self.head),
+            vocab_start=self.topology.place.tensor * len(self.head),
             temperature=temperature,
-            group=self._tp_group,
+            group=self.topology.tensor,
         )
         return ItemOutputs(logprobs, entropy)
 

@@ -10,7 +10,6 @@ from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
 from tandem.model.logprobs import working_bytes
-from tandem.model.mcore import parallel_state
 from tandem.model.policy import Policy, RowTensors
 
 HEADROOM = 0.04
@@ -37,7 +36,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     else:
         levels = [Keep.ALL] * len(layers)
     agreed = torch.tensor(levels, device=device.device())
-    parallel.all_reduce(agreed, dist.ReduceOp.MIN, parallel_state.get_tensor_model_parallel_group())
+    parallel.all_reduce(agreed, dist.ReduceOp.MIN, policy.topology.tensor)
     levels = [Keep(level) for level in agreed.tolist()]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level

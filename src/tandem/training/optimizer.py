@@ -6,7 +6,6 @@ The LoRA parameters are fp32 and are cast in use, so they are their own master w
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
@@ -90,7 +89,7 @@ class AdapterOptimizer:
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over data-parallel ranks, into the parameters' `.grad`."""
-        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron creates a communicator even for one rank
+        if parallel.current().data.size() > 1:  # Megatron creates a communicator even for one rank
             self._gradients.finish_grad_sync()
         self._optimizer.prepare_grads()
 
@@ -103,7 +102,7 @@ class AdapterOptimizer:
         for part in self._optimizer.chained_optimizers:
             for grad in part.get_grads_for_grad_norm():
                 square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        parallel.all_reduce(square, group=parallel.model_parallel_group())
+        parallel.all_reduce(square, group=parallel.current().tensor)
         return float(square.sqrt())
 
     def non_finite(self) -> list[str]:

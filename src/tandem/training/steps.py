@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model import recompute
-from tandem.model.parallel import Topology, data_parallel_group
+from tandem.model.parallel import Topology
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
@@ -55,7 +55,9 @@ class Training:
     """Choose what layers keep for the backward pass by the device's memory (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
-        self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
+        self.plan = plan_steps(
+            self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.sizes.data
+        )
         self._steps_before = self.optimizer.state().step  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
@@ -100,11 +102,11 @@ class Training:
         names = ["loss", "items", "pairs", "accuracy", "margin"]
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
         with self.phases.phase("evaluate"):
-            for index in self.plan.own_held_out(self.topology.dp_rank):
+            for index in self.plan.own_held_out(self.topology.place.data):
                 self.phases.announce("evaluate")
                 of_row = self._loss(self.batch.row(index), denominator).sums
                 sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
-            totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+            totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         found = {"loss": totals["loss"], "tokens": totals["items"]}
         if totals["pairs"]:
             found |= {f"pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
@@ -114,7 +116,7 @@ class Training:
         """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
         with self.phases.phase(phase), policy, torch.no_grad():
-            for row in self.plan.visited_rows(self.topology.dp_rank):
+            for row in self.plan.visited_rows(self.topology.place.data):
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
@@ -122,17 +124,17 @@ class Training:
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""
         sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
-        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.dp_rank):
+        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data):
             old, reference = self._old_logprobs.get(index), self._reference_logprobs[index]
             if old is None:
                 old = self._tensor(self.batch.row(index).item_logprob)
             sums["items"] += len(old)
             sums["nats"] += (old.double() - reference.double()).sum().cpu()
-        totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+        totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         return totals["nats"] / totals["items"]
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
-        phases, optimizer, group = self.phases, self.optimizer, data_parallel_group()
+        phases, optimizer, group = self.phases, self.optimizer, self.topology.data
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
@@ -177,7 +179,7 @@ class Training:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        for index, counts in self.plan.micro_steps(step, self.topology.dp_rank):
+        for index, counts in self.plan.micro_steps(step, self.topology.place.data):
             self.phases.announce("forward_backward")
             if self.fit:
                 self.fit = False

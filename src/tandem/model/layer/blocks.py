@@ -52,7 +52,7 @@ class Block:
     def _added(self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """x plus the block's last linear layer of `features`; and the layer's A x."""
         if self._post_norm is None:
-            return linear(features, x)  # type: ignore[no-any-return]
+            return linear(features, x)
         output, inner = linear(features)
         return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.weight_rules import check_cut
+from tandem.families.topology import Sizes, check
 from tandem.model import device, parallel
 from tandem.model.device.allocation import allocate
 from tandem.model.transfer import ipc
@@ -24,13 +24,13 @@ class BaseWeights:
     then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
     """
 
-    def __init__(self, arch: Arch, dtype: torch.dtype, *, tp: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, arch: Arch, dtype: torch.dtype, sizes: Sizes, *, group: dist.ProcessGroup | None = None) -> None:
         """`group`: the ranks that share the reading; None: this rank reads all weights.
 
-        Raises InvalidInput if the model can't be cut over `tp` tensor-parallel ranks.
+        Raises InvalidInput if the model can't be cut so.
         """
-        check_cut(arch, tp)
-        shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+        check(arch, sizes)
+        shapes = {rule.parameter: rule.shape(sizes) for rule in weight_rules(arch)}
         self.group = group
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
