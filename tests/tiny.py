@@ -21,9 +21,6 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
-PREFIXES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
-"""Of the classes in transformers, by model_type."""
-
 
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -36,7 +33,7 @@ MERGED_SIZES: dict[str, dict[str, Any]] = {
 def write_random_model(
     directory: Path, *, family: str = "qwen3", seed: int = 0, spread: float = 2.5, **config: Any
 ) -> Path:
-    """A random fp32 model of `family` (a model_type, see `PREFIXES`) in `directory`: config.json and safetensors.
+    """A random fp32 model of `family` (a model_type) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
     biases are random too, and weights are larger than at initialisation, `spread` times what keeps a layer's output as
@@ -45,7 +42,6 @@ def write_random_model(
     import torch
     import transformers
 
-    prefix = PREFIXES[family]
     values = {"tie_word_embeddings": False, **SHAPE, **config}
     if family == "qwen3_moe":
         values = {**MOE, **values}
@@ -53,13 +49,13 @@ def write_random_model(
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        hf_config = getattr(transformers, f"{prefix}Config")(**values)
+        hf_config = transformers.CONFIG_MAPPING[family](**values)
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
-        model = getattr(transformers, f"{prefix}ForCausalLM")(hf_config)
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.normal_(1.0, 0.2)
+                    parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2)
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.3)
                 else:

@@ -8,12 +8,12 @@ import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import lora_modules
-from tandem.families.arch import Arch, MoE, RopeScaling
+from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
-from tiny import MOE, PREFIXES, SHAPE, write_random_model
+from tiny import MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -52,7 +52,7 @@ REQUIRED = {
 
 def theirs(config: dict[str, Any]) -> Any:
     values = {key: value for key, value in config.items() if key != "model_type"}
-    return getattr(transformers, f"{PREFIXES[config['model_type']]}Config")(**values)
+    return transformers.CONFIG_MAPPING[config["model_type"]](**values)
 
 
 # For every other key that Tandem reads: does the architecture say what transformers' config (as given) says?
@@ -62,13 +62,25 @@ MEANING = {
     "max_position_embeddings": lambda arch, hf: arch.max_positions == hf.max_position_embeddings,
     "tie_word_embeddings": lambda arch, hf: arch.tie_embeddings == hf.tie_word_embeddings,
     "rms_norm_eps": lambda arch, hf: arch.rms_norm_eps == hf.rms_norm_eps,
-    "rope_theta": lambda arch, hf: arch.rope_theta == hf.rope_parameters["rope_theta"],
-    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and hf.rope_parameters["rope_type"] == "default",
-    "rope_parameters": lambda arch, hf: set(hf.rope_parameters) == {"rope_theta", "rope_type"},
+    "rope_theta": lambda arch, hf: arch.rope_theta == rope(hf)["rope_theta"],
+    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and rope(hf)["rope_type"] == "default",
+    "rope_parameters": lambda arch, hf: set(rope(hf)) == {"rope_theta", "rope_type"},
+    "rope_local_base_freq": lambda arch, hf: (
+        arch.window.rope_theta == hf.rope_parameters["sliding_attention"]["rope_theta"]
+        if "sliding_attention" in hf.rope_parameters
+        else arch.window is None or arch.window.rope_theta is None
+    ),
+    "sliding_window_pattern": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "query_pre_attn_scalar": lambda arch, hf: (
+        arch.attention_scale == (hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None)
+    ),
     "partial_rotary_factor": lambda arch, hf: getattr(hf, "partial_rotary_factor", 1) == 1,
     "norm_topk_prob": lambda arch, hf: arch.moe is None or arch.moe.norm_topk_prob == hf.norm_topk_prob,
     "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
-    "hidden_act": lambda arch, hf: hf.hidden_act == "silu",
+    "hidden_act": lambda arch, hf: arch.activation != "silu" or hf.hidden_act == "silu",
+    "hidden_activation": lambda arch, hf: (
+        arch.activation == "silu" or (arch.activation, hf.hidden_activation) == ("gelu_tanh", "gelu_pytorch_tanh")
+    ),
     "decoder_sparse_step": lambda arch, hf: getattr(hf, "decoder_sparse_step", 1) == 1,
     "sliding_window": lambda arch, hf: arch.window is None or arch.window.tokens == hf.sliding_window,
     "use_sliding_window": lambda arch, hf: (arch.window is None) == (windowed(hf, arch) == []),
@@ -77,7 +89,8 @@ MEANING = {
     **{
         key: lambda arch, hf, key=key: not getattr(hf, key, None)
         for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers", "n_shared_experts",
-                    "shared_expert_intermediate_size", "num_shared_experts")
+                    "shared_expert_intermediate_size", "num_shared_experts", "attn_logit_softcapping",
+                    "final_logit_softcapping", "use_bidirectional_attention")
     },
 }  # fmt: skip
 
@@ -89,6 +102,11 @@ def windowed(hf: Any, arch: Arch) -> list[bool]:
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * arch.num_layers
     chosen = [kind == "sliding_attention" for kind in kinds]
     return chosen if any(chosen) else []
+
+
+def rope(hf: Any) -> dict[str, Any]:
+    """The parameters of RoPE in layers without a window."""
+    return hf.rope_parameters.get("full_attention", hf.rope_parameters)
 
 
 class Recorded(dict[str, Any]):
@@ -236,3 +254,40 @@ def test_a_model_that_cannot_be_cut_is_refused(config, tp, says):
     check(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput, match=says):
         check(arch_from_config(config), Sizes(tensor=tp))
+
+
+GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "silu"}, "'silu'"),
+        ({"sliding_window": None}, "window of no size"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "not entries by kind"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ],
+)
+def test_variants_of_gemma3_are_refused(change, says):
+    arch_from_config(GEMMA3)
+    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
+        arch_from_config({**GEMMA3, **change})
+
+
+def test_gemma3s_older_configs_mean_what_transformers_says():
+    old = {
+        **GEMMA3,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+    }
+    assert arch_from_config(old).window.layers == (True, False, True, False)
+    assert differing(old, theirs(old)) == []
+    scaled = {**old, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert arch_from_config(scaled).rope_scaling == LinearScaling(8.0)
+    assert theirs(scaled).rope_parameters["full_attention"]["factor"] == 8.0
+    assert theirs(scaled).rope_parameters["sliding_attention"]["rope_type"] == "default"

@@ -30,6 +30,17 @@ CASES = {
     "mistral": {"family": "mistral", "sliding_window": 7},
     "qwen2": {"family": "qwen2", "head_dim": 8, **QWEN_WINDOW},
     "qwen3": {"family": "qwen3", **QWEN_WINDOW},
+    "gemma3": {
+        "family": "gemma3_text",
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+    },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
 }
 

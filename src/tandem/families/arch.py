@@ -1,6 +1,7 @@
 """The shape of a decoder-only model, as its family reads it from `config.json`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
 """The LoRA targets that each expert of a mixture has for itself."""
@@ -62,6 +63,11 @@ class Arch:
     qkv_bias: bool
     rope_scaling: RopeScaling | LinearScaling | None = None
     window: Window | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    embedding_scale: float | None = None  # of the embeddings
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # the outputs of attention and MLP are normalised before they are added to the input
     moe: MoE | None = None
 
     @property

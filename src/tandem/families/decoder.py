@@ -17,10 +17,12 @@ class Decoder:
 
     model_type: str
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
     head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
     num_kv_heads: int | None = None  # if config.json has none; None: as many as heads
     max_positions: int = 32768  # if config.json has none
+    tie_embeddings: bool = False  # if config.json does not say
     windows: bool = False  # the family has sliding windows
     sliding_window: int | None = None  # if config.json has none
     window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
@@ -45,7 +47,7 @@ class Decoder:
             ffn_hidden_size=config.positive("intermediate_size", int),
             vocab_size=config.positive("vocab_size", int),
             max_positions=config.positive("max_position_embeddings", int, self.max_positions),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", self.tie_embeddings)),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
             qk_norm=self.qk_norm,
@@ -135,14 +137,14 @@ class Decoder:
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         """Refuse options that would silently give other logits if they were ignored."""
-        activation, rope = config.get("hidden_act", "silu"), self.rope_parameters(config)
+        activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
             "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
             "biases in the MLP": config.get("mlp_bias"),
             "RoPE on a part of each head": rope.get("partial_rotary_factor", 1) != 1
             or config.get("partial_rotary_factor", 1) != 1,
-            f"the activation {activation!r}": activation != "silu",
+            f"the activation {activation!r}": activation != self.activation[1],
             "quantised weights": config.get("quantization_config"),
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,

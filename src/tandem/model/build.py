@@ -17,6 +17,7 @@ from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.kernels import HeadShape
 from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.norm import OffsetNorm
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
@@ -75,26 +76,50 @@ def build_policy(
 
 def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: AdapterSwitch) -> None:
     """Give layer `index` its adapters, and the blocks that compute it."""
-    tp = parallel.current().sizes.tensor
     adapted = partial(LoraLinear, lora=lora, switch=switch)
+    if arch.post_norms:
+        for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+            norm = _norm(arch)(config=layer.config, hidden_size=arch.hidden_size, eps=arch.rms_norm_eps)
+            setattr(layer, name, norm.to(layer.config.params_dtype).requires_grad_(False))
+    layer.blocks = [_attention_block(layer, index, arch, adapted)]
+    if arch.moe:
+        experts = layer.mlp.experts
+        experts.add_adapters(lora, switch)
+        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, layer.mlp.router.weight, experts, arch.moe, index))
+    else:
+        post_norm = layer.post_mlp_layernorm if arch.post_norms else None
+        linears = _adapt_mlp(layer.mlp, arch.ffn_hidden_size, arch, adapted)
+        layer.blocks.append(
+            MlpBlock(layer.pre_mlp_layernorm, *linears, activation=arch.activation, post_norm=post_norm)
+        )
+
+
+def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., LoraLinear]) -> AttentionBlock:
+    tp, attention = parallel.current().sizes.tensor, layer.self_attention
     qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
-    attention, mlp = layer.self_attention, layer.mlp
     attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
     attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
     heads = HeadShape(
         arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
         getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
+        arch.offset_norms,
     )  # fmt: skip
-    windowed = arch.window is not None and arch.window.layers[index]
-    linears = attention.linear_qkv, attention.linear_proj
-    layer.blocks = [AttentionBlock(layer.input_layernorm, *linears, heads, windowed=windowed)]
-    if arch.moe:
-        mlp.experts.add_adapters(lora, switch)
-        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
-        return
-    mlp.linear_fc1 = adapted(mlp.linear_fc1, dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp))
+    return AttentionBlock(
+        layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads,
+        windowed=arch.window is not None and arch.window.layers[index],
+        scale=arch.attention_scale,
+        post_norm=layer.post_self_attn_layernorm if arch.post_norms else None,
+    )  # fmt: skip
+
+
+def _adapt_mlp(
+    mlp: Any, features: int, arch: Arch, adapted: Callable[..., LoraLinear]
+) -> tuple[LoraLinear, LoraLinear]:
+    """Megatron's MLP of so many features, with adapters."""
+    gate_up = dict.fromkeys(("gate_proj", "up_proj"), features // parallel.current().sizes.tensor)
+    mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
     mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
-    layer.blocks.append(MlpBlock(layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2))
+    return mlp.linear_fc1, mlp.linear_fc2
 
 
 def _transformer_config(arch: Arch, dtype: torch.dtype, sizes: Sizes) -> mcore.TransformerConfig:
@@ -164,8 +189,13 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | No
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
-def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
-    qk_norm = mcore.WrappedTorchNorm if arch.qk_norm else mcore.IdentityOp
+def _norm(arch: Arch) -> Any:
+    return OffsetNorm if arch.offset_norms else mcore.WrappedTorchNorm
+
+
+def _layer_spec(arch: Arch) -> mcore.TransformerBlockSubmodules:
+    norm = _norm(arch)
+    qk_norm = norm if arch.qk_norm else mcore.IdentityOp
     column, row = mcore.ColumnParallelLinear, mcore.RowParallelLinear
     attention = mcore.SelfAttentionSubmodules(
         linear_qkv=column, core_attention=mcore.IdentityOp, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
@@ -177,11 +207,12 @@ def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
         mlp = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
     causal = {"attn_mask_type": mcore.AttnMaskType.causal}
     layer = mcore.TransformerLayerSubmodules(
-        input_layernorm=mcore.WrappedTorchNorm,
+        input_layernorm=norm,
         self_attention=mcore.ModuleSpec(module=mcore.SelfAttention, params=causal, submodules=attention),
         self_attn_bda=mcore.get_bias_dropout_add,
-        pre_mlp_layernorm=mcore.WrappedTorchNorm,
+        pre_mlp_layernorm=norm,
         mlp=mlp,
         mlp_bda=mcore.get_bias_dropout_add,
     )
-    return mcore.ModuleSpec(module=DecoderLayer, submodules=layer)
+    spec = mcore.ModuleSpec(module=DecoderLayer, submodules=layer)
+    return mcore.TransformerBlockSubmodules(layer_specs=[spec] * arch.num_layers, layer_norm=norm)

@@ -233,6 +233,8 @@ class Policy(nn.Module):
         if sizes.sequence:
             row = _padded(row, sizes.tensor)
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
+        if self.arch.embedding_scale is not None:
+            embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
         rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0])
         if (window := self.arch.window) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad, silu
+from torch.nn.functional import gelu, pad, silu
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
@@ -24,6 +24,7 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
+    offset_norms: bool = False  # heads are multiplied by 1 + weight; the kernels get that sum as the weight
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -44,7 +45,7 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 @_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S, features]."""
-    return _normalised(x, eps)[0] * weight
+    return (_normalised(x, eps)[0] * weight).to(x.dtype)
 
 
 @_one_kernel_on_cuda
@@ -52,7 +53,7 @@ def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
-    return plus + _norm_gradient(gradient * weight, *_normalised(x, eps))
+    return (plus + _norm_gradient(gradient * weight, *_normalised(x, eps))).to(x.dtype)
 
 
 @_one_kernel_on_cuda
@@ -65,7 +66,7 @@ def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: tor
     parts = list(_grouped(qkv, shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
-            parts[index] = _normalised(parts[index], shape.eps)[0] * weight
+            parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(qkv.dtype)
         parts[index] = _rotated(parts[index], cos, sin)
     q, k, v = (pad(part.flatten(1, 2), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
     return q, k, v
@@ -82,7 +83,7 @@ def split_heads_backward(
         parts[index] = _rotated(parts[index], cos, -sin)
         if weight is not None:
             parts[index] = _norm_gradient(parts[index] * weight, *_normalised(inputs[index], shape.eps))
-    return torch.cat(parts, 2).flatten(1)
+    return torch.cat([part.to(qkv.dtype) for part in parts], 2).flatten(1)
 
 
 @_one_kernel_on_cuda
@@ -100,6 +101,21 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torc
     activated = gate * sigmoid
     of_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
     return torch.cat((of_gate, gradient * activated), -1), activated * up
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def geglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`, `geglu(gate_up)`)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
+    of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
+    of_gate_up = torch.cat((of_gate, gradient * activated), -1)
+    return of_gate_up.to(gate_up.dtype), (activated * up).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
