@@ -41,6 +41,14 @@ CASES = {
         },
         "tie_word_embeddings": True,
     },
+    "glm4_moe": {"family": "glm4_moe"},
+    "glm4_moe, unnormalised": {
+        "family": "glm4_moe",
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+    },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
 }
 
