@@ -27,6 +27,7 @@ from tandem.controller.schemas import (
     RunStatus,
 )
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
+from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
@@ -75,8 +76,7 @@ def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraS
     """
     if deployment.arch.moe is None or "targets" in requested.model_fields_set:
         return requested
-    attention = tuple(target for target in requested.targets if target not in EXPERT_TARGETS)
-    return requested.model_copy(update={"targets": attention})
+    return requested.model_copy(update={"targets": default_targets(deployment.arch)})
 
 
 def _check(deployment: Deployment, spec: RunSpec) -> None:

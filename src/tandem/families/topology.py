@@ -103,7 +103,7 @@ def check(arch: Arch, sizes: Sizes) -> None:
     if (found := problem(arch, sizes)) is None:
         return
     field, reason = found
-    works = [other for other in _of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always does
+    works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always does
     nearest = min(works, key=lambda other: _distance(sizes, other))
     raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest.settings()}", field=field)
 
@@ -142,7 +142,7 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     return None
 
 
-def _of_world(world: int) -> Iterator[Sizes]:
+def of_world(world: int) -> Iterator[Sizes]:
     """All sizes of so many ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
     for tensor, context, pipeline in product(divisors, repeat=3):

@@ -112,11 +112,17 @@ def reading_group() -> dist.ProcessGroup | None:
     """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of them.
 
     They read together if several ranks need the same weights and their GPUs reach one another's memory, because the
-    host's memory bounds how fast ranks read at once. All ranks, which are on one machine, get the same answer.
+    host's memory bounds how fast ranks read at once. All ranks get the same answer. Ranks of several hosts don't read
+    together, because no GPU reaches another host's memory.
     """
     topology, world = current(), range(dist.get_world_size())
     group = topology.data
-    if group.size() == 1 or topology.sizes.experts > 1 or not device.is_cuda():
+    if (
+        group.size() == 1
+        or topology.sizes.experts > 1
+        or not device.is_cuda()
+        or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    ):
         return None
     reach = all(torch.cuda.can_device_access_peer(one, other) for one in world for other in world if one != other)
     return group if reach else None
