@@ -90,9 +90,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.weights == "merged":
         if any(rule.fp32 for rule in weight_rules(deployment.arch)):
-            problem = (
-                f"merged weights are in one dtype, and {deployment.arch.model_type} has weights in fp32 beside others"
-            )
+            problem = f"merged weights have one dtype, and {deployment.arch.model_type} has fp32 weights beside others"
             raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
         if others:
