@@ -126,7 +126,7 @@ def geglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
-    return swiglu(gate_up) * probs[:, None]
+    return (swiglu(gate_up) * probs[:, None]).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
@@ -134,8 +134,8 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
-    of_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up)
-    return of_gate_up, activated * probs[:, None], (gradient * activated).sum(-1)
+    of_gate_up, activated = swiglu_backward((gradient * probs[:, None]).to(gate_up.dtype), gate_up)
+    return of_gate_up, (activated * probs[:, None]).to(gate_up.dtype), (gradient.float() * activated).sum(-1)
 
 
 @_one_kernel_on_cuda
