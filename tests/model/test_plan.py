@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Kept, Memory, Training, memory
 from tandem.families.plan import describe, plan
-from tandem.families.registry import arch_from_config, read_arch
+from tandem.families.registry import arch_from_config, read_arch, weight_rules
 from tandem.families.topology import Sizes, problem
 from tandem.model import logprobs, recompute
 from tandem.model.layer.blocks import Keep
@@ -118,14 +119,19 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     assert held[Keep.ALL] - held[Keep.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(tensor=2, sequence=True), Sizes(data=4, expert=4), Sizes(pipeline=3)])
-def test_ranks_together_have_all_weights(sizes):
-    job, whole = training("qwen3-30b-a3b"), memory(training("qwen3-30b-a3b"), Sizes())
-    needs, share = memory(job, sizes), sizes.tensor * sizes.expert * sizes.pipeline
-    assert whole.weights / share <= needs.weights <= whole.weights
-    if sizes.pipeline > 1:
-        assert needs.weights < whole.weights / share * 1.05
-        assert needs.layers * needs.in_flight in (48, 32, 16)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(tensor=2, sequence=True), Sizes(data=4, expert=4), Sizes(data=4, expert=2, expert_tensor=2)]
+)
+def test_a_rank_has_the_weights_that_the_rules_cut_for_it(sizes):
+    arch, job = ARCHS["qwen3-30b-a3b"], training("qwen3-30b-a3b")
+    assert memory(job, sizes).weights == 2 * sum(math.prod(rule.shape(sizes)) for rule in weight_rules(arch))
+
+
+def test_the_fullest_stage_of_a_pipeline_counts():
+    whole, needs = (memory(training("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3))
+    assert whole.weights / 3 < needs.weights < whole.weights / 3 * 1.05
+    assert needs.layers == 16
+    assert needs.layers * needs.in_flight in (48, 32, 16)
 
 
 def test_all_weights_need_a_gradient_and_an_optimizer():

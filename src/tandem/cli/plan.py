@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.markup import escape
 
 from tandem.cli.common import Json, show, table
+from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
 from tandem.families.plan import Candidate, describe
@@ -18,6 +19,7 @@ SOURCE = (
     "Speed is an estimate from operations and from rates measured on one H200 (bench/results/train.json); ~: nobody "
     "has measured this topology, and the time of exchanges is an assumption."
 )
+ALL_WEIGHTS = "Runs train LoRA adapters only; what training all weights would need is computed, not measured."
 SHOWN = 10
 
 
@@ -34,16 +36,22 @@ def plan(
             help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
         ),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="All weights instead of a LoRA: an estimate, since runs train LoRA only.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")] = False,
     json: Json = False,
 ) -> None:
     """Show which topologies fit a model, with the memory of each GPU and the expected speed, and recommend one."""
     arch = read_arch(model)
+    if full and target:
+        raise InvalidInput("--full trains all weights, --target names layers for a LoRA; use one", field="--target")
     lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
-    made = make_plan(Training(arch, lora, sequence_length, rows), gpus, gpu_memory * GIB)
+    made = make_plan(Training(arch, None if full else lora, sequence_length, rows), gpus, gpu_memory * GIB)
     shown = made.candidates if every else [one for one in made.candidates if one.levels is not None][:SHOWN]
     data = {
-        "recommended": made.recommended.sizes.settings(), "why": made.why, "source": SOURCE,
+        "recommended": made.recommended.sizes.settings(), "why": made.why,
+        "source": f"{SOURCE} {ALL_WEIGHTS}" if full else SOURCE,
         "topologies": [_row(one) for one in shown],
     }  # fmt: skip
     show(data, json, lambda _: _rendered(data, made.recommended.memory))
