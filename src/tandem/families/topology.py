@@ -118,7 +118,8 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
-        ("MLP features", arch.ffn_hidden_size if moe is None else 0),
+        ("MLP features", arch.ffn_hidden_size if moe is None or moe.dense_layers else 0),
+        ("features of the shared expert", moe.shared_size if moe else 0),
         ("vocabulary entries", arch.vocab_size),
     ):
         if size % sizes.tensor:
@@ -138,6 +139,8 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     if moe.ffn_hidden_size % sizes.expert_tensor:
         reason = f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor} ranks"
         return "expert_tensor_parallel", reason
+    if moe.shared_size and sizes.experts_apart:
+        return "expert_parallel", f"cutting {arch.model_type}, which has a shared expert, is not built"
     if sizes.tensor > 1 and not sizes.sequence:
         return "sequence_parallel", f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1"
     return None
