@@ -22,6 +22,18 @@ MOE: dict[str, Any] = {
 }
 
 
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
@@ -45,6 +57,8 @@ def write_random_model(
     values = {"tie_word_embeddings": False, **SHAPE, **config}
     if family == "qwen3_moe":
         values = {**MOE, **values}
+    if family == "glm4_moe":
+        values = {**GLM4_MOE, **values}
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
@@ -53,6 +67,9 @@ def write_random_model(
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
         model = transformers.AutoModelForCausalLM.from_config(hf_config)
         with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.1)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2)

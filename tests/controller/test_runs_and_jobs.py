@@ -274,6 +274,16 @@ def experts_root(tmp_path):
     return tmp_path / "spool"
 
 
+def test_merged_weights_of_a_family_with_fp32_weights_are_refused(tmp_path):
+    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
+    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "glm4_moe"} | shape))
+    with Server(tmp_path / "spool", weights="merged") as server, Tandem(server.url, KEY) as client:
+        with pytest.raises(InvalidInput, match="fp32") as refused:
+            client.create_run("merged", weights="merged")
+        assert refused.value.field == "weights"
+
+
 def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     with Server(experts_root) as server, Tandem(server.url, KEY) as client:

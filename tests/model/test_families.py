@@ -13,7 +13,7 @@ from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
-from tiny import MOE, SHAPE, write_random_model
+from tiny import GLM4_MOE, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -46,7 +46,7 @@ def test_the_parameters_of_rope_have_transformers_precedence():
 # Keys that a config must have here. transformers has defaults for them too, which belong to no published model.
 REQUIRED = {
     "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ MEANING = {
     "rms_norm_eps": lambda arch, hf: arch.rms_norm_eps == hf.rms_norm_eps,
     "rope_theta": lambda arch, hf: arch.rope_theta == rope(hf)["rope_theta"],
     "rope_scaling": lambda arch, hf: arch.rope_scaling is None and rope(hf)["rope_type"] == "default",
-    "rope_parameters": lambda arch, hf: set(rope(hf)) == {"rope_theta", "rope_type"},
+    "rope_parameters": lambda arch, hf: set(rope(hf)) - {"partial_rotary_factor"} == {"rope_theta", "rope_type"},
     "rope_local_base_freq": lambda arch, hf: (
         arch.window.rope_theta == hf.rope_parameters["sliding_attention"]["rope_theta"]
         if "sliding_attention" in hf.rope_parameters
@@ -74,7 +74,14 @@ MEANING = {
     "query_pre_attn_scalar": lambda arch, hf: (
         arch.attention_scale == (hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None)
     ),
-    "partial_rotary_factor": lambda arch, hf: getattr(hf, "partial_rotary_factor", 1) == 1,
+    "partial_rotary_factor": lambda arch, hf: (
+        (arch.rotary_size or arch.head_dim) == arch.head_dim * rope(hf).get("partial_rotary_factor", 1)
+    ),
+    "first_k_dense_replace": lambda arch, hf: not sigmoid(arch) or arch.moe.dense_layers == hf.first_k_dense_replace,
+    "n_group": lambda arch, hf: not sigmoid(arch) or arch.moe.groups == hf.n_group,
+    "topk_group": lambda arch, hf: not sigmoid(arch) or arch.moe.groups_per_token == hf.topk_group,
+    "routed_scaling_factor": lambda arch, hf: not sigmoid(arch) or arch.moe.scale == hf.routed_scaling_factor,
+    "use_qk_norm": lambda arch, hf: not sigmoid(arch) or arch.qk_norm == hf.use_qk_norm,
     "norm_topk_prob": lambda arch, hf: arch.moe is None or arch.moe.norm_topk_prob == hf.norm_topk_prob,
     "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
     "hidden_act": lambda arch, hf: arch.activation != "silu" or hf.hidden_act == "silu",
@@ -86,9 +93,12 @@ MEANING = {
     "use_sliding_window": lambda arch, hf: (arch.window is None) == (windowed(hf, arch) == []),
     "layer_types": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
     "max_window_layers": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "n_shared_experts": lambda arch, hf: (
+        arch.moe is None or arch.moe.shared_size == (getattr(hf, "n_shared_experts", None) or 0) * 24
+    ),
     **{
         key: lambda arch, hf, key=key: not getattr(hf, key, None)
-        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers", "n_shared_experts",
+        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers",
                     "shared_expert_intermediate_size", "num_shared_experts", "attn_logit_softcapping",
                     "final_logit_softcapping", "use_bidirectional_attention")
     },
@@ -107,6 +117,10 @@ def windowed(hf: Any, arch: Arch) -> list[bool]:
 def rope(hf: Any) -> dict[str, Any]:
     """The parameters of RoPE in layers without a window."""
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
+
+
+def sigmoid(arch: Arch) -> bool:
+    return arch.moe is not None and arch.moe.router == "sigmoid"
 
 
 class Recorded(dict[str, Any]):
@@ -138,7 +152,9 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     assert differing(config, theirs(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
-    for key in list(REQUIRED) if family == "qwen3_moe" else list(REQUIRED)[:5]:
+    moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+    own = [moe[family], "num_experts_per_tok", "moe_intermediate_size"] if family in moe else []
+    for key in [*list(REQUIRED)[:5], *own]:
         with pytest.raises(InvalidInput):
             arch_from_config({k: value for k, value in config.items() if k != key})
 
@@ -291,3 +307,26 @@ def test_gemma3s_older_configs_mean_what_transformers_says():
     assert arch_from_config(scaled).rope_scaling == LinearScaling(8.0)
     assert theirs(scaled).rope_parameters["full_attention"]["factor"] == 8.0
     assert theirs(scaled).rope_parameters["sliding_attention"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"first_k_dense_replace": 2}, "one must be a mixture"),
+        ({"n_group": 3}, "n_group"),
+        ({"topk_group": 5}, "topk_group"),
+        ({"topk_group": 1}, "3 experts per token, of 2"),
+        ({"mlp_bias": True}, "biases in the MLP"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_variants_of_glm_are_refused(change, says):
+    config = {**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"}
+    arch = arch_from_config(config)
+    assert (arch.moe.dense_layers, arch.moe.shared_size, arch.rotary_size) == (1, 48, 8)
+    modules = lora_modules(arch, LoraShape(targets=("gate_proj",)))
+    assert modules["model.layers.0.mlp.gate_proj"] == (32, 48)
+    assert modules["model.layers.1.mlp.shared_experts.gate_proj"] == (32, 48)
+    assert len(modules) == 2 + 8
+    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
+        arch_from_config({**config, **change})

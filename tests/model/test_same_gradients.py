@@ -41,6 +41,14 @@ CASES = {
         },
         "tie_word_embeddings": True,
     },
+    "glm4_moe": {"family": "glm4_moe"},
+    "glm4_moe, unnormalised": {
+        "family": "glm4_moe",
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+    },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
 }
 
@@ -97,3 +105,19 @@ def test_loss_and_gradients(alone, tmp_path, case):
             actual |= policy.gather(name, gradient)
         assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
         assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe"])
+def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
+    """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded at all."""
+    model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
+    whole, half = make_policy(model, LORA), make_policy(model, LORA, dtype=torch.bfloat16)
+    with torch.no_grad():
+        difference = whole(packed_row()).logprobs - half(packed_row()).logprobs
+    assert difference.abs().mean() < 0.05
+    for name, parameter in half.base().items():
+        is_bias = name.endswith("correction_bias")
+        assert parameter.dtype is (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(parameter, whole.base()[name])
+    (half(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(half).values())

@@ -30,6 +30,7 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
+from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, check
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
@@ -88,6 +89,9 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.weights == "merged":
+        if any(rule.fp32 for rule in weight_rules(deployment.arch)):
+            problem = f"merged weights have one dtype, and {deployment.arch.model_type} has fp32 weights beside others"
+            raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
         if others:
             problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"

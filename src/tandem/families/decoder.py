@@ -22,6 +22,9 @@ class Decoder:
     head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
     num_kv_heads: int | None = None  # if config.json has none; None: as many as heads
     max_positions: int = 32768  # if config.json has none
+    partial_rope: bool = False  # RoPE on a part of each head is built
+    rms_norm_eps: float = 1e-6  # if config.json has none
+    shared_experts: bool = False  # shared experts are built
     tie_embeddings: bool = False  # if config.json does not say
     windows: bool = False  # the family has sliding windows
     sliding_window: int | None = None  # if config.json has none
@@ -49,7 +52,7 @@ class Decoder:
             max_positions=config.positive("max_position_embeddings", int, self.max_positions),
             tie_embeddings=bool(config.get("tie_word_embeddings", self.tie_embeddings)),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
+            rms_norm_eps=config.positive("rms_norm_eps", float, self.rms_norm_eps),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             rope_scaling=_rope_scaling(rope, config),
@@ -95,10 +98,10 @@ class Decoder:
         if not arch.tie_embeddings:
             rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
         for layer in range(arch.num_layers):
-            rules += self.layer_rules(arch, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+            rules += self.layer_rules(arch, layer, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
         return rules
 
-    def layer_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+    def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
         """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
 
         Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key head, the value head.
@@ -115,7 +118,7 @@ class Decoder:
                 "columns",
             ),
             WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
-            *self.mlp_rules(arch, to + "mlp.", of + "mlp."),
+            *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]
         if arch.qkv_bias:
             biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
@@ -126,7 +129,7 @@ class Decoder:
                 rules.append(WeightRule(f"{to}self_attention.{letter}_layernorm.weight", norm))
         return rules
 
-    def mlp_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
         """One layer's MLP: `linear_fc1` is gate above up."""
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate_up = {f"{of}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
@@ -142,13 +145,13 @@ class Decoder:
         variants = {
             "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
             "biases in the MLP": config.get("mlp_bias"),
-            "RoPE on a part of each head": rope.get("partial_rotary_factor", 1) != 1
-            or config.get("partial_rotary_factor", 1) != 1,
+            "RoPE on a part of each head": not self.partial_rope
+            and (rope.get("partial_rotary_factor", 1) != 1 or config.get("partial_rotary_factor", 1) != 1),
             f"the activation {activation!r}": activation != self.activation[1],
             "quantised weights": config.get("quantization_config"),
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,
-            "shared experts": any(map(config.get, shared)),
+            "shared experts": not self.shared_experts and any(map(config.get, shared)),
             # Megatron refuses it: such a router's probabilities are all 1.
             "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
         }

@@ -41,14 +41,14 @@ class Gemma3(Decoder):
         """Of the layers without a window."""
         return self._rope(config, "full_attention", "rope_theta", 1e6) | (config.get("rope_scaling") or {})
 
-    def layer_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+    def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
         """Hugging Face's `post_attention_layernorm` comes after the attention here, not before the MLP."""
         norms = {
             "post_self_attn_layernorm": "post_attention_layernorm",
             "pre_mlp_layernorm": "pre_feedforward_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         }
-        rules, shape = super().layer_rules(arch, to, of), (arch.hidden_size,)
+        rules, shape = super().layer_rules(arch, layer, to, of), (arch.hidden_size,)
         others = [rule for rule in rules if rule.parameter != to + "pre_mlp_layernorm.weight"]
         return others + [WeightRule(f"{to}{own}.weight", {f"{of}{name}.weight": shape}) for own, name in norms.items()]
 

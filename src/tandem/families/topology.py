@@ -113,7 +113,8 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
-        ("MLP features", arch.ffn_hidden_size if moe is None else 0),
+        ("MLP features", arch.ffn_hidden_size if moe is None or moe.dense_layers else 0),
+        ("features of the shared expert", moe.shared_size if moe else 0),
         ("vocabulary entries", arch.vocab_size),
     ):
         if size % sizes.tensor:

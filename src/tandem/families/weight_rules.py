@@ -20,6 +20,7 @@ class WeightRule:
     cut: Cut = "whole"
     groups: int = 1  # blocks of rows, each with its share of every source; for Megatron's `linear_qkv`
     experts: int | None = None  # stacked [experts, rows, columns]; the sources come expert by expert
+    fp32: bool = False  # the parameter is fp32, whatever the dtype of the others; only where it is not cut
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The parameter's shape on each rank: [rows], [rows, columns] or [experts, rows, columns]."""

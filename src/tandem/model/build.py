@@ -16,7 +16,7 @@ from tandem.model.experts import Experts
 from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.kernels import HeadShape
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.layer.norm import OffsetNorm
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.policy import Policy
@@ -82,10 +82,17 @@ def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: Ada
             norm = _norm(arch)(config=layer.config, hidden_size=arch.hidden_size, eps=arch.rms_norm_eps)
             setattr(layer, name, norm.to(layer.config.params_dtype).requires_grad_(False))
     layer.blocks = [_attention_block(layer, index, arch, adapted)]
-    if arch.moe:
-        experts = layer.mlp.experts
-        experts.add_adapters(lora, switch)
-        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, layer.mlp.router.weight, experts, arch.moe, index))
+    if arch.moe and index >= arch.moe.dense_layers:
+        mlp, shared = layer.mlp, None
+        mlp.experts.add_adapters(lora, switch)
+        if arch.moe.router == "sigmoid":
+            mlp.router.correction_bias = torch.nn.Parameter(torch.empty(arch.moe.num_experts), requires_grad=False)
+        if size := arch.moe.shared_size:
+            linears = mcore.MLPSubmodules(linear_fc1=mcore.ColumnParallelLinear, linear_fc2=mcore.RowParallelLinear)
+            mlp.shared_experts = mcore.MLP(layer.config, linears, ffn_hidden_size=size)
+            mlp.shared_experts.to(layer.config.params_dtype).requires_grad_(False)
+            shared = SharedExpert(*_adapt_mlp(mlp.shared_experts, size, arch, adapted))
+        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router, mlp.experts, arch.moe, index, shared))
     else:
         post_norm = layer.post_mlp_layernorm if arch.post_norms else None
         linears = _adapt_mlp(layer.mlp, arch.ffn_hidden_size, arch, adapted)
@@ -102,7 +109,8 @@ def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., 
     heads = HeadShape(
         arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
         getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
-        arch.offset_norms,
+        partial_rope=arch.rotary_size not in (None, arch.head_dim),
+        offset_norms=arch.offset_norms,
     )  # fmt: skip
     return AttentionBlock(
         layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads,
@@ -171,7 +179,8 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
     original / high_freq_factor stay, and between them the two are blended.
     """
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+    size = arch.head_dim if arch.rotary_size is None else arch.rotary_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = _scaled(1.0 / arch.rope_theta**exponents, arch.rope_scaling)
     if arch.window is None or arch.window.rope_theta is None:
         return frequencies[None]
@@ -200,19 +209,21 @@ def _layer_spec(arch: Arch) -> mcore.TransformerBlockSubmodules:
     attention = mcore.SelfAttentionSubmodules(
         linear_qkv=column, core_attention=mcore.IdentityOp, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
     )
-    if arch.moe:
-        mlp = partial(mcore.MoELayer, submodules=mcore.MoESubmodules(experts=Experts))
-    else:
-        linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        mlp = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
+    linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    dense = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
+    mixture = partial(mcore.MoELayer, submodules=mcore.MoESubmodules(experts=Experts))
     causal = {"attn_mask_type": mcore.AttnMaskType.causal}
-    layer = mcore.TransformerLayerSubmodules(
+    layer = partial(
+        mcore.TransformerLayerSubmodules,
         input_layernorm=norm,
         self_attention=mcore.ModuleSpec(module=mcore.SelfAttention, params=causal, submodules=attention),
         self_attn_bda=mcore.get_bias_dropout_add,
         pre_mlp_layernorm=norm,
-        mlp=mlp,
         mlp_bda=mcore.get_bias_dropout_add,
     )
-    spec = mcore.ModuleSpec(module=DecoderLayer, submodules=layer)
-    return mcore.TransformerBlockSubmodules(layer_specs=[spec] * arch.num_layers, layer_norm=norm)
+    first = arch.num_layers if arch.moe is None else arch.moe.dense_layers
+    specs = [
+        mcore.ModuleSpec(module=DecoderLayer, submodules=layer(mlp=dense if index < first else mixture))
+        for index in range(arch.num_layers)
+    ]
+    return mcore.TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

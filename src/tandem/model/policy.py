@@ -243,6 +243,8 @@ class Policy(nn.Module):
                 if not isinstance(module, (LoraLinear, Experts)):
                     continue
                 block = "self_attn" if name.startswith("self_attention.") else "mlp"
+                if name.startswith("mlp.shared_experts."):
+                    block = "mlp.shared_experts"
                 path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
                 for target, a_and_b in module.lora_tensors().items():
                     tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))

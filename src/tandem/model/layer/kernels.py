@@ -24,6 +24,7 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
+    partial_rope: bool = False  # RoPE turns only the first dimensions of a head; torch's kernels on every device
     offset_norms: bool = False  # heads are multiplied by 1 + weight; the kernels get that sum as the weight
 
 
@@ -32,7 +33,9 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not next(argument for argument in args if isinstance(argument, torch.Tensor)).is_cuda:
+        partial = any(isinstance(argument, HeadShape) and argument.partial_rope for argument in args)
+        on_cuda = any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in args)
+        if partial or not on_cuda:
             return function(*args, **kwargs)
         from tandem.model.layer import triton_kernels  # the CPU's torch comes without Triton
 
@@ -60,15 +63,16 @@ def rms_norm_backward(
 def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
     """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
 
-    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2. Slots
-    from S to `length` become zero.
+    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2, or
+    with `partial_rope`, where cos has fewer columns, with i + that number. Slots from S to `length` become zero.
     """
-    parts = list(_grouped(qkv, shape).split([shape.queries, 1, 1], 2))
+    x = qkv.float() if shape.partial_rope else qkv
+    parts = list(_grouped(x, shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
-            parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(qkv.dtype)
+            parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(x.dtype)
         parts[index] = _rotated(parts[index], cos, sin)
-    q, k, v = (pad(part.flatten(1, 2), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
+    q, k, v = (pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
     return q, k, v
 
 
@@ -77,8 +81,9 @@ def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
-    inputs = _grouped(qkv, shape).split([shape.queries, 1, 1], 2)
-    parts = [gradient[: len(qkv)].unflatten(1, (shape.groups, -1)) for gradient in gradients]
+    x = qkv.float() if shape.partial_rope else qkv
+    inputs = _grouped(x, shape).split([shape.queries, 1, 1], 2)
+    parts = [gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         parts[index] = _rotated(parts[index], cos, -sin)
         if weight is not None:
@@ -121,7 +126,7 @@ def geglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
-    return swiglu(gate_up) * probs[:, None]
+    return (swiglu(gate_up) * probs[:, None]).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
@@ -129,8 +134,8 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
-    of_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up)
-    return of_gate_up, activated * probs[:, None], (gradient * activated).sum(-1)
+    of_gate_up, activated = swiglu_backward((gradient * probs[:, None]).to(gate_up.dtype), gate_up)
+    return of_gate_up, (activated * probs[:, None]).to(gate_up.dtype), (gradient.float() * activated).sum(-1)
 
 
 @_one_kernel_on_cuda
@@ -156,6 +161,7 @@ def _norm_gradient(gradient: torch.Tensor, normalised: torch.Tensor, inverse: to
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """heads: [S, groups, heads, size]."""
-    first, second = heads.chunk(2, -1)
+    half = cos.shape[-1]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     cos, sin = cos[:, None, None], sin[:, None, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -30,11 +30,15 @@ class BaseWeights:
         Raises InvalidInput if the model can't be cut so.
         """
         check(arch, sizes)
-        shapes = {rule.parameter: rule.shape(sizes) for rule in weight_rules(arch)}
+        rules = weight_rules(arch)
+        shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
+        own = [rule.parameter for rule in rules if rule.fp32]
+        shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
         self.group = group
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
         self._memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT)
+        self.parameters |= {name: self.parameters[name].view(torch.float32) for name in own}
 
     def own_share(self) -> dict[str, torch.Tensor]:
         """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
@@ -83,7 +87,7 @@ class BaseWeights:
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self.group.size())]
         size = len(self._range(self.parameters))
         for name, parameter in self.parameters.items():
-            middle = parameter.storage_offset() + parameter.numel() / 2
+            middle = (parameter.storage_offset() + parameter.numel() / 2) * self._ratio(parameter)
             shares[int(middle * len(shares) / size)][name] = parameter
         return shares
 
@@ -91,4 +95,9 @@ class BaseWeights:
         """The flat range of the memory that these consecutive parameters occupy."""
         tensors = list(parameters.values())
         first, last = tensors[0], tensors[-1]
-        return self._memory[first.storage_offset() : last.storage_offset() + last.numel()]
+        end = (last.storage_offset() + last.numel()) * self._ratio(last)
+        return self._memory[first.storage_offset() * self._ratio(first) : end]
+
+    def _ratio(self, parameter: torch.Tensor) -> int:
+        """Elements of the memory in one of the parameter."""
+        return parameter.element_size() // self._memory.element_size()
