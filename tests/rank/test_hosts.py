@@ -80,7 +80,7 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
 
 
 def test_two_hosts_train_what_one_host_trains(tmp_path: Path, model: Path, hosts: list[str]) -> None:
-    """Each host has the base model in a hub cache of its own, and no other file but the spool."""
+    """Each host has the base model in a hub cache of its own."""
     caches = [hub_cache(tmp_path / host, model) for host in hosts]
     spool = Spool.create(tmp_path / "spool")
     for run in ("one", "two"):

@@ -114,7 +114,7 @@ def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignmen
     own = _with_model(assignment, spool, beat)
     theirs, ours = ({name: size for name, size, _ in one.model_files} for one in (assignment, own))
     if theirs != ours:
-        names = ", ".join(sorted(name for name, _ in theirs.items() ^ ours.items()))
+        names = ", ".join(sorted({name for name, _ in theirs.items() ^ ours.items()}))
         problem = f"{own.model} is not the base model that rank 0's host has in {assignment.model}: {names} differ"
         raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
     return own
