@@ -108,7 +108,7 @@ def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
 
 def make(directory: Path, arch: Arch, **options: object) -> Policy:
     policy = build_policy(arch, LORA, **options)  # type: ignore[arg-type]
-    load_weights(directory, arch, policy.base, tp=1, tp_rank=0)
+    load_weights(directory, arch, policy.base, policy.topology.sizes, policy.topology.place)
     policy.load_adapter(directory)
     return policy
 

@@ -25,7 +25,7 @@ def make_policy(model: Path, lora: LoraShape = LORA, adapter: Path | None = None
 
 
 def load_base(policy: Policy, model: Path) -> None:
-    load_weights(model, policy.arch, policy.base, tp=policy._tp, tp_rank=policy._tp_rank)
+    load_weights(model, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
 
 
 def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0) -> Path:
@@ -62,7 +62,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # after tandem's import
 
     local = policy.gpt.decoder(**policy.decoder_inputs(row))[:, 0] @ policy.head.t()
-    return gather_from_tensor_model_parallel_region(local, group=policy._tp_group).float()
+    return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()
 
 
 def all_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,3 +85,22 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert value.norm() > 0, f"{name} is zero: the comparison says nothing"
         error = ((actual[name] - value).norm() / value.norm()).item()
         assert error <= relative, f"{name}: relative difference {error:.2e}"
+
+
+def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str, torch.Tensor]:
+    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's tensors."""
+    weights = dict(model.named_parameters())
+    for key in (key for key in adapter if "lora_A" in key):
+        path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = lora.alpha / lora.rank * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
+        if ".experts." not in path:
+            weights[path + ".weight"] = weights[path + ".weight"] + delta
+            continue
+        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj [experts, hidden, in]
+        block, expert, projection = path.rsplit(".", 2)
+        name = f"{block}.down_proj" if projection == "down_proj" else f"{block}.gate_up_proj"
+        first = len(delta) if projection == "up_proj" else 0
+        whole_delta = torch.zeros_like(weights[name])
+        whole_delta[int(expert), first : first + len(delta)] = delta
+        weights[name] = weights[name] + whole_delta
+    return weights

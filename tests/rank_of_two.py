@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from policies import LORA, linear_row, logits, make_policy
 from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.model import device, logprobs, parallel
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
@@ -63,15 +64,15 @@ def shared_reading(model: Path, group: dist.ProcessGroup) -> dict[str, object]:
     """The names of the parameters that this rank read first and then, whether all have the right values in the end,
     and how many it would read the next time."""
     arch = read_arch(str(model))
-    alone, shared = (BaseWeights(arch, torch.float32, tp=1, group=g) for g in (None, group))
+    alone, shared = (BaseWeights(arch, torch.float32, Sizes(), group=g) for g in (None, group))
     for weights in (alone, shared):
         for parameter in weights.parameters.values():
             parameter.fill_(torch.nan)
-        load_weights(model, arch, weights.own_share, tp=1, tp_rank=0)
+        load_weights(model, arch, weights.own_share, Sizes(), Sizes().place(0))
     read = [name for name, parameter in shared.parameters.items() if not parameter.isnan().all()]
     shared.connect()
     if missing := shared.exchange():
-        load_weights(model, arch, lambda: missing, tp=1, tp_rank=0)
+        load_weights(model, arch, lambda: missing, Sizes(), Sizes().place(0))
     device.synchronize()
     same = all(torch.equal(shared.parameters[name], parameter) for name, parameter in alone.parameters.items())
     return {"read": read, "missing": list(missing), "same": same, "next": len(shared.own_share())}
@@ -82,8 +83,8 @@ def main(directory: Path, where: str) -> None:
     rank = int(os.environ["RANK"])
     device.activate(where, rank)
     if where == "cpu":
-        topology = parallel.init_parallel(2, timeout_seconds=300)
-        assert (topology.tp, topology.tp_rank, topology.dp) == (2, rank, 1)
+        topology = parallel.init_parallel(Sizes(tensor=2), timeout_seconds=300)
+        assert (topology.tensor.size(), topology.tensor.rank(), topology.sizes.data) == (2, rank, 1)
         result, group = tensor_parallel(directory, rank), dist.group.WORLD
     else:
         parallel.init_parallel(timeout_seconds=300)

@@ -21,9 +21,18 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
-PREFIXES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
-"""Of the classes in transformers, by model_type."""
 
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -33,34 +42,41 @@ MERGED_SIZES: dict[str, dict[str, Any]] = {
 """By family, what tests of merged weights change of `SHAPE`."""
 
 
-def write_random_model(directory: Path, *, family: str = "qwen3", seed: int = 0, **config: Any) -> Path:
-    """A random fp32 model of `family` (a model_type, see `PREFIXES`) in `directory`: config.json and safetensors.
+def write_random_model(
+    directory: Path, *, family: str = "qwen3", seed: int = 0, spread: float = 2.5, **config: Any
+) -> Path:
+    """A random fp32 model of `family` (a model_type) in `directory`: config.json and safetensors.
 
     `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
-    biases are random too, and weights are larger than at initialisation, so that a wrong one shows in the logits.
+    biases are random too, and weights are larger than at initialisation, `spread` times what keeps a layer's output as
+    large as its input, so that a wrong one shows in the logits.
     """
     import torch
     import transformers
 
-    prefix = PREFIXES[family]
     values = {"tie_word_embeddings": False, **SHAPE, **config}
     if family == "qwen3_moe":
         values = {**MOE, **values}
+    if family == "glm4_moe":
+        values = {**GLM4_MOE, **values}
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        hf_config = getattr(transformers, f"{prefix}Config")(**values)
+        hf_config = transformers.CONFIG_MAPPING[family](**values)
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
-        model = getattr(transformers, f"{prefix}ForCausalLM")(hf_config)
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
         with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.1)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.normal_(1.0, 0.2)
+                    parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2)
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.3)
                 else:
-                    parameter.normal_(0.0, 2.5 * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
+                    parameter.normal_(0.0, spread * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
     return directory

@@ -9,6 +9,7 @@ import torch
 from policies import LORA, make_policy
 from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.trainer.rank.publish.volume import ModelFiles
 from tandem.trainer.rank.publish.weights import TrainedWeights
@@ -18,13 +19,13 @@ MOST = 700  # elements of a buffer: tensors are cut
 
 def main(directory: Path, tp: int) -> None:
     device.activate("cpu")
-    top = parallel.init_parallel(tp)
+    top = parallel.init_parallel(Sizes(tensor=tp))
     model = directory / "model"
     arch = read_arch(str(model))
     weights = TrainedWeights(make_policy(model, LORA, directory / "adapter"))
     sent = []
     for targets in (None, LORA.targets):
-        for parts in buffers(arch, targets, tp=tp, tp_rank=top.tp_rank, most=MOST):
+        for parts in buffers(arch, targets, sizes=top.sizes, rank=top.rank, most=MOST):
             buffer = torch.full((sum(part.size for part in parts),), torch.nan)
             weights.fill(parts, buffer)
             values = buffer.split([part.size for part in parts])
@@ -36,7 +37,7 @@ def main(directory: Path, tp: int) -> None:
     if top.rank == 0:
         files.create(model)
     parallel.gather_objects(None)
-    files.write(weights, arch, tp=tp, tp_rank=top.tp_rank, beat=lambda: None)
+    files.write(weights, arch, top.sizes, top.rank, beat=lambda: None)
     parallel.destroy()
 
 

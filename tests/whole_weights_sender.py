@@ -116,13 +116,14 @@ def _read(path: Path) -> dict[str, Any]:
 def main(directory: Path, tp: int) -> None:
     from policies import make_policy
     from tandem.families.registry import read_arch
+    from tandem.families.topology import Sizes
     from tandem.model import device, parallel
     from tandem.trainer.rank.publish import publication as module
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
     settings = Settings()
     device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
-    top = parallel.init_parallel(tp)
+    top = parallel.init_parallel(Sizes(tensor=tp))
     spool = Spool(settings.root)
     while not (directory / "run").exists():
         time.sleep(0.01)

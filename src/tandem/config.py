@@ -1,5 +1,6 @@
 """Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or from files."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -63,6 +64,14 @@ class Settings(BaseSettings):
     """The ancestor's setting, accepted without an effect: ranks always start with bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide the tokens of what they don't cut by features. A mixture needs it."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
+    expert_parallel: int = Field(default=1, ge=1)
+    """Consecutive ranks that divide a mixture's experts."""
+    expert_tensor_parallel: int = Field(default=1, ge=1)
+    """Consecutive ranks that cut each expert."""
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """CUDA indices or UUIDs for the ranks, comma separated; empty: as the container was given."""
     recompute: Literal["auto", "none", "full"] = "auto"
@@ -138,9 +147,7 @@ class Settings(BaseSettings):
     def _consistent(self) -> Self:
         if self.keep_every is not None and self.keep_checkpoints is None:
             raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
-        if self.trainer_ranks % self.tensor_parallel:
-            ranks = f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
-            raise ValueError(f"{ranks} is not a multiple of TANDEM_TENSOR_PARALLEL={self.tensor_parallel}")
+        self._check_ranks()
         self._check_transport()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
@@ -152,6 +159,17 @@ class Settings(BaseSettings):
         elif differ := ", ".join(sorted(trainer ^ inference)):
             raise ValueError(f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or none; only one has {differ}")
         return self
+
+    def _check_ranks(self) -> None:
+        """What the model says is checked by `families.topology.check`."""
+        ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
+        model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+        for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
+            given = [f"TANDEM_{name.upper()}={getattr(self, name)}" for name in names if getattr(self, name) > 1]
+            if ranks % math.prod(getattr(self, name) for name in names):
+                raise ValueError(f"{of} is not a multiple of {' times '.join(given)}")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
 
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"

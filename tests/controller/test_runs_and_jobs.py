@@ -274,6 +274,16 @@ def experts_root(tmp_path):
     return tmp_path / "spool"
 
 
+def test_merged_weights_of_a_family_with_fp32_weights_are_refused(tmp_path):
+    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
+    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "glm4_moe"} | shape))
+    with Server(tmp_path / "spool", weights="merged") as server, Tandem(server.url, KEY) as client:
+        with pytest.raises(InvalidInput, match="fp32") as refused:
+            client.create_run("merged", weights="merged")
+        assert refused.value.field == "weights"
+
+
 def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     with Server(experts_root) as server, Tandem(server.url, KEY) as client:
@@ -291,10 +301,10 @@ def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root)
         assert len(keys) == 2 * (1 + 4)
 
 
-def test_a_mixture_of_experts_is_not_split_over_tensor_parallel_ranks(experts_root):
+def test_a_model_that_the_trainers_ranks_cannot_cut_is_refused(experts_root):
     with (
         Server(experts_root, trainer_ranks=2, tensor_parallel=2) as server,
         Tandem(server.url, KEY) as client,
-        pytest.raises(InvalidInput, match="TANDEM_TENSOR_PARALLEL=1"),
+        pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"),
     ):
         client.create_run("a")

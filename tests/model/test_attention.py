@@ -33,6 +33,20 @@ def test_the_dense_mask_is_the_definition():
     assert torch.equal(attention.dense_mask(end), by_definition)
 
 
+def test_a_window_is_the_last_tokens_of_the_sequence():
+    end = random_tree(60, 50, torch.Generator().manual_seed(0))
+    sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]  # of each query, itself included
+    by_definition = torch.tensor([[k in sequence[q][-7:] for k in range(60)] for q in range(60)])
+    assert torch.equal(attention.dense_mask(end, 7), by_definition)
+
+
+def test_a_window_drops_blocks_that_are_out_of_it():
+    end = torch.full((1024,), 1024)
+    counts = [int((b.kv_num_blocks + b.full_kv_num_blocks).sum()) for b in
+              (attention.block_mask(end, end.device, window) for window in (None, 256, 1))]  # fmt: skip
+    assert counts == [36, 8 + 7 + 6, 8]
+
+
 @pytest.mark.parametrize("length", [128, 384, 1000, 1024])
 def test_the_block_mask_is_the_dense_one(length):
     for seed in range(5):
@@ -51,10 +65,15 @@ def test_the_block_mask_is_the_dense_one(length):
             assert torch.equal(mine, other), field
 
 
-def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path):
+WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("config", [{}, WINDOW], ids=["whole", "window"])
+def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
     monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
-    model = write_random_model(tmp_path / "model")
+    monkeypatch.setattr(attention, "flex_in_window", attention._attend_in_window)
+    model = write_random_model(tmp_path / "model", **config)
     policy = make_policy(model, adapter=write_random_adapter(tmp_path / "adapter", model))
     generator = torch.Generator().manual_seed(3)
     tokens, positions = (torch.randint(0, bound, (200,), generator=generator) for bound in (260, 50))

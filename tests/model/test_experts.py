@@ -10,22 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from policies import LORA
-from tandem.errors import InvalidInput
-from tandem.families.registry import read_arch
-from tandem.model.build import build_policy
 from tandem.model.experts import grouped_outer, grouped_product
-from tandem.model.mcore import parallel_state
-from tiny import write_random_model
 
 TESTS = Path(__file__).parent.parent
-
-
-def test_more_tensor_parallel_ranks_than_one_are_refused(alone, tmp_path, monkeypatch):
-    arch = read_arch(str(write_random_model(tmp_path, family="qwen3_moe")))
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    with pytest.raises(InvalidInput, match="TANDEM_TENSOR_PARALLEL=1"):
-        build_policy(arch, LORA)
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1, 0), (0, 0, 13, 0, 0), (3, 3, 3, 2, 2)])

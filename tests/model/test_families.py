@@ -8,12 +8,12 @@ import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import lora_modules
-from tandem.families.arch import Arch, MoE, RopeScaling
+from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.weight_rules import check_cut
+from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
-from tiny import MOE, PREFIXES, SHAPE, write_random_model
+from tiny import GLM4_MOE, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -46,13 +46,13 @@ def test_the_parameters_of_rope_have_transformers_precedence():
 # Keys that a config must have here. transformers has defaults for them too, which belong to no published model.
 REQUIRED = {
     "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
 
 
 def theirs(config: dict[str, Any]) -> Any:
     values = {key: value for key, value in config.items() if key != "model_type"}
-    return getattr(transformers, f"{PREFIXES[config['model_type']]}Config")(**values)
+    return transformers.CONFIG_MAPPING[config["model_type"]](**values)
 
 
 # For every other key that Tandem reads: does the architecture say what transformers' config (as given) says?
@@ -62,23 +62,65 @@ MEANING = {
     "max_position_embeddings": lambda arch, hf: arch.max_positions == hf.max_position_embeddings,
     "tie_word_embeddings": lambda arch, hf: arch.tie_embeddings == hf.tie_word_embeddings,
     "rms_norm_eps": lambda arch, hf: arch.rms_norm_eps == hf.rms_norm_eps,
-    "rope_theta": lambda arch, hf: arch.rope_theta == hf.rope_parameters["rope_theta"],
-    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and hf.rope_parameters["rope_type"] == "default",
-    "rope_parameters": lambda arch, hf: set(hf.rope_parameters) == {"rope_theta", "rope_type"},
-    "partial_rotary_factor": lambda arch, hf: getattr(hf, "partial_rotary_factor", 1) == 1,
+    "rope_theta": lambda arch, hf: arch.rope_theta == rope(hf)["rope_theta"],
+    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and rope(hf)["rope_type"] == "default",
+    "rope_parameters": lambda arch, hf: set(rope(hf)) - {"partial_rotary_factor"} == {"rope_theta", "rope_type"},
+    "rope_local_base_freq": lambda arch, hf: (
+        arch.window.rope_theta == hf.rope_parameters["sliding_attention"]["rope_theta"]
+        if "sliding_attention" in hf.rope_parameters
+        else arch.window is None or arch.window.rope_theta is None
+    ),
+    "sliding_window_pattern": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "query_pre_attn_scalar": lambda arch, hf: (
+        arch.attention_scale == (hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None)
+    ),
+    "partial_rotary_factor": lambda arch, hf: (
+        (arch.rotary_size or arch.head_dim) == arch.head_dim * rope(hf).get("partial_rotary_factor", 1)
+    ),
+    "first_k_dense_replace": lambda arch, hf: not sigmoid(arch) or arch.moe.dense_layers == hf.first_k_dense_replace,
+    "n_group": lambda arch, hf: not sigmoid(arch) or arch.moe.groups == hf.n_group,
+    "topk_group": lambda arch, hf: not sigmoid(arch) or arch.moe.groups_per_token == hf.topk_group,
+    "routed_scaling_factor": lambda arch, hf: not sigmoid(arch) or arch.moe.scale == hf.routed_scaling_factor,
+    "use_qk_norm": lambda arch, hf: not sigmoid(arch) or arch.qk_norm == hf.use_qk_norm,
     "norm_topk_prob": lambda arch, hf: arch.moe is None or arch.moe.norm_topk_prob == hf.norm_topk_prob,
     "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
-    "hidden_act": lambda arch, hf: hf.hidden_act == "silu",
+    "hidden_act": lambda arch, hf: arch.activation != "silu" or hf.hidden_act == "silu",
+    "hidden_activation": lambda arch, hf: (
+        arch.activation == "silu" or (arch.activation, hf.hidden_activation) == ("gelu_tanh", "gelu_pytorch_tanh")
+    ),
     "decoder_sparse_step": lambda arch, hf: getattr(hf, "decoder_sparse_step", 1) == 1,
-    "sliding_window": lambda arch, hf: getattr(hf, "sliding_window", None) is None,
-    "use_sliding_window": lambda arch, hf: not getattr(hf, "use_sliding_window", False),
-    "layer_types": lambda arch, hf: set(getattr(hf, "layer_types", [])) <= {"full_attention"},
+    "sliding_window": lambda arch, hf: arch.window is None or arch.window.tokens == hf.sliding_window,
+    "use_sliding_window": lambda arch, hf: (arch.window is None) == (windowed(hf, arch) == []),
+    "layer_types": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "max_window_layers": lambda arch, hf: arch.window is None or windowed(hf, arch) == list(arch.window.layers),
+    "n_shared_experts": lambda arch, hf: (
+        arch.moe is None or arch.moe.shared_size == (getattr(hf, "n_shared_experts", None) or 0) * 24
+    ),
     **{
         key: lambda arch, hf, key=key: not getattr(hf, key, None)
-        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers", "n_shared_experts",
-                    "shared_expert_intermediate_size", "num_shared_experts")
+        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers",
+                    "shared_expert_intermediate_size", "num_shared_experts", "attn_logit_softcapping",
+                    "final_logit_softcapping", "use_bidirectional_attention")
     },
 }  # fmt: skip
+
+
+def windowed(hf: Any, arch: Arch) -> list[bool]:
+    """Which layers have a window in transformers' config `hf`; empty: none."""
+    if getattr(hf, "sliding_window", None) is None:
+        return []
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * arch.num_layers
+    chosen = [kind == "sliding_attention" for kind in kinds]
+    return chosen if any(chosen) else []
+
+
+def rope(hf: Any) -> dict[str, Any]:
+    """The parameters of RoPE in layers without a window."""
+    return hf.rope_parameters.get("full_attention", hf.rope_parameters)
+
+
+def sigmoid(arch: Arch) -> bool:
+    return arch.moe is not None and arch.moe.router == "sigmoid"
 
 
 class Recorded(dict[str, Any]):
@@ -107,24 +149,29 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     from vllm.transformers_utils.config import get_config
 
     config = {"model_type": family, **REQUIRED}
-    if getattr(theirs(config), "sliding_window", None) is not None:  # Mistral
-        with pytest.raises(UnknownArchitecture, match="sliding-window"):
-            arch_from_config(config)
-        config["sliding_window"] = None
     assert differing(config, theirs(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
-    for key in list(REQUIRED) if family == "qwen3_moe" else list(REQUIRED)[:5]:
+    moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+    own = [moe[family], "num_experts_per_tok", "moe_intermediate_size"] if family in moe else []
+    for key in [*list(REQUIRED)[:5], *own]:
         with pytest.raises(InvalidInput):
             arch_from_config({k: value for k, value in config.items() if k != key})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
-def test_a_window_in_use_whose_size_is_left_out_is_refused(family):
-    config = {"model_type": family, **REQUIRED, "use_sliding_window": True}
-    assert theirs(config).sliding_window == 4096
-    with pytest.raises(UnknownArchitecture, match="sliding-window"):
-        arch_from_config(config)
+@pytest.mark.parametrize("change", [{}, {"max_window_layers": 1}, {"sliding_window": 64, "max_window_layers": 0}])
+def test_a_window_is_in_the_layers_that_transformers_says(family, change):
+    config = {"model_type": family, **REQUIRED, "use_sliding_window": True, **change}
+    assert differing(config, theirs(config)) == []
+    named = {**config, "layer_types": ["sliding_attention", "full_attention"]}
+    if family == "qwen3_moe":  # all its layers have the window
+        with pytest.raises(UnknownArchitecture, match="layer_types"):
+            arch_from_config(named)
+    else:
+        assert arch_from_config(named).window.layers == (True, False)
+        with pytest.raises(InvalidInput, match="3 entries for 2 layers"):
+            arch_from_config({**named, "layer_types": ["full_attention"] * 3})
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
@@ -139,11 +186,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     ("change", "says"),
     [
         ({"attention_bias": True}, "biases on attention"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, "sliding-window"),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"model_type": "llama", "sliding_window": 4096}, "sliding-window"),  # vLLM has a window then
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),
         ({"partial_rotary_factor": 0.5}, "a part of each head"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -217,10 +263,70 @@ def test_a_mixture_of_experts():
         (QWEN3, 4, "2 key/value heads"),
         ({**QWEN3, "intermediate_size": 49}, 2, "49 MLP features"),
         ({**QWEN3, "vocab_size": 261}, 2, "261 vocabulary entries"),
-        (QWEN3_MOE, 2, "TANDEM_TENSOR_PARALLEL=1"),
+        (QWEN3_MOE, 2, "TANDEM_SEQUENCE_PARALLEL=1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(config, tp, says):
-    check_cut(arch_from_config(config), 1)
+    check(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput, match=says):
-        check_cut(arch_from_config(config), tp)
+        check(arch_from_config(config), Sizes(tensor=tp))
+
+
+GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "silu"}, "'silu'"),
+        ({"sliding_window": None}, "window of no size"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "not entries by kind"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ],
+)
+def test_variants_of_gemma3_are_refused(change, says):
+    arch_from_config(GEMMA3)
+    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
+        arch_from_config({**GEMMA3, **change})
+
+
+def test_gemma3s_older_configs_mean_what_transformers_says():
+    old = {
+        **GEMMA3,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+    }
+    assert arch_from_config(old).window.layers == (True, False, True, False)
+    assert differing(old, theirs(old)) == []
+    scaled = {**old, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert arch_from_config(scaled).rope_scaling == LinearScaling(8.0)
+    assert theirs(scaled).rope_parameters["full_attention"]["factor"] == 8.0
+    assert theirs(scaled).rope_parameters["sliding_attention"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"first_k_dense_replace": 2}, "one must be a mixture"),
+        ({"n_group": 3}, "n_group"),
+        ({"topk_group": 5}, "topk_group"),
+        ({"topk_group": 1}, "3 experts per token, of 2"),
+        ({"mlp_bias": True}, "biases in the MLP"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_variants_of_glm_are_refused(change, says):
+    config = {**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"}
+    arch = arch_from_config(config)
+    assert (arch.moe.dense_layers, arch.moe.shared_size, arch.rotary_size) == (1, 48, 8)
+    modules = lora_modules(arch, LoraShape(targets=("gate_proj",)))
+    assert modules["model.layers.0.mlp.gate_proj"] == (32, 48)
+    assert modules["model.layers.1.mlp.shared_experts.gate_proj"] == (32, 48)
+    assert len(modules) == 2 + 8
+    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
+        arch_from_config({**config, **change})

@@ -33,7 +33,15 @@ def backward(policy):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", None), ("llama", None), ("qwen2", None), ("qwen3_moe", EXPERTS)]
+    ("family", "lora"),
+    [
+        ("qwen3", None),
+        ("llama", None),
+        ("gemma3_text", None),
+        ("qwen2", None),
+        ("qwen3_moe", EXPERTS),
+        ("glm4_moe", EXPERTS),
+    ],
 )
 def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, family, lora):
     policy = make(tmp_path, family, lora)

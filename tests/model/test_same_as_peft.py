@@ -7,7 +7,7 @@ import transformers
 from safetensors.torch import save_file
 from torch.func import functional_call
 
-from policies import all_logits, assert_close, gradients, linear_row, make_policy, write_random_adapter
+from policies import all_logits, assert_close, gradients, linear_row, make_policy, merged, write_random_adapter
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
 from tandem.families.identity_adapter import write_identity_adapter
@@ -82,25 +82,6 @@ def test_an_adapter_that_peft_saved(alone, tmp_path, lora):
     loss_of_logits(logits).backward()
     their_gradients = {name.replace(".default", ""): parameter.grad for name, parameter in adapter.items()}
     assert_same(make_policy(model, lora, tmp_path / "adapter"), logits, plain, their_gradients)
-
-
-def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str, torch.Tensor]:
-    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's tensors."""
-    weights = dict(model.named_parameters())
-    for key in (key for key in adapter if "lora_A" in key):
-        path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        delta = lora.alpha / lora.rank * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
-        if ".experts." not in path:
-            weights[path + ".weight"] = weights[path + ".weight"] + delta
-            continue
-        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj [experts, hidden, in]
-        block, expert, projection = path.rsplit(".", 2)
-        name = f"{block}.down_proj" if projection == "down_proj" else f"{block}.gate_up_proj"
-        first = len(delta) if projection == "up_proj" else 0
-        whole_delta = torch.zeros_like(weights[name])
-        whole_delta[int(expert), first : first + len(delta)] = delta
-        weights[name] = weights[name] + whole_delta
-    return weights
 
 
 @pytest.mark.parametrize("lora", EXPERT_SHAPES, ids=name_of)

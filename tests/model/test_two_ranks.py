@@ -11,6 +11,7 @@ from ranks import run_ranks
 from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.model import parallel
 from tandem.model.weights.base_memory import BaseWeights
 from tiny import write_random_model
@@ -63,7 +64,7 @@ def test_the_adapter_comes_back_whole(ranks, directory):
 
 def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
     with pytest.raises(InvalidInput, match="don't divide"):
-        parallel.init_parallel(2)
+        parallel.init_parallel(Sizes(tensor=2))
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -100,8 +101,8 @@ class Group:
 
 def test_shares_are_consecutive_and_about_equal(alone, tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, num_hidden_layers=7)))
-    shares = [BaseWeights(arch, torch.float32, tp=1, group=Group(rank)).own_share() for rank in range(5)]
-    parameters = BaseWeights(arch, torch.float32, tp=1).parameters
+    shares = [BaseWeights(arch, torch.float32, Sizes(), group=Group(rank)).own_share() for rank in range(5)]
+    parameters = BaseWeights(arch, torch.float32, Sizes()).parameters
     assert [name for share in shares for name in share] == list(parameters)
     sizes, largest = (
         [sum(p.nbytes for p in share.values()) for share in shares],
@@ -112,7 +113,7 @@ def test_shares_are_consecutive_and_about_equal(alone, tmp_path):
 
 def test_the_allocation_has_no_room_for_anything_else(alone, tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, family="qwen3_moe")))
-    weights = BaseWeights(arch, torch.bfloat16, tp=1)
+    weights = BaseWeights(arch, torch.bfloat16, Sizes())
     (size,) = {parameter.untyped_storage().nbytes() for parameter in weights.parameters.values()}
     begins = sorted(parameter.data_ptr() for parameter in weights.parameters.values())
     needed = sum(parameter.nbytes for parameter in weights.parameters.values())

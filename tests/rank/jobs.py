@@ -39,8 +39,10 @@ def make_model(directory: Path, family: str = "qwen3") -> Path:
     return write_random_model(directory, family=family, seed=1)
 
 
-def make_run(spool: Spool, model: Path, name: str = "r", *, seed: int = 7) -> schema.RunSpec:
-    spec = schema.RunSpec(name=name, base_model=str(model), lora=LORA, seed=seed, created=time.time())
+def make_run(
+    spool: Spool, model: Path, name: str = "r", *, seed: int = 7, base_model: str | None = None
+) -> schema.RunSpec:
+    spec = schema.RunSpec(name=name, base_model=base_model or str(model), lora=LORA, seed=seed, created=time.time())
     arch = read_arch(str(model))
     return spool.runs.create(
         spec, lambda path: write_identity_adapter(path, arch, LORA, base_model=str(model), seed=seed)

@@ -15,7 +15,7 @@ from tandem.trainer.rank import session, worker
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
 os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"]}
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
-parallel.reading_group = parallel.data_parallel_group  # and share the reading
+parallel.reading_group = lambda: parallel.current().data  # and share the reading
 for argument in sys.argv[2:]:
     job_id, os.environ["TANDEM_TENSOR_PARALLEL"] = argument.split("=")
     if status := worker.main(sys.argv[1], job_id, 1):

@@ -7,6 +7,7 @@ import pytest
 
 from rank import jobs
 from tandem.data.packed_format import PackedBatch
+from tandem.families.topology import Sizes
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
@@ -75,8 +76,8 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: Spool) -> None:
     (one, alone, _), (two, together, _) = results[kind, "one"], results[kind, topology]
     tp = 2 if topology == "tp" else 1
-    sizes = {"world_size": 2, "tp": tp, "dp": 2 // tp, "pp": 1}
-    assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes
+    sizes = Sizes(tensor=tp, data=2 // tp)
+    assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes.manifest()
     assert len(one) == len(two) > 2
     if kind in ("sft", "experts"):
         held_out = [spool.checkpoints.manifest(f"{where}-{kind}", 1).metrics for where in ("one", topology)]

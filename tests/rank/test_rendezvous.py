@@ -1,12 +1,15 @@
 """Ranks wait for rank 0, which may have to download the base model first, and send heartbeats meanwhile."""
 
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
 from rank import jobs
+from tandem.errors import InvalidInput
 from tandem.spool import Spool
 from tandem.trainer.rank import rendezvous
 from tandem.trainer.rank.rendezvous import meet
@@ -43,3 +46,23 @@ def test_a_download_may_outlast_the_wait_for_peers_and_all_ranks_beat(
     assert set(beats[0]) == {"download"}
     assert len(beats[0]) >= 2
     assert set(beats[1]) == {"rendezvous"}
+
+
+def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
+    spool: Spool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = jobs.claim(spool, jobs.submit_sft(spool)).spec.id
+    own, here, store = tmp_path / "own", [0], HashStore()
+    shutil.copytree(model, own)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, here[0], 2)]))
+    first, _ = meet(spool, job_id, 1, lambda _: None)
+    monkeypatch.setenv("GROUP_RANK", "1")
+    here[0] = 1
+    monkeypatch.setattr(rendezvous, "model_directory", lambda _: own)
+    second, _ = meet(spool, job_id, 1, lambda _: None)
+    assert (first.model, second.model) == (str(model), str(own))
+    assert (second.run, second.job) == (first.run, first.job)
+    (own / "config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"is not the base model that rank 0's host has .*: config\.json differ"):
+        meet(spool, job_id, 1, lambda _: None)

@@ -17,6 +17,7 @@ from ranks import run_ranks
 from tandem.families.adapter import stacked_name
 from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.trainer.rank.publish import volume
 from tiny import write_random_model
 
@@ -98,6 +99,6 @@ def test_no_buffer_is_longer_than_allowed(written: tuple[Path, int], tp: int) ->
     arch = read_arch(str(written[0] / "model"))
     most = 3000
     for rank in range(tp if arch.moe is None else 1):
-        lists = list(buffers(arch, None, tp=tp if arch.moe is None else 1, tp_rank=rank, most=most))
+        lists = list(buffers(arch, None, sizes=Sizes(tensor=tp if arch.moe is None else 1), rank=rank, most=most))
         assert all(sum(part.size for part in parts) <= most for parts in lists)
         assert sum(len(parts) > 1 for parts in lists) > 1

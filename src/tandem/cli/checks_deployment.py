@@ -14,6 +14,7 @@ from tandem.client.http import connection
 from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes, check
 from tandem.inference.server.command import check_merged_arguments, serving_device
 from tandem.inference.server.second_copy import automatic_copy, ordered_copy
 from tandem.spool import Spool
@@ -111,6 +112,10 @@ def model_checks(settings: Settings) -> Iterator[Check]:
         return
     size = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
     yield Check("ok", "base model", f"{model}: {arch.model_type}, {size}, {arch.max_positions} positions")
+    try:
+        check(arch, Sizes.of(settings))
+    except InvalidInput as error:
+        yield Check("fail", "topology", error.message, "set it, or choose another TANDEM_BASE_MODEL")
     directory = Path(model)
     if not directory.is_dir():
         return

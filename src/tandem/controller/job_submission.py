@@ -13,6 +13,7 @@ from tandem.controller.schemas import AnyRequest, DPORequest, RLRequest, TrainRe
 from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
 from tandem.data.routing import Mixture
 from tandem.errors import InvalidInput
+from tandem.families.topology import Sizes
 from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, SFTJob
 
 _request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
@@ -52,7 +53,7 @@ def _check(deployment: Deployment, request: AnyRequest) -> None:
     if request.packing.sequence_length > longest:
         problem = f"{request.packing.sequence_length} is more than the base model's {longest} positions"
         raise InvalidInput(problem, field="packing.sequence_length")
-    data_parallel = deployment.settings.trainer_ranks // deployment.settings.tensor_parallel
+    data_parallel = Sizes.of(deployment.settings).data
     rows = request.optimizer.grad_accumulation_sequences
     if rows is not None and rows % data_parallel:
         problem = (

@@ -27,8 +27,11 @@ from tandem.controller.schemas import (
     RunStatus,
 )
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
+from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
+from tandem.families.registry import weight_rules
+from tandem.families.topology import Sizes, check
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
@@ -73,8 +76,7 @@ def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraS
     """
     if deployment.arch.moe is None or "targets" in requested.model_fields_set:
         return requested
-    attention = tuple(target for target in requested.targets if target not in EXPERT_TARGETS)
-    return requested.model_copy(update={"targets": attention})
+    return requested.model_copy(update={"targets": default_targets(deployment.arch)})
 
 
 def _check(deployment: Deployment, spec: RunSpec) -> None:
@@ -87,6 +89,9 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.weights == "merged":
+        if any(rule.fp32 for rule in weight_rules(deployment.arch)):
+            problem = f"merged weights have one dtype, and {deployment.arch.model_type} has fp32 weights beside others"
+            raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
         if others:
             problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"
@@ -97,6 +102,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
             f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
         )
         raise InvalidInput(problem, field="lora.rank")
+    check(deployment.arch, Sizes.of(settings))
     if deployment.arch.moe is None:
         return
     on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
@@ -104,11 +110,6 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
         remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
         raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
-    if settings.tensor_parallel > 1:
-        problem = (
-            "the trainer can't split a mixture of experts over tensor-parallel ranks; set TANDEM_TENSOR_PARALLEL=1"
-        )
-        raise InvalidInput(problem, field="base_model")
 
 
 @router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})

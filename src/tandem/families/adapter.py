@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointDamaged
-from tandem.families.arch import Arch
+from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import LORA_TARGETS, LoraShape
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -22,6 +22,14 @@ _CHANGE_THE_FORMULA = (
     "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
     "layers_to_transform", "exclude_modules", "target_parameters",
 )  # fmt: skip
+
+
+def default_targets(arch: Arch) -> tuple[str, ...]:
+    """What a run without named targets adapts: every linear layer, and of a mixture of experts attention's only.
+
+    vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so.
+    """
+    return tuple(target for target in LORA_TARGETS if arch.moe is None or target not in EXPERT_TARGETS)
 
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,7 @@
 """The shape of a decoder-only model, as its family reads it from `config.json`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
 """The LoRA targets that each expert of a mixture has for itself."""
@@ -17,13 +18,37 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All of RoPE's frequencies are divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers whose attention reaches only a part of a token's sequence back."""
+
+    tokens: int  # that a token sees, itself included
+    layers: tuple[bool, ...]  # whether each layer has the window
+    rope_theta: float | None = None  # of RoPE in the layers that have it, unscaled; None: as in the others
+
+
+@dataclass(frozen=True)
 class MoE:
-    """A mixture of experts in every layer: softmax over all experts, then the best few for each token."""
+    """A mixture of experts: the best few for each token, by a router over all."""
 
     num_experts: int
     experts_per_token: int
     ffn_hidden_size: int  # of one expert
     norm_topk_prob: bool  # the chosen experts' probabilities are divided by their sum
+    # Of all logits. With sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by probability plus a bias of
+    # each expert, among the best `groups_per_token` of `groups` equal groups.
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0  # of the probabilities, with sigmoid
+    dense_layers: int = 0  # the first so many layers have MLPs
+    shared_size: int = 0  # features of an MLP for all tokens, beside the experts
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,14 @@ class Arch:
     rms_norm_eps: float
     qk_norm: bool
     qkv_bias: bool
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
+    window: Window | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    embedding_scale: float | None = None  # of the embeddings
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    rotary_size: int | None = None  # the first dimensions of each head, which RoPE turns; None: all
+    post_norms: bool = False  # the outputs of attention and MLP are normalised before they are added to the input
     moe: MoE | None = None
 
     @property

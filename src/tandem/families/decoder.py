@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.families.arch import Arch, MoE, RopeScaling
+from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, Window
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
@@ -17,12 +17,19 @@ class Decoder:
 
     model_type: str
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
     head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
     num_kv_heads: int | None = None  # if config.json has none; None: as many as heads
     max_positions: int = 32768  # if config.json has none
+    partial_rope: bool = False  # RoPE on a part of each head is built
+    rms_norm_eps: float = 1e-6  # if config.json has none
+    shared_experts: bool = False  # shared experts are built
+    tie_embeddings: bool = False  # if config.json does not say
+    windows: bool = False  # the family has sliding windows
     sliding_window: int | None = None  # if config.json has none
     window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
+    full_layers: int | None = None  # the first layers, without a window, if config.json has none; None: all have it
 
     def arch(self, config: ModelConfig) -> Arch:
         """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
@@ -32,7 +39,7 @@ class Decoder:
         kv_heads = config.positive("num_key_value_heads", int, unstated_kv_heads)
         if heads % kv_heads:
             raise config.invalid(f"{heads} attention heads don't divide into {kv_heads} groups")
-        rope = _rope_parameters(config)
+        rope = self.rope_parameters(config)
         return Arch(
             model_type=self.model_type,
             num_layers=config.positive("num_hidden_layers", int),
@@ -43,14 +50,39 @@ class Decoder:
             ffn_hidden_size=config.positive("intermediate_size", int),
             vocab_size=config.positive("vocab_size", int),
             max_positions=config.positive("max_position_embeddings", int, self.max_positions),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", self.tie_embeddings)),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
+            rms_norm_eps=config.positive("rms_norm_eps", float, self.rms_norm_eps),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             rope_scaling=_rope_scaling(rope, config),
+            window=self.window(config),
             moe=self.moe(config),
         )
+
+    def window(self, config: ModelConfig) -> Window | None:
+        """The sliding window, if any layer has one."""
+        layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
+        size = config.get("sliding_window", self.sliding_window)
+        if size is None or not (config.get("use_sliding_window", False) if self.window_is_optional else True):
+            if set(kinds or ()) - {"full_attention"}:
+                raise config.unsupported("layers of other kinds than full_attention, without a sliding window in use")
+            return None
+        if not self.windows:
+            raise config.unsupported("sliding-window attention")
+        if self.full_layers is None:
+            chosen = [True] * layers
+        elif kinds is None:
+            first = config.get("max_window_layers", self.full_layers)
+            chosen = [index >= first for index in range(layers)]
+        else:
+            chosen = [kind == "sliding_attention" for kind in kinds]
+        if kinds is not None and kinds != ["sliding_attention" if own else "full_attention" for own in chosen]:
+            raise config.unsupported(f"layer_types {kinds!r}")
+        if len(chosen) != layers:
+            raise config.invalid(f"layer_types has {len(chosen)} entries for {layers} layers")
+        tokens = config.positive("sliding_window", int, self.sliding_window)
+        return Window(tokens, tuple(chosen)) if any(chosen) else None
 
     def moe(self, _config: ModelConfig) -> MoE | None:
         """The mixture of experts in every layer; None: MLPs."""
@@ -66,10 +98,10 @@ class Decoder:
         if not arch.tie_embeddings:
             rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
         for layer in range(arch.num_layers):
-            rules += self.layer_rules(arch, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+            rules += self.layer_rules(arch, layer, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
         return rules
 
-    def layer_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+    def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
         """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
 
         Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key head, the value head.
@@ -86,7 +118,7 @@ class Decoder:
                 "columns",
             ),
             WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
-            *self.mlp_rules(arch, to + "mlp.", of + "mlp."),
+            *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]
         if arch.qkv_bias:
             biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
@@ -97,7 +129,7 @@ class Decoder:
                 rules.append(WeightRule(f"{to}self_attention.{letter}_layernorm.weight", norm))
         return rules
 
-    def mlp_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
+    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
         """One layer's MLP: `linear_fc1` is gate above up."""
         hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
         gate_up = {f"{of}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
@@ -108,22 +140,18 @@ class Decoder:
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         """Refuse options that would silently give other logits if they were ignored."""
-        activation, rope = config.get("hidden_act", "silu"), _rope_parameters(config)
-        window = config.get("sliding_window", self.sliding_window)
-        window_in_use = config.get("use_sliding_window", False) if self.window_is_optional else True
+        activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
             "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
             "biases in the MLP": config.get("mlp_bias"),
-            "sliding-window attention": (window is not None and window_in_use)
-            or set(config.get("layer_types") or ()) - {"full_attention"},
-            "RoPE on a part of each head": rope.get("partial_rotary_factor", 1) != 1
-            or config.get("partial_rotary_factor", 1) != 1,
-            f"the activation {activation!r}": activation != "silu",
+            "RoPE on a part of each head": not self.partial_rope
+            and (rope.get("partial_rotary_factor", 1) != 1 or config.get("partial_rotary_factor", 1) != 1),
+            f"the activation {activation!r}": activation != self.activation[1],
             "quantised weights": config.get("quantization_config"),
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,
-            "shared experts": any(map(config.get, shared)),
+            "shared experts": not self.shared_experts and any(map(config.get, shared)),
             # Megatron refuses it: such a router's probabilities are all 1.
             "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
         }
@@ -131,22 +159,23 @@ class Decoder:
             if present:
                 raise config.unsupported(variant)
 
+    def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
+        """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.
+        Where a config has several, the first of these wins, as in transformers: in `rope_scaling`, in
+        `rope_parameters`, beside them."""
+        theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
+        return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
 
-def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`. Where
-    a config has several, the first of these wins, as in transformers: in `rope_scaling`, in `rope_parameters`, beside
-    them."""
-    theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
-    return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
 
-
-def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | None:
+def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | LinearScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise config.unsupported(f"RoPE scaling {kind!r} (not 'default' or 'llama3')")
+    if kind not in ("linear", "llama3"):
+        raise config.unsupported(f"RoPE scaling {kind!r} (not 'default', 'linear' or 'llama3')")
     try:
+        if kind == "linear":
+            return LinearScaling(float(rope["factor"]))
         return RopeScaling(
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),
@@ -154,4 +183,4 @@ def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | No
             original_max_positions=int(rope["original_max_position_embeddings"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise config.invalid(f"the parameters of RoPE scaling llama3 are incomplete or wrong: {error}") from error
+        raise config.invalid(f"the parameters of RoPE scaling {kind} are incomplete or wrong: {error}") from error

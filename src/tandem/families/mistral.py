@@ -1,5 +1,5 @@
-"""Mistral: the standard decoder. Without `"sliding_window": null` in its config it has a window, which is refused."""
+"""Mistral: the standard decoder. Unless its config says `"sliding_window": null`, all layers have a sliding window."""
 
 from tandem.families.decoder import Decoder
 
-FAMILY = Decoder("mistral", num_kv_heads=8, max_positions=131072, sliding_window=4096)
+FAMILY = Decoder("mistral", num_kv_heads=8, max_positions=131072, sliding_window=4096, windows=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
+from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 
 
@@ -32,13 +33,18 @@ class Part:
         return math.prod(self.shape)
 
 
-def buffers(arch: Arch, targets: Collection[str] | None, *, tp: int, tp_rank: int, most: int) -> Iterator[list[Part]]:
-    """What tensor-parallel rank `tp_rank` of `tp` sends, in lists of at most `most` elements.
+def senders(sizes: Sizes) -> int:
+    """The first so many ranks send."""
+    return max(sizes.tensor, sizes.experts)
+
+
+def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
+    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements.
 
     `targets`: linear layers, as in `LoraShape`; None: every tensor. Over all ranks each element is sent once.
     """
     full: list[Part] = []
-    for part in parts(arch, targets, tp=tp, tp_rank=tp_rank, most=most):
+    for part in parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:
             yield full
             full = []
@@ -52,19 +58,28 @@ def layout(lists: Sequence[Sequence[Part]], dtype: str) -> list[object]:
     return [dtype, [sum(part.size for part in some) for some in lists]]
 
 
-def parts(arch: Arch, targets: Collection[str] | None, *, tp: int, tp_rank: int, most: int) -> Iterator[Part]:
+def parts(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[Part]:
     """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one head group or one
     expert."""
+    place = sizes.place(rank)
     for index, rule in enumerate(weight_rules(arch)):
-        if (rule.cut == "whole" and index % tp != tp_rank) or not any(chosen(name, targets) for name in rule.sources):
+        ranks, cut = sizes.tensor if rule.experts is None else sizes.experts, rule.parts(sizes)
+        whole = rule.cut == "whole" and index % ranks != rank
+        if rank >= ranks or whole or not any(chosen(name, targets) for name in rule.sources):
             continue
-        ranks = tp if rule.cut == "rows" else 1
-        blocks, begin = rule.experts or max(1, rule.groups // ranks), 0
+        cut_rows = cut if rule.cut == "rows" else 1
+        blocks = max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+        first_expert, begin = rule.first_expert(sizes, place), 0
         for name, shape in {stacked_name(name): shape for name, shape in rule.sources.items()}.items():
-            rows = shape[0] if rule.experts else shape[0] // ranks // blocks
+            rows = shape[0] // cut_rows // (1 if rule.experts else blocks)
+            columns = tuple(slice(0, size) for size in shape[1:])
+            if rule.cut == "columns":
+                width = shape[1] // cut
+                columns = (slice(rule.part(place) * width, (rule.part(place) + 1) * width),)
             if chosen(name, targets):
-                first = tp_rank * blocks * rows if rule.cut == "rows" else 0
-                yield from _cut(rule, name, shape, (blocks, begin, rows, first), (tp, tp_rank), most)
+                share = shape[0] // cut_rows
+                first = rule.part(place) * share if rule.cut == "rows" else 0
+                yield from _cut(rule, name, columns, (blocks, begin, rows, first, first_expert), most)
             begin += rows
 
 
@@ -75,16 +90,11 @@ def chosen(name: str, targets: Collection[str] | None) -> bool:
 
 
 def _cut(
-    rule: WeightRule, name: str, shape: tuple[int, ...], place: tuple[int, int, int, int], rank: tuple[int, int],
-    most: int,
-) -> Iterator[Part]:  # fmt: skip
-    """`place`: the parameter's blocks, where in each the source's rows begin, how many they are, and which row of the
-    Hugging Face tensor is the first here."""
-    (blocks, begin, rows, first), (tp, tp_rank) = place, rank
-    columns = tuple(slice(0, size) for size in shape[1:])
-    if rule.cut == "columns":
-        width = shape[1] // tp
-        columns = (slice(tp_rank * width, (tp_rank + 1) * width),)
+    rule: WeightRule, name: str, columns: tuple[slice, ...], place: tuple[int, int, int, int, int], most: int
+) -> Iterator[Part]:
+    """`place`: the parameter's blocks, where in each the source's rows begin, how many they are, which row of the
+    Hugging Face tensor is the first here, and which expert."""
+    blocks, begin, rows, first, expert = place
     width = math.prod(s.stop - s.start for s in columns)
     if blocks == 1 and not rule.experts:
         step = max(1, most // width)
@@ -96,9 +106,7 @@ def _cut(
     step = max(1, most // (rows * width))
     for block in range(0, blocks, step):
         end = min(blocks, block + step)
-        some = (
-            (slice(block, end), slice(0, rows)) if rule.experts else (slice(first + block * rows, first + end * rows),)
-        )
-        yield Part(
-            name, (*some, *columns), rule.parameter, blocks, (slice(block, end), slice(begin, begin + rows)), begin
-        )
+        of = (slice(first + block * rows, first + end * rows), *columns)
+        if rule.experts:
+            of = (slice(expert + block, expert + end), slice(first, first + rows), *columns)
+        yield Part(name, of, rule.parameter, blocks, (slice(block, end), slice(begin, begin + rows)), begin)

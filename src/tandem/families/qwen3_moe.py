@@ -20,18 +20,29 @@ class Qwen3Moe(Decoder):
             raise config.invalid(f"{moe.experts_per_token} experts per token, but there are {moe.num_experts}")
         return moe
 
-    def mlp_rules(self, arch: Arch, to: str, of: str) -> list[WeightRule]:
-        """The router, and all experts stacked: `fc1` is gate above up of each expert."""
-        assert arch.moe is not None
-        experts, hidden, ffn = arch.moe.num_experts, arch.hidden_size, arch.moe.ffn_hidden_size
-        each = [f"{of}experts.{expert}." for expert in range(experts)]
-        gates_and_ups = {f"{expert}{name}_proj.weight": (ffn, hidden) for expert in each for name in ("gate", "up")}
-        downs = {f"{expert}down_proj.weight": (hidden, ffn) for expert in each}
-        return [
-            WeightRule(to + "router.weight", {of + "gate.weight": (experts, hidden)}),
-            WeightRule(to + "experts.fc1", gates_and_ups, experts=experts),
-            WeightRule(to + "experts.fc2", downs, experts=experts),
-        ]
+    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
+        return mixture_rules(arch, to, of)
 
 
-FAMILY = Qwen3Moe("qwen3_moe", qk_norm=True, num_kv_heads=4, sliding_window=4096, window_is_optional=True)
+def mixture_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
+    """The router, and all experts stacked: `fc1` is gate above up of each expert."""
+    assert arch.moe is not None
+    experts, hidden, ffn = arch.moe.num_experts, arch.hidden_size, arch.moe.ffn_hidden_size
+    each = [f"{of}experts.{expert}." for expert in range(experts)]
+    gates_and_ups = {f"{expert}{name}_proj.weight": (ffn, hidden) for expert in each for name in ("gate", "up")}
+    downs = {f"{expert}down_proj.weight": (hidden, ffn) for expert in each}
+    return [
+        WeightRule(to + "router.weight", {of + "gate.weight": (experts, hidden)}),
+        WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=experts),
+        WeightRule(to + "experts.fc2", downs, "columns", experts=experts),
+    ]
+
+
+FAMILY = Qwen3Moe(
+    "qwen3_moe",
+    qk_norm=True,
+    num_kv_heads=4,
+    windows=True,
+    sliding_window=4096,
+    window_is_optional=True,
+)

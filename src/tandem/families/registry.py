@@ -4,14 +4,14 @@ import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from tandem.families import gemma3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
 FAMILIES: dict[str, Decoder] = {
-    family.model_type: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY, qwen2.FAMILY, llama.FAMILY, mistral.FAMILY)
+    module.FAMILY.model_type: module.FAMILY for module in (qwen3, qwen3_moe, qwen2, llama, mistral, gemma3, glm4_moe)
 }
 
 

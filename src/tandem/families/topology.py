@@ -1,6 +1,13 @@
 """How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in them. No torch."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.families.arch import Arch
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,16 @@ class Sizes:
     sequence: bool = False
     """Tensor-parallel ranks divide the tokens of what is not cut by features (sequence parallelism)."""
 
+    @classmethod
+    def of(cls, settings: Settings) -> "Sizes":
+        """Those of the trainer's ranks."""
+        tensor, context, pipeline = settings.tensor_parallel, settings.context_parallel, settings.pipeline_parallel
+        return cls(
+            tensor=tensor, context=context, data=settings.trainer_ranks // (tensor * context * pipeline),
+            pipeline=pipeline, expert_tensor=settings.expert_tensor_parallel, expert=settings.expert_parallel,
+            sequence=settings.sequence_parallel,
+        )  # fmt: skip
+
     @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
@@ -44,9 +61,19 @@ class Sizes:
         return self.stage * self.pipeline
 
     @property
+    def experts(self) -> int:
+        """Ranks that a mixture's experts are cut over. They are consecutive, and gather their tokens."""
+        return self.expert_tensor * self.expert
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks than those of the data dimension hold the same part of the same experts."""
+        return self.experts > 1 or self.tensor > 1
+
+    @property
     def expert_data(self) -> int:
         """Ranks that hold the same part of the same experts."""
-        return self.stage // (self.expert_tensor * self.expert)
+        return self.stage // self.experts
 
     def place(self, rank: int) -> Place:
         in_stage = rank % self.stage
@@ -61,3 +88,82 @@ class Sizes:
             expert=expert_rest % self.expert,
             expert_data=expert_rest // self.expert,
         )
+
+    def manifest(self) -> dict[str, int]:
+        """What a checkpoint's manifest records."""
+        return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
+
+    def settings(self) -> str:
+        """The settings that choose these sizes for a known number of ranks."""
+        chosen = {
+            "TENSOR_PARALLEL": self.tensor, "SEQUENCE_PARALLEL": int(self.sequence), "CONTEXT_PARALLEL": self.context,
+            "PIPELINE_PARALLEL": self.pipeline, "EXPERT_PARALLEL": self.expert,
+            "EXPERT_TENSOR_PARALLEL": self.expert_tensor,
+        }  # fmt: skip
+        return " ".join(f"TANDEM_{name}={size}" for name, size in chosen.items())
+
+
+def check(arch: Arch, sizes: Sizes) -> None:
+    """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest sizes that work."""
+    if (found := problem(arch, sizes)) is None:
+        return
+    field, reason = found
+    works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always does
+    nearest = min(works, key=lambda other: _distance(sizes, other))
+    raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest.settings()}", field=field)
+
+
+def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
+    """Why the trainer can't cut the model so: the setting, and the reason; None: it can."""
+    ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
+    for parts, size in (
+        ("key/value heads", arch.num_kv_heads),
+        ("MLP features", arch.ffn_hidden_size if moe is None or moe.dense_layers else 0),
+        ("features of the shared expert", moe.shared_size if moe else 0),
+        ("vocabulary entries", arch.vocab_size),
+    ):
+        if size % sizes.tensor:
+            return "tensor_parallel", f"{size} {parts} don't divide over {ranks}"
+    for name, number in (("context", sizes.context), ("pipeline", sizes.pipeline)):
+        if number > 1:
+            return f"{name}_parallel", f"{name} parallelism (TANDEM_{name.upper()}_PARALLEL={number}) is not built"
+    if sizes.sequence and sizes.tensor == 1:
+        return "sequence_parallel", "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1"
+    if moe is None:
+        dense = f"{arch.model_type} has no experts that {sizes.experts} ranks could divide"
+        return ("expert_parallel", dense) if sizes.experts > 1 else None
+    if sizes.stage % sizes.experts:
+        return "expert_parallel", f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
+    if moe.num_experts % sizes.expert:
+        return "expert_parallel", f"{moe.num_experts} experts don't divide over {sizes.expert} expert-parallel ranks"
+    if moe.ffn_hidden_size % sizes.expert_tensor:
+        reason = f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor} ranks"
+        return "expert_tensor_parallel", reason
+    if moe.shared_size and sizes.experts_apart:
+        return "expert_parallel", f"cutting {arch.model_type}, which has a shared expert, is not built"
+    if sizes.tensor > 1 and not sizes.sequence:
+        return "sequence_parallel", f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1"
+    return None
+
+
+def of_world(world: int) -> Iterator[Sizes]:
+    """All sizes of so many ranks."""
+    divisors = [number for number in range(1, world + 1) if world % number == 0]
+    for tensor, context, pipeline in product(divisors, repeat=3):
+        if world % (tensor * context * pipeline):
+            continue
+        stage = world // pipeline
+        for expert_tensor, expert in product(divisors, repeat=2):
+            if stage % (expert_tensor * expert) == 0:
+                for sequence in {False, tensor > 1}:
+                    data = stage // (tensor * context)
+                    yield Sizes(tensor, context, data, pipeline, expert_tensor, expert, sequence)
+
+
+def _distance(one: Sizes, other: Sizes) -> float:
+    """How many halvings and doublings lie between them; a changed number of model copies weighs less, sequence
+    parallelism least."""
+    ratios = {
+        name: abs(math.log2(size / getattr(other, name))) for name, size in asdict(one).items() if name != "sequence"
+    }
+    return sum(ratios.values()) - 0.5 * ratios["data"] + 0.1 * (one.sequence != other.sequence)

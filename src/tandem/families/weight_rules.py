@@ -1,14 +1,14 @@
-"""How Megatron's parameters are made of Hugging Face tensors and cut over tensor-parallel ranks."""
+"""How Megatron's parameters are made of Hugging Face tensors and cut over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.errors import InvalidInput
-from tandem.families.arch import Arch
+from tandem.families.topology import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
-"""The dimension along which tensor-parallel ranks hold equal consecutive parts; `whole`: each rank holds all."""
+"""The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all. Tensor-parallel ranks,
+or, of experts, expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -20,27 +20,30 @@ class WeightRule:
     cut: Cut = "whole"
     groups: int = 1  # blocks of rows, each with its share of every source; for Megatron's `linear_qkv`
     experts: int | None = None  # stacked [experts, rows, columns]; the sources come expert by expert
+    fp32: bool = False  # the parameter is fp32, whatever the dtype of the others; only where it is not cut
 
-    def shape(self, tp: int) -> tuple[int, ...]:
-        """The parameter's shape on each of `tp` ranks: [rows], [rows, columns] or [experts, rows, columns]."""
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """The parameter's shape on each rank: [rows], [rows, columns] or [experts, rows, columns]."""
         rows, rest = sum(shape[0] for shape in self.sources.values()), next(iter(self.sources.values()))[1:]
+        parts, experts = self.parts(sizes), self.experts
         if self.cut == "rows":
-            rows //= tp
+            rows //= parts
         if self.cut == "columns":
-            rest = (rest[0] // tp,)
-        return (rows, *rest) if self.experts is None else (self.experts, rows // self.experts, *rest)
+            rest = (rest[0] // parts,)
+        return (rows, *rest) if experts is None else (experts // sizes.expert, rows // experts, *rest)
 
+    def parts(self, sizes: Sizes) -> int:
+        """How many parts the rows or columns are cut into."""
+        if self.cut == "whole":
+            return 1
+        return sizes.tensor if self.experts is None else sizes.expert_tensor
 
-def check_cut(arch: Arch, tp: int) -> None:
-    """Raise InvalidInput if the model can't be cut over `tp` tensor-parallel ranks."""
-    for parts, size in (
-        ("key/value heads", arch.num_kv_heads),
-        ("MLP features", arch.ffn_hidden_size),
-        ("vocabulary entries", arch.vocab_size),
-    ):
-        if size % tp:
-            raise InvalidInput(f"{size} {parts} don't divide over {tp} tensor-parallel ranks", field="tensor_parallel")
-    if arch.moe and tp > 1:
-        problem = f"Tandem can't cut {arch.model_type} over {tp} tensor-parallel ranks yet"
-        remedy = "set TANDEM_TENSOR_PARALLEL=1 and use the GPUs for data parallelism"
-        raise InvalidInput(f"{problem}; {remedy}", field="tensor_parallel")
+    def part(self, place: Place) -> int:
+        """Which of `parts` the rank has."""
+        if self.cut == "whole":
+            return 0
+        return place.tensor if self.experts is None else place.expert_tensor
+
+    def first_expert(self, sizes: Sizes, place: Place) -> int:
+        """The first of the experts that the rank has; expert-parallel ranks have equal consecutive parts."""
+        return 0 if self.experts is None else place.expert * (self.experts // sizes.expert)

@@ -1,4 +1,5 @@
-"""Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q < subtree_end[k]`.
+"""Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q < subtree_end[k]`. With a sliding
+window q sees the last `window` of these keys in its sequence, itself included.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is PyTorch's compiled
 FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without visible keys. The mask is made once per
@@ -29,24 +30,34 @@ class TreeParams(PackedSeqParams):
     length: int = 0  # of the attention's row: the mask's, to which the layers' slots are padded
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
     experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
+    # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its reach.
+    reach: tuple[torch.Tensor, torch.Tensor] | None = None
+    windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
 
 
-def tree_params(subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor]) -> TreeParams:
+def tree_params(
+    subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor], window: int | None = None
+) -> TreeParams:
     """The parameters of a row.
 
     Args:
         subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself, so no softmax is
             empty.
         rotation: of the slots that the layers compute, which are the row's first; all others are padding.
+        window: how many tokens of its sequence a token sees, itself included; None: all before it.
     """
+    reach = None
     device, slots = rotation[0].device, len(rotation[0])
     if kernel == "sdpa":
         subtree_end = subtree_end[:slots]
-        mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device))
+        mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device), window)
     else:
-        mask = block_mask(subtree_end, device)
+        mask = block_mask(subtree_end, device, window)
+        if window is not None:
+            depth = torch.from_numpy(depths(_padded_ends(subtree_end))).to(device)
+            reach = depth, depth - window
     # Not `thd`: to Megatron a row is one sequence.
-    return TreeParams(qkv_format="sbhd", mask=mask, length=len(subtree_end), rotation=rotation)
+    return TreeParams(qkv_format="sbhd", mask=mask, length=len(subtree_end), rotation=rotation, reach=reach)
 
 
 def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,11 +69,22 @@ def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def dense_mask(subtree_end: torch.Tensor) -> torch.Tensor:
+def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those whose subtrees have
+    ended."""
+    length = len(subtree_end)
+    return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
+
+
+def dense_mask(subtree_end: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """The mask as bool [S, S], [query, key]."""
     slots = torch.arange(len(subtree_end), device=subtree_end.device)
     query, key = slots[:, None], slots[None, :]
-    return (key <= query) & (query < subtree_end[None, :])
+    mask = (key <= query) & (query < subtree_end[None, :])
+    if window is not None:
+        depth = torch.from_numpy(depths(subtree_end.cpu().numpy())).to(mask.device)
+        mask &= depth[:, None] - depth[None, :] < window
+    return mask
 
 
 class Blocks(NamedTuple):
@@ -83,31 +105,42 @@ class Blocks(NamedTuple):
     full_q_indices: torch.Tensor
 
 
-def block_mask(subtree_end: torch.Tensor, device: torch.device) -> Blocks:
+def block_mask(subtree_end: torch.Tensor, device: torch.device, window: int | None = None) -> Blocks:
     """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no [S, S] is made.
 
     A key block before the queries' own is needed if any of its subtrees reaches the first query, and needs no mask if
-    all of them reach past the last query. The queries' own block is always needed, with the mask.
+    all of them reach past the last query. The queries' own block is always needed, with the mask. A window drops the
+    blocks that lie wholly out of it, by the smallest and largest depths of the two blocks.
 
     Computed on the host, because on a GPU it would be about forty small kernels for each row.
     """
-    length = len(subtree_end)
-    blocks = -(-length // BLOCK)
-    slots = np.arange(blocks * BLOCK)
-    ends = slots + 1  # as padding slots have it
-    ends[:length] = subtree_end.cpu().numpy()
+    length, ends = len(subtree_end), _padded_ends(subtree_end)
+    slots = np.arange(len(ends))
+    blocks = len(ends) // BLOCK
     smallest, largest = ends.reshape(blocks, BLOCK).min(1), ends.reshape(blocks, BLOCK).max(1)
     first = slots[::BLOCK]
     before = first[None, :] < first[:, None]  # [query block, key block]
     seen = before & (largest[None, :] > first[:, None])
     full = seen & (smallest[None, :] >= np.minimum(first + BLOCK, length)[:, None])
+    if window is not None:
+        depth = depths(ends).reshape(blocks, BLOCK)
+        seen &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
+        full &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
     partial = (seen & ~full) | np.eye(blocks, dtype=bool)
 
-    fields = [ends]
+    fields: list[NDArray[Any]] = [ends]
     for needed in (partial, full, partial.T, full.T):
         fields += _counts_and_indices(needed)
     # This memory isn't pinned, so the driver has copied it when `to` returns.
     return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
+
+
+def _padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
+    """`subtree_end` for whole blocks, with padding slots at the end."""
+    length = len(subtree_end)
+    ends = np.arange(-(-length // BLOCK) * BLOCK) + 1
+    ends[:length] = subtree_end.cpu().numpy()
+    return ends
 
 
 def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -126,14 +159,36 @@ def _attend(
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
+    return _flex(query, key, value, scale, tree_mask, indices)
+
+
+def _attend_in_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, depth: torch.Tensor, out: torch.Tensor,
+    *blocks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    ends, *indices = blocks
+
+    def window_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key]) & (depth[key] > out[query])
+
+    return _flex(query, key, value, scale, window_mask, indices)
+
+
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any,
+    indices: list[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
     length = query.shape[2]
     fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
-    mask = BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    mask = BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
     return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 flex = Compiled(_attend)
 """softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks."""
+
+flex_in_window = Compiled(_attend_in_window)
+"""`flex` in a sliding window; after scale `TreeParams.reach`."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float) -> torch.Tensor:
@@ -141,7 +196,11 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Tre
     head_dim] -> [length, heads, head_dim]."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
-        output = flex(query, key, value, scale, *row.mask)
+        output = (
+            flex(query, key, value, scale, *row.mask)
+            if row.reach is None
+            else flex_in_window(query, key, value, scale, *row.reach, *row.mask)
+        )
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]

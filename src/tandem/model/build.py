@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.families.arch import Arch
-from tandem.families.weight_rules import check_cut
-from tandem.model import device, mcore
+from tandem.families.arch import Arch, LinearScaling, RopeScaling
+from tandem.families.topology import Sizes, check
+from tandem.model import device, mcore, parallel
 from tandem.model.experts import Experts
 from tandem.model.layer.blocks import AttentionBlock, Keep, MlpBlock
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.kernels import HeadShape
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.moe_block import MoeBlock, SharedExpert
+from tandem.model.layer.norm import OffsetNorm
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
@@ -49,13 +50,13 @@ def build_policy(
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
 
     Raises:
-        InvalidInput: heads, MLP or vocabulary don't divide over the tensor-parallel ranks.
+        InvalidInput: the model can't be cut over the ranks so.
     """
-    tp = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    check_cut(arch, tp)
+    sizes = parallel.current().sizes
+    check(arch, sizes)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
-        _transformer_config(arch, dtype),
+        _transformer_config(arch, dtype, sizes),
         _layer_spec(arch),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -65,32 +66,71 @@ def build_policy(
     )
     gpt.to(dtype).requires_grad_(False)
     switch = AdapterSwitch()
-    adapted = partial(LoraLinear, lora=lora, switch=switch)
-    qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
-    gate_up = dict.fromkeys(("gate_proj", "up_proj"), arch.ffn_hidden_size // tp)
     for index, layer in enumerate(gpt.decoder.layers):
-        attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
-        attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
-        heads = HeadShape(
-            arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
-            getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
-        )  # fmt: skip
-        layer.blocks = [AttentionBlock(layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads)]
+        _add_blocks(layer, index, arch, lora, switch)
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
-        if arch.moe:
-            mlp.experts.add_adapters(lora, switch)
-            layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router.weight, mlp.experts, arch.moe, index))
-            continue
-        mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
-        mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
-        layer.blocks.append(MlpBlock(layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2))
     policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
-    policy.place(base() if base is not None else BaseWeights(arch, dtype, tp=tp).parameters)
+    policy.place(base() if base is not None else BaseWeights(arch, dtype, sizes).parameters)
     return policy
 
 
-def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
+def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: AdapterSwitch) -> None:
+    """Give layer `index` its adapters, and the blocks that compute it."""
+    adapted = partial(LoraLinear, lora=lora, switch=switch)
+    if arch.post_norms:
+        for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+            norm = _norm(arch)(config=layer.config, hidden_size=arch.hidden_size, eps=arch.rms_norm_eps)
+            setattr(layer, name, norm.to(layer.config.params_dtype).requires_grad_(False))
+    layer.blocks = [_attention_block(layer, index, arch, adapted)]
+    if arch.moe and index >= arch.moe.dense_layers:
+        mlp, shared = layer.mlp, None
+        mlp.experts.add_adapters(lora, switch)
+        if arch.moe.router == "sigmoid":
+            mlp.router.correction_bias = torch.nn.Parameter(torch.empty(arch.moe.num_experts), requires_grad=False)
+        if size := arch.moe.shared_size:
+            linears = mcore.MLPSubmodules(linear_fc1=mcore.ColumnParallelLinear, linear_fc2=mcore.RowParallelLinear)
+            mlp.shared_experts = mcore.MLP(layer.config, linears, ffn_hidden_size=size)
+            mlp.shared_experts.to(layer.config.params_dtype).requires_grad_(False)
+            shared = SharedExpert(*_adapt_mlp(mlp.shared_experts, size, arch, adapted))
+        layer.blocks.append(MoeBlock(layer.pre_mlp_layernorm, mlp.router, mlp.experts, arch.moe, index, shared))
+    else:
+        post_norm = layer.post_mlp_layernorm if arch.post_norms else None
+        linears = _adapt_mlp(layer.mlp, arch.ffn_hidden_size, arch, adapted)
+        layer.blocks.append(
+            MlpBlock(layer.pre_mlp_layernorm, *linears, activation=arch.activation, post_norm=post_norm)
+        )
+
+
+def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., LoraLinear]) -> AttentionBlock:
+    tp, attention = parallel.current().sizes.tensor, layer.self_attention
+    qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
+    attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
+    attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
+    heads = HeadShape(
+        arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
+        getattr(attention.q_layernorm, "weight", None), getattr(attention.k_layernorm, "weight", None),
+        partial_rope=arch.rotary_size not in (None, arch.head_dim),
+        offset_norms=arch.offset_norms,
+    )  # fmt: skip
+    return AttentionBlock(
+        layer.input_layernorm, attention.linear_qkv, attention.linear_proj, heads,
+        windowed=arch.window is not None and arch.window.layers[index],
+        scale=arch.attention_scale,
+        post_norm=layer.post_self_attn_layernorm if arch.post_norms else None,
+    )  # fmt: skip
+
+
+def _adapt_mlp(
+    mlp: Any, features: int, arch: Arch, adapted: Callable[..., LoraLinear]
+) -> tuple[LoraLinear, LoraLinear]:
+    """Megatron's MLP of so many features, with adapters."""
+    gate_up = dict.fromkeys(("gate_proj", "up_proj"), features // parallel.current().sizes.tensor)
+    mlp.linear_fc1 = adapted(mlp.linear_fc1, gate_up)
+    mlp.linear_fc2 = adapted(mlp.linear_fc2, {"down_proj": arch.hidden_size})
+    return mlp.linear_fc1, mlp.linear_fc2
+
+
+def _transformer_config(arch: Arch, dtype: torch.dtype, sizes: Sizes) -> mcore.TransformerConfig:
     return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -107,7 +147,7 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=mcore.parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         perform_initialization=False,
@@ -133,40 +173,57 @@ def _moe_options(arch: Arch) -> dict[str, Any]:
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
-    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32 [head_dim / 2].
+    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32
+    [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the second.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
     original / high_freq_factor stay, and between them the two are blended.
     """
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
-    frequencies = 1.0 / arch.rope_theta**exponents
-    scaling = arch.rope_scaling
+    size = arch.head_dim if arch.rotary_size is None else arch.rotary_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequencies = _scaled(1.0 / arch.rope_theta**exponents, arch.rope_scaling)
+    if arch.window is None or arch.window.rope_theta is None:
+        return frequencies[None]
+    return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | None) -> torch.Tensor:
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
 
 
-def _layer_spec(arch: Arch) -> mcore.ModuleSpec:
-    qk_norm = mcore.WrappedTorchNorm if arch.qk_norm else mcore.IdentityOp
+def _norm(arch: Arch) -> Any:
+    return OffsetNorm if arch.offset_norms else mcore.WrappedTorchNorm
+
+
+def _layer_spec(arch: Arch) -> mcore.TransformerBlockSubmodules:
+    norm = _norm(arch)
+    qk_norm = norm if arch.qk_norm else mcore.IdentityOp
     column, row = mcore.ColumnParallelLinear, mcore.RowParallelLinear
     attention = mcore.SelfAttentionSubmodules(
         linear_qkv=column, core_attention=mcore.IdentityOp, linear_proj=row, q_layernorm=qk_norm, k_layernorm=qk_norm
     )
-    if arch.moe:
-        mlp = partial(mcore.MoELayer, submodules=mcore.MoESubmodules(experts=Experts))
-    else:
-        linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        mlp = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
+    linears = mcore.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    dense = partial(mcore.MLP.as_mlp_submodule, submodules=linears)
+    mixture = partial(mcore.MoELayer, submodules=mcore.MoESubmodules(experts=Experts))
     causal = {"attn_mask_type": mcore.AttnMaskType.causal}
-    layer = mcore.TransformerLayerSubmodules(
-        input_layernorm=mcore.WrappedTorchNorm,
+    layer = partial(
+        mcore.TransformerLayerSubmodules,
+        input_layernorm=norm,
         self_attention=mcore.ModuleSpec(module=mcore.SelfAttention, params=causal, submodules=attention),
         self_attn_bda=mcore.get_bias_dropout_add,
-        pre_mlp_layernorm=mcore.WrappedTorchNorm,
-        mlp=mlp,
+        pre_mlp_layernorm=norm,
         mlp_bda=mcore.get_bias_dropout_add,
     )
-    return mcore.ModuleSpec(module=DecoderLayer, submodules=layer)
+    first = arch.num_layers if arch.moe is None else arch.moe.dense_layers
+    specs = [
+        mcore.ModuleSpec(module=DecoderLayer, submodules=layer(mlp=dense if index < first else mixture))
+        for index in range(arch.num_layers)
+    ]
+    return mcore.TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from tandem.families.weight_rules import Cut
+from tandem.model import parallel
 from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked, target_blocks
 from tandem.model.mcore import MegatronModule, TransformerConfig
 from tandem.spool.schema import LoraShape
 
 Part = Literal["gate_up", "down"]
+_CUTS: dict[Part, tuple[Cut, Cut]] = {"gate_up": ("whole", "rows"), "down": ("columns", "whole")}
+"""How A and B are cut over expert-tensor-parallel ranks."""
 _ALIGNED = 8  # elements; in bf16 torch's grouped product takes only rows of whole 16 bytes
 
 
@@ -50,11 +54,19 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 
 class Experts(MegatronModule):
-    """The weights of all experts of a layer. A part is two projections, gate and up, or one, down."""
+    """The weights of a layer's experts: of this rank's, and its part of their features. A part is two projections, gate
+    and up, or one, down.
 
-    def __init__(self, num_experts: int, config: TransformerConfig, **_: Any) -> None:
+    Ranks that cut the same experts (ETP) have the same rows in the same order. Outputs, gradients of rows and gradients
+    of probabilities are then this rank's summands; gradients of adapters are complete.
+    """
+
+    def __init__(self, _num_experts: int, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
-        ffn, hidden, dtype = config.moe_ffn_hidden_size, config.hidden_size, config.params_dtype
+        topology, hidden, dtype = parallel.current(), config.hidden_size, config.params_dtype
+        num_experts = config.num_moe_experts // topology.sizes.expert
+        ffn = config.moe_ffn_hidden_size // topology.sizes.expert_tensor
+        self.topology = topology
         self.fc1 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, dtype=dtype))  # gate, then up
         self.fc2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, dtype=dtype))
         self.features: dict[Part, dict[str, tuple[int, int]]] = {
@@ -73,10 +85,18 @@ class Experts(MegatronModule):
                 if target in lora.targets:
                     self.lora_a[target] = nn.Parameter(torch.empty(experts, lora.rank, in_features))
                     self.lora_b[target] = nn.Parameter(torch.empty(experts, out_features, lora.rank))
+                    if self.topology.sizes.experts_apart:
+                        for parameter in (self.lora_a[target], self.lora_b[target]):
+                            parameter.allreduce = False  # Megatron then sums gradients over `expert_data`
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B of all experts."""
-        return {t: (LoraTensor(self.lora_a[t], "whole"), LoraTensor(self.lora_b[t], "whole")) for t in self.lora_a}
+        tensors = {}
+        for target in self.lora_a:
+            cut_a, cut_b = _CUTS["down" if target in self.features["down"] else "gate_up"]
+            a, b = self.lora_a[target], self.lora_b[target]
+            tensors[target] = LoraTensor(a, cut_a, experts=True), LoraTensor(b, cut_b, experts=True)
+        return tensors
 
     def adapter(self, part: Part) -> list[nn.Parameter]:
         """A of each adapted target, then B of each."""
@@ -109,8 +129,11 @@ class Experts(MegatronModule):
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter(part)]
         targets = self._targets(part)
-        of_a = grouped_outer(of_inner, rows, ends)[:, : len(targets) * self.rank].float().split(self.rank, 1)
+        whole_a = grouped_outer(of_inner, rows, ends).float()
         of_b = grouped_outer(gradient, inner, ends).float().mul_(self.scale)
+        # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this rank's summands.
+        parallel.all_reduce(whole_a if part == "gate_up" else of_b, group=self.topology.expert_tensor)
+        of_a = whole_a[:, : len(targets) * self.rank].split(self.rank, 1)
         return [*of_a, *self._blocks(part, of_b)]
 
     def _weight(self, part: Part) -> torch.Tensor:

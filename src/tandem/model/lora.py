@@ -11,6 +11,14 @@ tensor-parallel ranks:
 | column parallel (q, k, v, gate, up) | replicated | cut along out | backward sums the gradients of x and A x |
 | row parallel (o, down) | cut along in | replicated | forward sums the output and A x |
 
+With sequence parallelism a rank has a part of the tokens outside of these layers: x of a column-parallel layer, output
+and A x of a row-parallel layer.
+
+| layer | forward | backward |
+|---|---|---|
+| column parallel | gathers x | sums the gradients of x and A x, of its own tokens; sums A's gradient over the ranks |
+| row parallel | sums output and A x, of its own tokens | gathers those of the output and A x; sums B's gradient |
+
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
 
@@ -41,6 +49,7 @@ class LoraTensor:
 
     parameter: nn.Parameter
     cut: Cut
+    experts: bool = False  # stacked, [experts, rows, columns]; the ranks of the experts have it
 
 
 class LoraLinear(nn.Module):
@@ -62,6 +71,7 @@ class LoraLinear(nn.Module):
         self.scale, self.rank, self.switch = lora.alpha / lora.rank, lora.rank, switch
         self.column = isinstance(base, mcore.ColumnParallelLinear)
         self.group: dist.ProcessGroup = base.tp_group
+        self.sequence = parallel.current().sizes.sequence
         self.fp8: Fp8Weight | None = None
         """The frozen weight, where it is quantised; `base.weight` then has no values."""
         self.targets = [target for target in out_features if target in lora.targets]
@@ -95,31 +105,36 @@ class LoraLinear(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
         [S, targets * rank], for `adapter_gradients`)."""
+        if self.column and self.sequence:
+            x = parallel.gather(x, self.group)
         if residual is not None and self.group.size() == 1 and self.fp8 is None:
             output = torch.addmm(residual, x, self.base.weight.t())  # one pass less than the product and a sum
         else:
             output = self._product(x)
             if not self.column:
-                parallel.all_reduce(output, group=self.group)
+                output = self._summed(output)
             if residual is not None:
                 output += residual
         if not self.adapted:
             return output, None
         inner = linear(x, self._a(x.dtype))
         if not self.column:
-            parallel.all_reduce(inner, group=self.group)
+            inner = self._summed(inner)
         return output.addmm_(inner, self._b(x.dtype).t()), inner
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""
-        of_x = gradient @ self.base.weight if self.fp8 is None else self.fp8.backward(gradient)
         of_inner = gradient @ self._b(gradient.dtype) if self.adapted else None
+        if self.sequence and not self.column:
+            gradient = parallel.gather(gradient, self.group)
+            of_inner = None if of_inner is None else parallel.gather(of_inner, self.group)
+        of_x = gradient @ self.base.weight if self.fp8 is None else self.fp8.backward(gradient)
         if self.column:
-            parallel.all_reduce(of_x, group=self.group)
+            of_x = self._summed(of_x)
         if of_inner is None:
             return of_x, None
         if self.column:
-            parallel.all_reduce(of_inner, group=self.group)
+            of_inner = self._summed(of_inner)
         return of_x.addmm_(of_inner, self._a(gradient.dtype)), of_inner
 
     def adapter_gradients(
@@ -128,9 +143,19 @@ class LoraLinear(nn.Module):
         """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward."""
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter()]
-        of_a, of_b = _outer(of_inner, x).split(self.rank), _outer(gradient, inner).mul_(self.scale)
+        whole_a, of_b = _outer(of_inner, x), _outer(gradient, inner).mul_(self.scale)
+        if self.sequence:  # each rank has that of its own tokens
+            parallel.all_reduce(whole_a if self.column else of_b, group=self.group)
+        of_a = whole_a.split(self.rank)
         parts = self._blocks(of_b.unflatten(0, (self.groups, -1)))
         return [*of_a, *(part.flatten(0, 1) for part in parts)]
+
+    def _summed(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""
+        if self.sequence:
+            return parallel.scatter_sum(partial, self.group)
+        parallel.all_reduce(partial, group=self.group)
+        return partial
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """`W x`, and the bias: this rank's part."""

@@ -1,7 +1,7 @@
 """Process groups: how ranks connect, and which ranks share a model or its gradients."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -10,25 +10,38 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
+from tandem.families.topology import Place, Sizes
 from tandem.model import device
 from tandem.model.mcore import parallel_state
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel dimensions, and this rank's place in them."""
+    """How the ranks divide the work, this rank's place, and the groups of ranks that it is in."""
 
-    world_size: int
+    sizes: Sizes
     rank: int
-    tp: int
-    tp_rank: int
-    dp: int
-    dp_rank: int
-    pp: int = 1
+    place: Place
+    tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    data: dist.ProcessGroup
+    """The ranks that gradients are summed over: data and context together. Megatron has other groups of the same ranks,
+    but each group in use makes a communicator of its own, which takes time and half a gigabyte of device memory."""
+    pipeline: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    experts: dist.ProcessGroup
+    """The ranks that the experts are cut over: expert_tensor and expert together, in the order of their ranks."""
+    expert_data: dist.ProcessGroup
 
-    def sizes(self) -> dict[str, int]:
-        """What a checkpoint's manifest records."""
-        return {key: value for key, value in asdict(self).items() if not key.endswith("rank")}
+
+_current: Topology | None = None
+
+
+def current() -> Topology:
+    """This process's, since `init_parallel`."""
+    assert _current is not None, "init_parallel was not called"
+    return _current
 
 
 def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -41,16 +54,17 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -> Topology:
+def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups, after `device.activate`.
 
     Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) with all its ranks, else alone. A
-    collective that waits longer than `timeout_seconds` fails. Neighbouring ranks form a tensor-parallel group; ranks at
-    the same place in theirs form a data-parallel group.
+    collective that waits longer than `timeout_seconds` fails. `sizes.data` is not read: the number of ranks gives it.
 
     Raises:
-        InvalidInput: the number of ranks is not a multiple of `tensor_parallel`.
+        InvalidInput: the number of ranks is not a multiple of the other sizes.
     """
+    global _current
+    sizes = sizes or Sizes()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         if "RANK" in os.environ:
@@ -59,44 +73,56 @@ def init_parallel(tensor_parallel: int = 1, *, timeout_seconds: float = 600.0) -
         else:
             connect(HashStore(), 0, 1, timeout)
     world_size = dist.get_world_size()
-    if world_size % tensor_parallel:
-        raise InvalidInput(f"{world_size} ranks don't divide into groups of {tensor_parallel}", field="tensor_parallel")
+    sizes = replace(sizes, data=1)
+    if world_size % sizes.world:
+        raise InvalidInput(f"{world_size} ranks don't divide into groups of {sizes.world}", field="tensor_parallel")
+    sizes = replace(sizes, data=world_size // sizes.world)
+    if sizes.stage % sizes.experts:
+        problem = f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
+        raise InvalidInput(problem, field="expert_parallel")
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
         create_gloo_process_groups=False,
     )
-    return Topology(
-        world_size=world_size,
+    state = parallel_state
+    _current = Topology(
+        sizes=sizes,
         rank=dist.get_rank(),
-        tp=tensor_parallel,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        dp=parallel_state.get_data_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        place=sizes.place(dist.get_rank()),
+        tensor=state.get_tensor_model_parallel_group(),
+        context=state.get_context_parallel_group(),
+        data=state.get_data_parallel_group(
+            with_context_parallel=True, with_gtp_remat=False, partial_data_parallel=True
+        ),
+        pipeline=state.get_pipeline_model_parallel_group(),
+        expert_tensor=state.get_expert_tensor_parallel_group(),
+        expert=state.get_expert_model_parallel_group(),
+        experts=state.get_expert_tensor_and_model_parallel_group(),
+        expert_data=state.get_expert_data_parallel_group(),
     )
-
-
-def data_parallel_group() -> dist.ProcessGroup:
-    """The group that Megatron sums gradients over. Megatron has other groups of the same ranks, but each group in use
-    makes a communicator of its own, which takes time and half a gigabyte of device memory."""
-    return parallel_state.get_data_parallel_group(
-        with_context_parallel=True, with_gtp_remat=False, partial_data_parallel=True
-    )
-
-
-def model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that a copy of the model is cut over: without pipeline stages, the tensor-parallel ones."""
-    return parallel_state.get_tensor_model_parallel_group()
+    return _current
 
 
 def reading_group() -> dist.ProcessGroup | None:
     """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of them.
 
     They read together if several ranks need the same weights and their GPUs reach one another's memory, because the
-    host's memory bounds how fast ranks read at once. All ranks, which are on one machine, get the same answer.
+    host's memory bounds how fast ranks read at once. All ranks get the same answer. Ranks of several hosts don't read
+    together, because no GPU reaches another host's memory.
     """
-    group, world = data_parallel_group(), range(dist.get_world_size())
-    if group.size() == 1 or not device.is_cuda():
+    topology, world = current(), range(dist.get_world_size())
+    group = topology.data
+    if (
+        group.size() == 1
+        or topology.sizes.experts > 1
+        or not device.is_cuda()
+        or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    ):
         return None
     reach = all(torch.cuda.can_device_access_peer(one, other) for one in world for other in world if one != other)
     return group if reach else None
@@ -111,6 +137,25 @@ def all_reduce(
     and device memory for as long as the process lives."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
+
+
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's [n, ...] one after the other, by rank. All have the same shape."""
+    if group.size() == 1:
+        return tensor
+    whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+    return whole
+
+
+def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Of every rank's [ranks * n, ...] this rank's n, summed over the ranks in their order, so that two runs have the
+    same bits."""
+    if group.size() == 1:
+        return tensor
+    parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, tensor.contiguous(), group=group)
+    return parts.view(group.size(), -1, *tensor.shape[1:]).sum(0)
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -2,25 +2,27 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
-from tandem.model import device, fp8
+from tandem.families.weight_rules import Cut
+from tandem.model import device, fp8, parallel
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
-from tandem.model.mcore import GPTModel, parallel_state
+from tandem.model.mcore import GPTModel
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 
@@ -63,8 +65,7 @@ class Policy(nn.Module):
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
         self._switch = switch
-        self._tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        self._tp, self._tp_rank = self._tp_group.size(), self._tp_group.rank()
+        self.topology = parallel.current()
         self._inv_freq = inv_freq
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
         for key in adapter_shapes(arch, lora):
@@ -159,30 +160,36 @@ class Policy(nn.Module):
         """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks."""
         return {name: tensor.parameter for name, tensor in self._lora.items()}
 
+    def lora_tensors(self) -> dict[str, LoraTensor]:
+        """`lora_parameters`, and how each is cut."""
+        return self._lora
+
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
         """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
         (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
-        cut = self._lora[name].cut
+        tensor, sizes = self._lora[name], self.topology.sizes
+        group = self.topology.experts if tensor.experts else self.topology.tensor
         local = local.detach().contiguous()
-        if cut == "whole" or self._tp == 1:
+        if group.size() == 1 or (tensor.cut == "whole" and not tensor.experts):
             whole = local.to("cpu", copy=True)
         else:
-            parts = [torch.empty_like(local) for _ in range(self._tp)]
-            dist.all_gather(parts, local, group=self._tp_group)
-            whole = torch.cat(parts, dim=0 if cut == "rows" else 1).cpu()
+            parts = [torch.empty_like(local) for _ in range(group.size())]
+            dist.all_gather(parts, local, group=group)
+            each = sizes.expert_tensor if tensor.experts else group.size()  # parts of the same rows
+            several = [parts[start : start + each] for start in range(0, len(parts), each)]
+            whole = torch.cat([_joined(of_rows, tensor.cut) for of_rows in several]).cpu()
         keys = self._keys[name]
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
     def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Undo `gather`: this rank's part for LoRA parameter `name` of the whole tensors `full(PEFT key)`. On their
         device, and a view of them where possible."""
-        keys = self._keys[name]
-        if keys != [name]:
-            return torch.stack([full(key) for key in keys])
-        cut = self._lora[name].cut
-        if cut == "whole" or self._tp == 1:
-            return full(name)
-        return full(name).chunk(self._tp, dim=0 if cut == "rows" else 1)[self._tp_rank]
+        keys, cut, sizes, place = self._keys[name], self._lora[name].cut, self.topology.sizes, self.topology.place
+        if self._lora[name].experts:
+            mine = len(keys) // sizes.expert
+            own = keys[place.expert * mine : (place.expert + 1) * mine]
+            return torch.stack([_part(full(key), cut, sizes.expert_tensor, place.expert_tensor) for key in own])
+        return _part(full(name), cut, sizes.tensor, place.tensor)
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -207,23 +214,36 @@ class Policy(nn.Module):
         self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
-        """`hidden`: the final hidden states [S, hidden]."""
+        """`hidden`: the final hidden states [S, hidden] (`sequence`: of this rank's tokens)."""
+        if self.topology.sizes.sequence:
+            hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(
             hidden[row.item_source],
             row.item_token,
             self.head,
-            vocab_start=self._tp_rank * len(self.head),
+            vocab_start=self.topology.place.tensor * len(self.head),
             temperature=temperature,
-            group=self._tp_group,
+            group=self.topology.tensor,
         )
         return ItemOutputs(logprobs, entropy)
 
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
+        sizes, place = self.topology.sizes, self.topology.place
+        if sizes.sequence:
+            row = _padded(row, sizes.tensor)
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
-        rotations = rotation(row.positions, self._inv_freq, embedded.dtype)
-        params = tree_params(row.subtree_end, self.attention_kernel, rotations)
+        if self.arch.embedding_scale is not None:
+            embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
+        rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
+        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0])
+        if (window := self.arch.window) is not None:
+            params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens)
         params.experts = row.slot_experts
+        if sizes.sequence:
+            embedded = embedded.chunk(sizes.tensor)[place.tensor]
+            if row.slot_experts is not None:
+                params.experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
         return {"hidden_states": embedded, "attention_mask": None, "packed_seq_params": params}
 
     @property
@@ -239,7 +259,42 @@ class Policy(nn.Module):
                 if not isinstance(module, (LoraLinear, Experts)):
                     continue
                 block = "self_attn" if name.startswith("self_attention.") else "mlp"
+                if name.startswith("mlp.shared_experts."):
+                    block = "mlp.shared_experts"
                 path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
                 for target, a_and_b in module.lora_tensors().items():
                     tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
         return {name: tensors[name] for name in self._keys}
+
+
+def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
+    """The whole tensor of its parts, or of equal copies."""
+    return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
+
+
+def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
+    return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
+
+
+def _padded(row: RowTensors, multiple: int) -> RowTensors:
+    """The row with more padding, so that `multiple` divides its slots."""
+    missing = -len(row.tokens) % multiple
+    ends, slots, experts = row.subtree_end, len(row.tokens) + missing, row.slot_experts
+    return replace(
+        row, tokens=pad(row.tokens, (0, missing)), positions=pad(row.positions, (0, missing)),
+        subtree_end=torch.cat([ends, torch.arange(len(ends), slots, device=ends.device) + 1]),
+        slot_experts=None if experts is None else pad(experts, (0, 0, 0, 0, 0, missing), value=-1),
+    )  # fmt: skip
+
+
+class _AllTokens(torch.autograd.Function):
+    """[S / ranks, hidden] -> [S, hidden]. Every rank has the whole gradient of the result, so none is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return parallel.gather(hidden, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None

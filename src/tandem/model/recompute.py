@@ -10,7 +10,6 @@ from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
 from tandem.model.logprobs import working_bytes
-from tandem.model.mcore import parallel_state
 from tandem.model.policy import Policy, RowTensors
 
 HEADROOM = 0.04
@@ -21,7 +20,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a training step. On the
-    CPU everything is kept. A collective of the tensor-parallel ranks, which choose the same.
+    CPU everything is kept. A collective of all ranks, which choose the same.
     """
     layers = policy.gpt.decoder.layers
     if device.is_cuda():
@@ -36,8 +35,8 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
         levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
-    agreed = torch.tensor(levels, device=device.device())
-    parallel.all_reduce(agreed, dist.ReduceOp.MIN, parallel_state.get_tensor_model_parallel_group())
+    agreed = torch.tensor(levels, device="cpu")
+    parallel.all_reduce(agreed, dist.ReduceOp.MIN)
     levels = [Keep(level) for level in agreed.tolist()]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level
@@ -50,7 +49,8 @@ def lower(policy: Policy) -> bool:
     for it in a collective.
     """
     layers = policy.gpt.decoder.layers
-    if parallel.model_parallel_group().size() > 1:
+    sizes = parallel.current().sizes
+    if sizes.world > sizes.data or sizes.experts > 1:
         return False
     for level in (Keep.ALL, Keep.ATTENTION):
         if kept := [layer for layer in layers if layer.keep == level]:

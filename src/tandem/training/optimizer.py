@@ -6,7 +6,6 @@ The LoRA parameters are fp32 and are cast in use, so they are their own master w
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
@@ -42,7 +41,7 @@ class AdapterOptimizer:
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
-        self.parameters = policy.lora_parameters()
+        self._policy, self.parameters = policy, policy.lora_parameters()
         policy.config.calculate_per_token_loss = True  # Megatron then sums over data-parallel ranks, without averaging
         self._gradients = DistributedDataParallel(
             policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), policy
@@ -90,20 +89,41 @@ class AdapterOptimizer:
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over data-parallel ranks, into the parameters' `.grad`."""
-        if parallel_state.get_data_parallel_world_size() > 1:  # Megatron creates a communicator even for one rank
+        topology = parallel.current()
+        if (
+            max(topology.data.size(), topology.expert_data.size()) > 1
+        ):  # Megatron creates a communicator even for one rank
             self._gradients.finish_grad_sync()
         self._optimizer.prepare_grads()
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient, in which a replicated parameter counts once.
 
-        A collective of the model-parallel ranks; all get the same. NaN or infinite if any gradient is.
+        A collective; all ranks get the same. NaN or infinite if any gradient is.
         """
+        topology = parallel.current()
+        if self._policy.arch.moe is not None and topology.sizes.experts_apart:
+            return self._norm_with_experts(topology)
         square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
         for part in self._optimizer.chained_optimizers:
             for grad in part.get_grads_for_grad_norm():
                 square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        parallel.all_reduce(square, group=parallel.model_parallel_group())
+        parallel.all_reduce(square, group=topology.tensor)
+        return float(square.sqrt())
+
+    def _norm_with_experts(self, topology: parallel.Topology) -> float:
+        """`gradient_norm` where `experts_apart`: the first of the ranks that hold a tensor counts it."""
+        place, squares = topology.place, []
+        for name, tensor in self._policy.lora_tensors().items():
+            copy = place.data + place.context, place.tensor
+            if tensor.experts:
+                copy = place.expert_data, place.expert_tensor
+            if copy[0] == 0 and (tensor.cut != "whole" or copy[1] == 0):
+                grad = self.parameters[name].grad
+                assert grad is not None
+                squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square())
+        square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
+        parallel.all_reduce(square)
         return float(square.sqrt())
 
     def non_finite(self) -> list[str]:

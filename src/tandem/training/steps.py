@@ -19,7 +19,7 @@ from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model import recompute
 from tandem.model.device import memory
-from tandem.model.parallel import Topology, data_parallel_group
+from tandem.model.parallel import Topology
 from tandem.model.policy import ItemOutputs, Policy, RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
@@ -56,7 +56,9 @@ class Training:
     """Choose what layers keep for the backward pass by the device's memory (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
-        self.plan = plan_steps(self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.dp)
+        self.plan = plan_steps(
+            self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.sizes.data
+        )
         self._steps_before = self.optimizer.state().step  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
@@ -102,11 +104,12 @@ class Training:
         names = ["loss", "items", "pairs", "accuracy", "margin"]
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
         with self.phases.phase("evaluate"):
-            for index in self.plan.own_held_out(self.topology.dp_rank):
+            for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
                 of_row = self._loss(self.batch.row(index), denominator).sums
-                sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
-            totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+                if counts:
+                    sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
+            totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         found = {"loss": totals["loss"], "tokens": totals["items"]}
         if totals["pairs"]:
             found |= {f"pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
@@ -116,25 +119,34 @@ class Training:
         """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
         with self.phases.phase(phase), policy, torch.no_grad():
-            for row in self.plan.visited_rows(self.topology.dp_rank):
+            for row, _ in self._passes(self.plan.visited_rows):
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
 
+    def _passes(self, rows_of: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
+        """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one another, all have equally
+        many: more are of rank 0's first row, with False."""
+        own, sizes = [(row, True) for row in rows_of(self.topology.place.data)], self.topology.sizes
+        if sizes.experts == 1:
+            return own
+        most = max(len(rows_of(rank)) for rank in range(sizes.data))
+        return own + [(rows_of(0)[0], False)] * (most - len(own))
+
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""
         sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
-        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.dp_rank):
+        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data):
             old, reference = self._old_logprobs.get(index), self._reference_logprobs[index]
             if old is None:
                 old = self._tensor(self.batch.row(index).item_logprob)
             sums["items"] += len(old)
             sums["nats"] += (old.double() - reference.double()).sum().cpu()
-        totals = all_reduce(sums, dist.ReduceOp.SUM, data_parallel_group(), self.device)
+        totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         return totals["nats"] / totals["items"]
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
-        phases, optimizer, group = self.phases, self.optimizer, data_parallel_group()
+        phases, optimizer, group = self.phases, self.optimizer, self.topology.data
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
@@ -176,7 +188,7 @@ class Training:
                 "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip
 
     def _gradients(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`_micro_steps`. If the device's memory runs out, they begin again with layers that keep less, to the same bits."""
+        """`_micro_steps`, which begin again with layers that keep less if the memory runs out; to the same bits."""
         while True:
             try:
                 return self._micro_steps(step, denominator)
@@ -191,7 +203,7 @@ class Training:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        for index, counts in self.plan.micro_steps(step, self.topology.dp_rank):
+        for index, counts in self.plan.micro_steps(step, self.topology.place.data):
             self.phases.announce("forward_backward")
             if self.fit:
                 self.fit, self._fitted = False, True

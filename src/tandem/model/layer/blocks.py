@@ -6,7 +6,7 @@ and what was not kept is computed again, to the same bits.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import Heads, HeadShape
+from tandem.model.layer.norm import multiplier
 from tandem.model.lora import LoraLinear
 
 
@@ -41,25 +42,45 @@ class Kept:
 class Block:
     """What all blocks do: they normalise their input, and add it to their output."""
 
-    def __init__(self, norm: Any) -> None:
-        """`norm`: Megatron's, for its `weight` and `eps`."""
-        self._norm = norm
+    def __init__(self, norm: Any, post_norm: Any = None) -> None:
+        """`norm`: Megatron's, for its `weight` and `eps`. `post_norm`: of the output before it is added; or None."""
+        self._norm, self._post_norm = norm, post_norm
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, self._norm.weight, self._norm.eps)
+        return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
+
+    def _added(self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """x plus the block's last linear layer of `features`; and the layer's A x."""
+        if self._post_norm is None:
+            return linear(features, x)
+        output, inner = linear(features)
+        return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
+
+    def _unnormalised(self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor) -> torch.Tensor:
+        """From the gradient of `_added`, that of the linear layer's output, which is computed again if needed."""
+        if self._post_norm is None:
+            return gradient
+        output, _inner = linear(features)
+        zero = torch.zeros_like(output)
+        return kernels.rms_norm_backward(gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero)
 
     def _input_gradient(self, of_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient`: of the block's output, and so of the input that was added to it."""
-        return kernels.rms_norm_backward(of_normalised, x, self._norm.weight, self._norm.eps, gradient)
+        return kernels.rms_norm_backward(of_normalised, x, multiplier(self._norm), self._norm.eps, gradient)
 
 
 class AttentionBlock(Block):
     """`x + W_o attention(heads(W_qkv norm(x)))`."""
 
-    def __init__(self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape) -> None:
-        super().__init__(norm)
+    def __init__(
+        self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape, *, windowed: bool = False,
+        scale: float | None = None, post_norm: Any = None,
+    ) -> None:  # fmt: skip
+        """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`."""
+        super().__init__(norm, post_norm)
+        self._windowed = windowed
         self._qkv, self._proj, self._shape = qkv, proj, shape
-        self._scale = shape.size**-0.5
+        self._scale = shape.size**-0.5 if scale is None else scale
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
@@ -67,7 +88,7 @@ class AttentionBlock(Block):
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
-        kept = Kept(x)
+        kept, row = Kept(x), self._seen(row)
         qkv, inner, heads = self._heads(self._normalised(x), row)
         if keep is None:
             output = attend(*heads, row, self._scale)
@@ -78,7 +99,7 @@ class AttentionBlock(Block):
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
                 kept.tensors |= {"qkv": qkv} | named("qkv_inner", inner)
-        y, inner = self._proj(_flat(output.detach(), len(x)), x)
+        y, inner = self._added(self._proj, _flat(output.detach(), self._slots(x)), x)
         if keep is not None:
             kept.tensors |= named("proj_inner", inner)
         return y, kept
@@ -86,42 +107,63 @@ class AttentionBlock(Block):
     def output_again(self, kept: Kept) -> torch.Tensor:
         """What `forward` returned."""
         assert kept.x is not None
-        y: torch.Tensor = self._proj(_flat(kept.tensors["output"].detach(), len(kept.x)), kept.x)[0]
-        return y
+        return self._added(self._proj, _flat(kept.tensors["output"].detach(), self._slots(kept.x)), kept.x)[0]
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
-        x, graph, output = kept.x, kept.graph, kept.tensors.pop("output")
+        x, graph, output, row = kept.x, kept.graph, kept.tensors.pop("output"), self._seen(row)
         assert x is not None
         assert graph is not None
-        of_output, of_inner = self._proj.input_gradient(gradient)
+        of_added = self._unnormalised(gradient, self._proj, _flat(output.detach(), self._slots(x)))
+        of_output, of_inner = self._proj.input_gradient(of_added)
         inner = kept.tensors.pop("proj_inner", None)
-        of_proj = self._proj.adapter_gradients(gradient, of_inner, _flat(output.detach(), len(x)), inner)
+        of_proj = self._proj.adapter_gradients(of_added, of_inner, _flat(output.detach(), self._slots(x)), inner)
         normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
         else:
             qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
-        of_heads = graph.gradients(output, _padded(of_output.view(len(x), *output.shape[1:]), len(output)))
-        of_qkv = kernels.split_heads_backward(of_heads, qkv, self._shape, *_rotation(row))
+        of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
+        of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *_rotation(row))
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
         of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
         del of_qkv, normalised
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
+    def _seen(self, row: TreeParams) -> TreeParams:
+        """What this layer needs to know of the row."""
+        if not self._windowed:
+            return row
+        assert row.windowed is not None
+        return row.windowed
+
+    def _slots(self, x: torch.Tensor) -> int:
+        """Of the row, of which `x` has this rank's part."""
+        return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
+
+    def _head_shape(self) -> HeadShape:
+        shape = self._shape
+        if not shape.offset_norms or shape.q_norm is None or shape.k_norm is None:
+            return shape
+        return replace(shape, q_norm=shape.q_norm.float() + 1, k_norm=shape.k_norm.float() + 1)
+
     def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
         """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""
         qkv, inner = self._qkv(normalised)
-        return qkv, inner, kernels.split_heads(qkv, self._shape, *_rotation(row), row.length)
+        return qkv, inner, kernels.split_heads(qkv, self._head_shape(), *_rotation(row), row.length)
 
 
 class MlpBlock(Block):
     """`x + W_down swiglu(W_gate_up norm(x))`."""
 
-    def __init__(self, norm: Any, gate_up: LoraLinear, down: LoraLinear) -> None:
-        super().__init__(norm)
+    def __init__(
+        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu", post_norm: Any = None
+    ) -> None:
+        super().__init__(norm, post_norm)
         self._gate_up, self._down = gate_up, down
+        self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
+        self._activate_backward = kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
@@ -130,7 +172,7 @@ class MlpBlock(Block):
     def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         gate_up, inner = self._gate_up(self._normalised(x))
-        y, down_inner = self._down(kernels.swiglu(gate_up), x)
+        y, down_inner = self._added(self._down, self._activate(gate_up), x)
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
@@ -145,9 +187,12 @@ class MlpBlock(Block):
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
             gate_up, inner = self._gate_up(normalised)
-        of_activated, of_inner = self._down.input_gradient(gradient)
-        of_gate_up, activated = kernels.swiglu_backward(of_activated, gate_up)
-        of_down = self._down.adapter_gradients(gradient, of_inner, activated, kept.tensors.pop("down_inner", None))
+        of_added = gradient
+        if self._post_norm is not None:
+            of_added = self._unnormalised(gradient, self._down, self._activate(gate_up))
+        of_activated, of_inner = self._down.input_gradient(of_added)
+        of_gate_up, activated = self._activate_backward(of_activated, gate_up)
+        of_down = self._down.adapter_gradients(of_added, of_inner, activated, kept.tensors.pop("down_inner", None))
         del of_activated, activated, gate_up
         of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
         of_parameters = [*self._gate_up.adapter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]

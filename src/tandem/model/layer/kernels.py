@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad, silu
+from torch.nn.functional import gelu, pad, silu
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
@@ -24,6 +24,8 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
+    partial_rope: bool = False  # RoPE turns only the first dimensions of a head; torch's kernels on every device
+    offset_norms: bool = False  # heads are multiplied by 1 + weight; the kernels get that sum as the weight
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -31,7 +33,9 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not next(argument for argument in args if isinstance(argument, torch.Tensor)).is_cuda:
+        partial = any(isinstance(argument, HeadShape) and argument.partial_rope for argument in args)
+        on_cuda = any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in args)
+        if partial or not on_cuda:
             return function(*args, **kwargs)
         from tandem.model.layer import triton_kernels  # the CPU's torch comes without Triton
 
@@ -44,7 +48,7 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 @_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S, features]."""
-    return _normalised(x, eps)[0] * weight
+    return (_normalised(x, eps)[0] * weight).to(x.dtype)
 
 
 @_one_kernel_on_cuda
@@ -52,22 +56,23 @@ def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
-    return plus + _norm_gradient(gradient * weight, *_normalised(x, eps))
+    return (plus + _norm_gradient(gradient * weight, *_normalised(x, eps))).to(x.dtype)
 
 
 @_one_kernel_on_cuda
 def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
     """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
 
-    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2. Slots
-    from S to `length` become zero.
+    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2, or
+    with `partial_rope`, where cos has fewer columns, with i + that number. Slots from S to `length` become zero.
     """
-    parts = list(_grouped(qkv, shape).split([shape.queries, 1, 1], 2))
+    x = qkv.float() if shape.partial_rope else qkv
+    parts = list(_grouped(x, shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
-            parts[index] = _normalised(parts[index], shape.eps)[0] * weight
+            parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(x.dtype)
         parts[index] = _rotated(parts[index], cos, sin)
-    q, k, v = (pad(part.flatten(1, 2), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
+    q, k, v = (pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
     return q, k, v
 
 
@@ -76,13 +81,14 @@ def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
-    inputs = _grouped(qkv, shape).split([shape.queries, 1, 1], 2)
-    parts = [gradient[: len(qkv)].unflatten(1, (shape.groups, -1)) for gradient in gradients]
+    x = qkv.float() if shape.partial_rope else qkv
+    inputs = _grouped(x, shape).split([shape.queries, 1, 1], 2)
+    parts = [gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         parts[index] = _rotated(parts[index], cos, -sin)
         if weight is not None:
             parts[index] = _norm_gradient(parts[index] * weight, *_normalised(inputs[index], shape.eps))
-    return torch.cat(parts, 2).flatten(1)
+    return torch.cat([part.to(qkv.dtype) for part in parts], 2).flatten(1)
 
 
 @_one_kernel_on_cuda
@@ -102,10 +108,25 @@ def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torc
     return torch.cat((of_gate, gradient * activated), -1), activated * up
 
 
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`swiglu` with the tanh form of GELU (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def geglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`, `geglu(gate_up)`)."""
+    gate, up = gate_up.float().chunk(2, -1)
+    activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
+    of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
+    of_gate_up = torch.cat((of_gate, gradient * activated), -1)
+    return of_gate_up.to(gate_up.dtype), (activated * up).to(gate_up.dtype)
+
+
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
-    return swiglu(gate_up) * probs[:, None]
+    return (swiglu(gate_up) * probs[:, None]).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
@@ -113,8 +134,8 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
-    of_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up)
-    return of_gate_up, activated * probs[:, None], (gradient * activated).sum(-1)
+    of_gate_up, activated = swiglu_backward((gradient * probs[:, None]).to(gate_up.dtype), gate_up)
+    return of_gate_up, (activated * probs[:, None]).to(gate_up.dtype), (gradient.float() * activated).sum(-1)
 
 
 @_one_kernel_on_cuda
@@ -140,6 +161,7 @@ def _norm_gradient(gradient: torch.Tensor, normalised: torch.Tensor, inverse: to
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """heads: [S, groups, heads, size]."""
-    first, second = heads.chunk(2, -1)
+    half = cos.shape[-1]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     cos, sin = cos[:, None, None], sin[:, None, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

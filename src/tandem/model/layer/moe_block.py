@@ -1,7 +1,12 @@
 """The block of a decoder layer that is a mixture of experts; see `blocks.py`.
 
 Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would differ from run to
-run. Here every sum has a fixed order, and nothing waits for the device.
+run. Here every sum has a fixed order.
+
+The ranks that the experts are cut over (EP, ETP) gather their tokens and what their routers chose; each computes its
+own experts' rows of all tokens, and sends each token's sum to the token's rank. With k experts per token that is less
+traffic than sending each token to each expert's rank, as long as there are at most k such ranks. Without expert
+parallelism nothing waits for the device; with it the host waits for one number, how many rows this rank has.
 """
 
 from dataclasses import dataclass
@@ -9,13 +14,15 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from tandem.families.arch import MoE
+from tandem.model import parallel
 from tandem.model.attention import TreeParams
 from tandem.model.experts import Experts
 from tandem.model.layer import kernels
 from tandem.model.layer.blocks import Block, Keep, Kept, named
+from tandem.model.lora import LoraLinear
 
 
 @dataclass
@@ -24,38 +31,77 @@ class Routing:
 
     probs: torch.Tensor  # fp32 [S, k], of each token's experts
     experts: torch.Tensor  # int64 [S, k]
-    all_probs: torch.Tensor | None  # fp32 [S, experts], where those of the chosen don't sum to 1
-    token: torch.Tensor  # int64 [S * k], each row's
-    row: torch.Tensor  # int64 [S, k], each token's
-    row_probs: torch.Tensor  # fp32 [S * k], each row's of `probs`
-    ends: torch.Tensor  # int32 [experts], one past each expert's last row
+    all_probs: torch.Tensor | None  # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen
+    # Of this rank's N rows, which are of the tokens of all ranks that the experts are cut over. Alone N is S * k.
+    token: torch.Tensor  # int64 [N], each row's
+    row: torch.Tensor  # int64 [all S, k], each token's; N: another rank has it
+    row_probs: torch.Tensor  # fp32 [N], each row's of `probs`
+    ends: torch.Tensor  # int32 [experts of this rank], one past each expert's last row
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The MLP of all tokens: `W_down swiglu(W_gate_up x)`."""
+
+    gate_up: LoraLinear
+    down: LoraLinear
+
+    def parameters(self) -> list[Parameter]:
+        return [*self.gate_up.adapter(), *self.down.adapter()]
+
+    def forward(self, x: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+        return self.down(kernels.swiglu(self.gate_up(x)[0]), plus)[0]
+
+    def backward(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The gradients of x and of `parameters()`. Nothing was kept, because the experts are far larger."""
+        gate_up, inner = self.gate_up(x)
+        down_inner = self.down(kernels.swiglu(gate_up))[1]
+        of_activated, of_inner = self.down.input_gradient(gradient)
+        of_gate_up, activated = kernels.swiglu_backward(of_activated, gate_up)
+        of_down = self.down.adapter_gradients(gradient, of_inner, activated, down_inner)
+        of_x, of_inner = self.gate_up.input_gradient(of_gate_up)
+        return of_x, [*self.gate_up.adapter_gradients(of_gate_up, of_inner, x, inner), *of_down]
 
 
 class MoeBlock(Block):
-    """`x + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
+    """`x + shared(norm(x)) + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
 
-    def __init__(self, norm: Any, router: Parameter, experts: Experts, shape: MoE, layer: int) -> None:
-        """`router`: weight [experts, hidden], frozen. Its logits have the activations' dtype and their softmax is fp32,
-        as in transformers and vLLM. `layer`: 0, 1, ..."""
+    def __init__(
+        self, norm: Any, router: Any, experts: Experts, shape: MoE, layer: int, shared: SharedExpert | None = None
+    ) -> None:
+        """`router`: its weight [experts, hidden] is frozen. The logits of a softmax have the activations' dtype and the
+        softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
+        `layer`: 0, 1, ..."""
         super().__init__(norm)
-        self._router, self._experts, self._shape, self._layer = router, experts, shape, layer
+        self._module, self._experts, self._shape, self._layer = router, experts, shape, layer
+        self._shared = shared
+        self._topology = parallel.current()
+        self._group = self._topology.experts
+
+    @property
+    def _router(self) -> torch.Tensor:
+        weight: torch.Tensor = self._module.weight
+        return weight
 
     def parameters(self) -> list[Parameter]:
         """In the order of `backward`'s gradients."""
-        return [*self._experts.adapter("gate_up"), *self._experts.adapter("down")]
+        shared = [] if self._shared is None else self._shared.parameters()
+        return [*self._experts.adapter("gate_up"), *self._experts.adapter("down"), *shared]
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
-        gate_up, inner = self._experts.product("gate_up", normalised[routing.token], routing.ends)
+        tokens = parallel.gather(normalised, self._group)
+        gate_up, inner = self._experts.product("gate_up", tokens[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
         scaled = kernels.expert_swiglu(gate_up, routing.row_probs)
         output, down_inner = self._experts.product("down", scaled, routing.ends)
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
-        return kernels.sum_rows(output, routing.row, x), kept
+        y = self._sum(output, routing, x)
+        return y if self._shared is None else self._shared.forward(normalised, y), kept
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
@@ -63,12 +109,12 @@ class MoeBlock(Block):
         assert x is not None
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
-        ends, rows = routing.ends, normalised[routing.token]
+        ends, rows = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
             gate_up, inner = experts.product("gate_up", rows, ends)
-        of_output = gradient[routing.token]
+        of_output = parallel.gather(gradient, self._group)[routing.token]
         of_scaled, of_inner = experts.input_gradient("down", of_output, ends)
         of_gate_up, scaled, of_probs = kernels.expert_swiglu_backward(of_scaled, gate_up, routing.row_probs)
         down_inner = kept.tensors.pop("down_inner", None)
@@ -77,28 +123,73 @@ class MoeBlock(Block):
         of_rows, of_inner = experts.input_gradient("gate_up", of_gate_up, ends)
         of_parameters = [*experts.adapter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
         del of_gate_up, rows
-        of_logits = self._logits_gradient(routing, of_probs[routing.row])
-        of_normalised = kernels.sum_rows(of_rows, routing.row, of_logits.to(x.dtype) @ self._router)
+        if self._group.size() > 1:
+            of_probs = pad(of_probs, (0, 1))
+        of_probs = parallel.scatter_sum(of_probs[routing.row], self._group)
+        of_logits = self._logits_gradient(routing, of_probs)
+        of_router = of_logits.to(x.dtype) @ self._router
+        if self._shared is not None:
+            of_shared, of_shared_parameters = self._shared.backward(gradient, normalised)
+            of_router, of_parameters = of_router + of_shared, [*of_parameters, *of_shared_parameters]
+        of_normalised = self._sum(of_rows, routing, of_router)
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
     def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:
         """`row_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
-        scores, all_probs = linear(normalised, self._router).float(), None
-        if not self._shape.norm_topk_prob:
-            scores = all_probs = scores.softmax(-1)
-        probs, chosen = scores.topk(k)
+        all_probs = None
+        if self._shape.router == "sigmoid":
+            scores = all_probs = linear(normalised.float(), self._router.float()).sigmoid()
+            chosen = self._best_of_groups(scores)
+            probs = scores.gather(-1, chosen)
+        else:
+            scores = linear(normalised, self._router).float()
+            if not self._shape.norm_topk_prob:
+                scores = all_probs = scores.softmax(-1)
+            probs, chosen = scores.topk(k)
         if row_experts is not None:
             given = row_experts[:, self._layer].long()
             chosen = torch.where(given >= 0, given, chosen)
             probs = scores.gather(-1, chosen)
         if all_probs is None:  # a softmax over the chosen logits
             probs = probs.softmax(-1)
-        ordered, pairs = chosen.view(-1).sort(stable=True)
-        row = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        if self._shape.router == "sigmoid":
+            probs = self._shape.scale * (probs / self._total(probs) if self._shape.norm_topk_prob else probs)
+        of_tokens, row_probs = parallel.gather(chosen, self._group), parallel.gather(probs, self._group)
+        ordered, pairs = of_tokens.view(-1).sort(stable=True)
         ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)
-        row_probs = probs.view(-1)[pairs]
-        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(chosen), row_probs, ends.to(torch.int32))
+        row = torch.full_like(pairs, 0)
+        if (parts := self._topology.sizes.expert) > 1:
+            mine = experts // parts
+            first = self._topology.place.expert * mine
+            ends = pad(ends, (1, 0))[first : first + mine + 1]
+            begin, end = ends[[0, -1]].tolist()  # waits for the device
+            pairs, ends = pairs[begin:end], ends[1:] - begin
+            row += end - begin
+        row.scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+        row_probs = row_probs.view(-1)[pairs]
+        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(of_tokens), row_probs, ends.to(torch.int32))
+
+    def _sum(self, rows: torch.Tensor, routing: Routing, plus: torch.Tensor) -> torch.Tensor:
+        """Each of this rank's tokens' rows, wherever they are, plus `plus` [S, features]."""
+        if self._group.size() == 1:
+            return kernels.sum_rows(rows, routing.row, plus)
+        rows = pad(rows, (0, 0, 0, 1))  # for the rows that other ranks have
+        own = kernels.sum_rows(rows, routing.row, rows.new_zeros(len(routing.row), rows.shape[1]))
+        return plus + parallel.scatter_sum(own, self._group)
+
+    def _best_of_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """The experts of each token [S, k]. A group is as good as its two best experts, all with their biases."""
+        choice = scores + self._module.correction_bias
+        groups = choice.unflatten(-1, (self._shape.groups, -1))
+        best = groups.topk(2).values.sum(-1).topk(self._shape.groups_per_token).indices
+        open_groups = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = groups.masked_fill(~open_groups[..., None], float("-inf")).flatten(1)
+        return choice.topk(self._shape.experts_per_token).indices
+
+    @staticmethod
+    def _total(probs: torch.Tensor) -> torch.Tensor:
+        return probs.sum(-1, keepdim=True) + 1e-20
 
     def _logits_gradient(self, routing: Routing, of_probs: torch.Tensor) -> torch.Tensor:
         """[S, experts] from the gradient of the chosen experts' probabilities [S, k], both fp32."""
@@ -106,5 +197,11 @@ class MoeBlock(Block):
         if routing.all_probs is None:
             mean = (of_probs * routing.probs).sum(-1, keepdim=True)
             return whole.scatter_(1, routing.experts, routing.probs * (of_probs - mean))
+        if self._shape.router == "sigmoid":
+            of_probs, chosen = self._shape.scale * of_probs, routing.all_probs.gather(-1, routing.experts)
+            if self._shape.norm_topk_prob:
+                total = self._total(chosen)
+                of_probs = (of_probs - (of_probs * chosen / total).sum(-1, keepdim=True)) / total
+            return whole.scatter_(1, routing.experts, of_probs * chosen * (1 - chosen))
         whole.scatter_(1, routing.experts, of_probs)
         return routing.all_probs * (whole - (whole * routing.all_probs).sum(-1, keepdim=True))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.weight_rules import check_cut
+from tandem.families.topology import Sizes, check
 from tandem.model import device, parallel
 from tandem.model.device.allocation import allocate
 from tandem.model.transfer import ipc
@@ -24,17 +24,21 @@ class BaseWeights:
     then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
     """
 
-    def __init__(self, arch: Arch, dtype: torch.dtype, *, tp: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, arch: Arch, dtype: torch.dtype, sizes: Sizes, *, group: dist.ProcessGroup | None = None) -> None:
         """`group`: the ranks that share the reading; None: this rank reads all weights.
 
-        Raises InvalidInput if the model can't be cut over `tp` tensor-parallel ranks.
+        Raises InvalidInput if the model can't be cut so.
         """
-        check_cut(arch, tp)
-        shapes = {rule.parameter: rule.shape(tp) for rule in weight_rules(arch)}
+        check(arch, sizes)
+        rules = weight_rules(arch)
+        shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
+        own = [rule.parameter for rule in rules if rule.fp32]
+        shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
         self.group = group
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
         self._memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT)
+        self.parameters |= {name: self.parameters[name].view(torch.float32) for name in own}
 
     def own_share(self) -> dict[str, torch.Tensor]:
         """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
@@ -83,7 +87,7 @@ class BaseWeights:
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self.group.size())]
         size = len(self._range(self.parameters))
         for name, parameter in self.parameters.items():
-            middle = parameter.storage_offset() + parameter.numel() / 2
+            middle = (parameter.storage_offset() + parameter.numel() / 2) * self._ratio(parameter)
             shares[int(middle * len(shares) / size)][name] = parameter
         return shares
 
@@ -91,4 +95,9 @@ class BaseWeights:
         """The flat range of the memory that these consecutive parameters occupy."""
         tensors = list(parameters.values())
         first, last = tensors[0], tensors[-1]
-        return self._memory[first.storage_offset() : last.storage_offset() + last.numel()]
+        end = (last.storage_offset() + last.numel()) * self._ratio(last)
+        return self._memory[first.storage_offset() * self._ratio(first) : end]
+
+    def _ratio(self, parameter: torch.Tensor) -> int:
+        """Elements of the memory in one of the parameter."""
+        return parameter.element_size() // self._memory.element_size()

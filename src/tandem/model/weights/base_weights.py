@@ -10,12 +10,13 @@ import torch
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
+from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
 
 
 def load_weights(
-    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], *, tp: int, tp_rank: int
+    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], sizes: Sizes, place: Place
 ) -> None:
     """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
 
@@ -37,27 +38,39 @@ def load_weights(
                 raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
     targets = parameters()
     for name, target in targets.items():
-        assert target.shape == rules[name].shape(tp), f"{name} is {target.shape}, not {rules[name].shape(tp)}"
+        assert target.shape == rules[name].shape(sizes), f"{name} is {target.shape}, not {rules[name].shape(sizes)}"
     fill_targets(
         piece
         for name, target in targets.items()
-        for piece in _pieces(rules[name], [stored[source] for source in rules[name].sources], target, tp, tp_rank)
+        for piece in _pieces(rules[name], [stored[source] for source in rules[name].sources], target, sizes, place)
     )
 
 
 def _pieces(
-    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, tp: int, tp_rank: int
+    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, sizes: Sizes, place: Place
 ) -> Iterator[Piece]:
     """This rank's part of each source, and the part of `target` that it fills."""
-    if rule.cut == "columns" and tp > 1:
+    cut = rule.parts(sizes), rule.part(place)
+    if rule.experts is None:
+        yield from _matrix_pieces(rule, sources, target, cut)
+        return
+    each, first = len(sources) // rule.experts, rule.first_expert(sizes, place)
+    for expert, matrix in enumerate(target, first):
+        yield from _matrix_pieces(rule, sources[expert * each : (expert + 1) * each], matrix, cut)
+
+
+def _matrix_pieces(
+    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, cut: tuple[int, int]
+) -> Iterator[Piece]:
+    """`cut`: how many parts the matrix has, and which is this rank's."""
+    parts, part = cut
+    if rule.cut == "columns" and parts > 1:
         (source,) = sources
         columns = source.shape[1]
-        mine = columns // tp
-        yield Piece(source, 0, columns, target, slice(tp_rank * mine, (tp_rank + 1) * mine))
+        mine = columns // parts
+        yield Piece(source, 0, columns, target, slice(part * mine, (part + 1) * mine))
         return
-    if rule.experts is not None:
-        target = target.view(-1, *target.shape[2:])
-    parts = tp if rule.cut == "rows" else 1
+    parts = parts if rule.cut == "rows" else 1
     groups = max(1, rule.groups // parts)
     blocks = target.view(groups, -1, *target.shape[1:])
     begin = 0  # of the source's rows in each block
@@ -65,7 +78,7 @@ def _pieces(
         rows, width = source.shape[0] // parts, math.prod(source.shape[1:])
         block = blocks[:, begin : begin + rows // groups]
         begin += rows // groups
-        first = tp_rank * rows * width if parts > 1 else 0
+        first = part * rows * width if parts > 1 else 0
         if groups == 1:
             yield Piece(source, first, width, block[0])
         else:

@@ -26,7 +26,6 @@ from tandem.model import device, parallel
 from tandem.model.build import build_policy
 from tandem.model.device import memory, on_device
 from tandem.model.logprobs import item_logprobs
-from tandem.model.mcore import parallel_state
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
@@ -94,15 +93,17 @@ class ModelLoader:
         return model
 
     def _build(self) -> LoadedModel:
-        arch, tp, run, settings = self.arch, self.topology.tp, self.assignment.run, self.settings
+        arch, sizes, run, settings = self.arch, self.topology.sizes, self.assignment.run, self.settings
         dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         # Reading of the base weights begins as soon as their memory is allocated.
         allocated = self._pool.submit(
-            on_device(lambda: BaseWeights(arch, dtype, tp=tp, group=parallel.reading_group()))
+            on_device(lambda: BaseWeights(arch, dtype, sizes, group=parallel.reading_group()))
         )
         self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
         if self.rehearse is not None:
-            self._weights_tasks.append(self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // tp))
+            self._weights_tasks.append(
+                self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // sizes.tensor)
+            )
             self._warm_ups.append(self._warm_up_thread.submit(on_device(_load_cublas)))
         policy = build_policy(
             arch, run.lora, dtype=dtype, recompute=settings.recompute, base=lambda: allocated.result().parameters
@@ -126,8 +127,8 @@ class ModelLoader:
         return kept
 
     def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-        model, tp, tp_rank = Path(self.assignment.model), self.topology.tp, self.topology.tp_rank
-        return self._pool.submit(load_weights, model, self.arch, parameters, tp=tp, tp_rank=tp_rank)
+        model, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
+        return self._pool.submit(load_weights, model, self.arch, parameters, sizes, place)
 
     def _read_state(self) -> checkpoint.Contents[Tensor] | None:
         checked = self.checked.result()
@@ -158,7 +159,7 @@ def _short_switch_interval() -> Iterator[None]:
 def _load_cublas() -> None:
     """Do the first matrix product and the first tensor-parallel collective. Leaves no device memory allocated."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
-    parallel.all_reduce(square @ square, group=parallel_state.get_tensor_model_parallel_group())
+    parallel.all_reduce(square @ square, group=parallel.current().tensor)
     device.synchronize()
     memory.release_workspaces()
 
@@ -169,5 +170,5 @@ def _load_softmax_kernels(vocabulary: int) -> None:
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
-        vocab_start=0, temperature=1.0, group=parallel_state.get_context_parallel_group(),
+        vocab_start=0, temperature=1.0, group=parallel.current().context,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
-from tandem.errors import Conflict
+from tandem.errors import Conflict, InvalidInput
 from tandem.families.model_config import model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
@@ -44,11 +44,13 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignment, Callable[[], None]]:
     """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment this process is alone.
 
-    Rank 0 downloads the base model if the hub has it. That may take longer than any limit on a wait, so all ranks send
-    heartbeats meanwhile; the job's `deadline_seconds` bounds it. If rank 0 ends, its parent ends the others.
+    Rank 0 downloads the base model if the hub has it, and so do the ranks of other hosts. That may take longer than any
+    limit on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it. If rank 0 ends, its
+    parent ends the others.
 
     Returns the assignment, and a function that joins torch's default process group with the job's own limit on every
-    wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its message on the others.
+    wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message on the others, and InvalidInput on
+    another host that finds another base model.
     """
     if "RANK" not in os.environ:
         return _read(spool, job_id, attempt, beat), lambda: None
@@ -69,7 +71,7 @@ def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignmen
         message = _MESSAGE.validate_json(store.get(key))
         if isinstance(message, str):
             raise RuntimeError(f"rank 0 could not read the job: {message}")
-        assignment = message
+        assignment = message if os.environ.get("GROUP_RANK", "0") == "0" else _on_this_host(message, spool, beat)
 
     def connect() -> None:
         timeout = timedelta(seconds=assignment.job.stall_seconds)
@@ -93,10 +95,29 @@ def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
                 f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
             )
         return Assignment(run=run, job=spec, done=True)
-    directory = _with_beats(lambda: model_directory(resolve_model(spool.root, run.base_model)), "download", beat)
+    return _with_model(Assignment(run=run, job=spec, done=False), spool, beat)
+
+
+def _with_model(assignment: Assignment, spool: Spool, beat: Beat) -> Assignment:
+    """`assignment` with the base model as this host has it."""
+    base_model = assignment.run.base_model
+    directory = _with_beats(lambda: model_directory(resolve_model(spool.root, base_model)), "download", beat)
     stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
-    return Assignment(run=run, job=spec, done=False, model=str(directory), model_files=files)
+    return assignment.model_copy(update={"model": str(directory), "model_files": files})
+
+
+def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignment:
+    """What rank 0 of another host sent, with this host's own directory of the base model."""
+    if assignment.done:
+        return assignment
+    own = _with_model(assignment, spool, beat)
+    theirs, ours = ({name: size for name, size, _ in one.model_files} for one in (assignment, own))
+    if theirs != ours:
+        names = ", ".join(sorted({name for name, _ in theirs.items() ^ ours.items()}))
+        problem = f"{own.model} is not the base model that rank 0's host has in {assignment.model}: {names} differ"
+        raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
+    return own
 
 
 def _with_beats[T](action: Callable[[], T], phase: str, beat: Beat) -> T:

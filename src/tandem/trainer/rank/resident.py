@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from tandem.config import Settings
 from tandem.families.arch import Arch
+from tandem.families.topology import Sizes
 from tandem.model import parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
@@ -60,7 +61,7 @@ class RankState:
             parallel.destroy()  # which all ranks do together (R3)
             connect()
             timeout = assignment.job.stall_seconds
-            self._topology = parallel.init_parallel(settings.tensor_parallel, timeout_seconds=timeout)
+            self._topology = parallel.init_parallel(Sizes.of(settings), timeout_seconds=timeout)
             self._requirements = assignment.requirements()
         return self._topology
 

@@ -85,7 +85,7 @@ class _Session:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self._versions = {"tandem": __version__, "python": python_version()}
         self._versions |= {name: version(name) for name in ("torch", "megatron-core")}
-        pids, sizes = parallel.gather_objects(os.getpid()), self._topology.sizes()
+        pids, sizes = parallel.gather_objects(os.getpid()), self._topology.sizes.manifest()
         self._event("started", pids=pids, topology=sizes, versions=self._versions, device=str(self._device))
         with self.phases.phase("data"):
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id), self._assignment.job.data.sha256)
@@ -162,7 +162,7 @@ class _Session:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
-            topology=self._topology.sizes(), versions=self._versions, metrics=metrics, probe=result,
+            topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
         self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)

@@ -11,7 +11,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, buffers, layout
+from tandem.families.parts import Part, buffers, layout, senders
+from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, connect, finish, join_store
 
 
@@ -27,10 +28,11 @@ def receive(
     joined, address = join_store(source["address"], source["port"])
     store = PrefixStore(source["prefix"], joined)
     store.set("workers", str(workers))
-    senders = range(source["senders"])
+    sizes = Sizes(**source["sizes"])
+    ranks = range(senders(sizes))
     lists = [
-        list(buffers(arch, source["targets"], tp=len(senders), tp_rank=sender, most=BUFFER_BYTES // dtype.itemsize))
-        for sender in senders
+        list(buffers(arch, source["targets"], sizes=sizes, rank=rank, most=BUFFER_BYTES // dtype.itemsize))
+        for rank in ranks
     ]
     for sender, parts_of in enumerate(lists):
         if (theirs := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
@@ -38,7 +40,7 @@ def receive(
     beat()
     with ExitStack() as opened:
         channels = []
-        for sender in senders:
+        for sender in ranks:
             channel = connect(source["way"], store, f"{sender}", rank + 1, workers + 1, where, address)
             opened.callback(channel.close)
             channels.append(channel)
@@ -59,7 +61,7 @@ def receive(
             beat()
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        for sender in senders:
+        for sender in ranks:
             store.get(f"complete/{sender}")  # NCCL may take a sender's death for the end of a buffer
         store.add("done", 1)
 

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tandem.config import Settings
 from tandem.families.arch import Arch
-from tandem.families.parts import buffers, layout
+from tandem.families.parts import buffers, layout, senders
 from tandem.model import device, parallel
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
@@ -55,7 +55,7 @@ class Publication:
                 address = own_address(str(url.hostname), url.port or 80)
                 self._store = serve_store(address)
                 offer = {"address": address, "port": self._store.port, "prefix": self.name}
-                offer |= {"senders": self.topology.tp, "targets": list(self.policy.lora.targets)}
+                offer |= {"sizes": asdict(self.topology.sizes), "targets": list(self.policy.lora.targets)}
         except Exception as error:
             traceback.print_exc()
             offer = {"error": f"{type(error).__name__}: {error}"}
@@ -83,16 +83,20 @@ class Publication:
             nonlocal mine
             mine = self._watched(self._send_own)
 
-        self._together(send_own if self.topology.dp_rank == 0 else lambda: None)
+        self._together(send_own if self._sends else lambda: None)
         sizes, seconds = zip(*parallel.gather_objects(mine), strict=True)
         return {"bytes": sum(sizes), "sending_seconds": max(seconds)}
 
+    @property
+    def _sends(self) -> bool:
+        return self.topology.rank < senders(self.topology.sizes)
+
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
         """Send this rank's parts; returns their bytes, and the seconds that they were on their way."""
-        weights, rank, offer = TrainedWeights(self.policy), self.topology.tp_rank, self._offer
+        weights, rank, offer = TrainedWeights(self.policy), self.topology.rank, self._offer
         store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
         most = BUFFER_BYTES // weights.dtype.itemsize
-        lists = list(buffers(self.arch, self.policy.lora.targets, tp=self.topology.tp, tp_rank=rank, most=most))
+        lists = list(buffers(self.arch, self.policy.lora.targets, sizes=self.topology.sizes, rank=rank, most=most))
         store.set(f"layout/{rank}", json.dumps(layout(lists, str(weights.dtype))))
         return send(self.settings.way, store, rank, offer["address"], weights, lists, beat)
 
@@ -125,13 +129,12 @@ class Publication:
     def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
         weights = TrainedWeights(self.policy)
         files, top = ModelFiles(self.work / "merged", self.arch, weights.dtype), self.topology
-        tp, tp_rank = top.tp, top.tp_rank
 
         def write() -> None:
-            files.write(weights, self.arch, tp=tp, tp_rank=tp_rank, beat=self.beat)
+            files.write(weights, self.arch, top.sizes, top.rank, beat=self.beat)
 
         self._together((lambda: files.create(self.model)) if top.rank == 0 else lambda: None)
-        self._together(write if top.dp_rank == 0 else lambda: None)
+        self._together(write if self._sends else lambda: None)
         return {} if checkpoint is None else {"bytes": self.spool.merged.commit(self.work / "merged", checkpoint)}
 
     def _together(self, action: Callable[[], Any]) -> None:

@@ -28,7 +28,9 @@ def send(
     try:
         beat()
         sizes = [sum(part.size for part in parts) for parts in lists]
-        memory = [torch.empty(max(sizes), dtype=weights.dtype, device=weights.device) for _ in range(BUFFERS)]
+        memory = [
+            torch.empty(max(sizes, default=0), dtype=weights.dtype, device=weights.device) for _ in range(BUFFERS)
+        ]
         going, begin = deque[Pending](), time.perf_counter()
         for number, (parts, size) in enumerate(zip(lists, sizes, strict=True)):
             if len(going) == BUFFERS:

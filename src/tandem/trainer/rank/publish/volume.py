@@ -15,6 +15,7 @@ import torch
 from tandem.families.arch import Arch
 from tandem.families.parts import Part, buffers
 from tandem.families.registry import weight_rules
+from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 from tandem.trainer.rank.publish.weights import TrainedWeights
@@ -57,17 +58,17 @@ class ModelFiles:
             if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._directory / path.name)
 
-    def write(self, weights: TrainedWeights, arch: Arch, *, tp: int, tp_rank: int, beat: Callable[[], None]) -> None:
+    def write(self, weights: TrainedWeights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
         """Write this rank's parts of all tensors. `beat` is called now and then."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         try:
-            for parts in buffers(arch, None, tp=tp, tp_rank=tp_rank, most=most):
+            for parts in buffers(arch, None, sizes=sizes, rank=rank, most=most):
                 beat()
-                sizes = [part.size for part in parts]
-                buffer = torch.empty(sum(sizes), dtype=self._dtype, device=weights.device)
+                lengths = [part.size for part in parts]
+                buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
                 weights.fill(parts, buffer)
-                for part, values in zip(parts, buffer.cpu().split(sizes), strict=True):
+                for part, values in zip(parts, buffer.cpu().split(lengths), strict=True):
                     self._write(opened, part, values.view(part.shape))
         finally:
             for fd in opened.values():

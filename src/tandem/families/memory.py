@@ -1,0 +1,217 @@
+"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch.
+
+`tests/model/test_plan.py` compares it with what was measured on one GPU (docs/performance.md).
+"""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from tandem.families.adapter import lora_modules
+from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.registry import weight_rules
+from tandem.families.topology import Sizes
+from tandem.spool.schema import LoraShape
+
+GIB = 2**30
+HEADROOM = 0.04  # `model/recompute.py`: the allocator can't use every gap
+CHUNK_ELEMENTS = 2**27  # `model/logprobs.py`
+CONTEXT = 760 * 2**20
+"""CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
+COMMUNICATORS = (2053 - 760) * 2**20
+"""NCCL, in the first dimension of several ranks: what a `resident` rank of DP=2 keeps beside that."""
+FURTHER_COMMUNICATOR = GIB // 2
+"""Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
+
+_BF16, _FP32 = 2, 4
+_ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and in rows of how many slots. `lora`: None trains all weights."""
+
+    arch: Arch
+    lora: LoraShape | None
+    sequence_length: int
+    rows: int = 8
+    """Of one optimizer step, over all data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a layer keeps of a row for its backward pass, by `Keep` level of `model/layer/blocks.py`."""
+
+    input: int
+    attention: int
+    all: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU of one rank. `layers` keep activations of `in_flight` rows at once."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    kept: Kept
+    layers: int
+    in_flight: int
+    logits: int  # `logprobs.working_bytes`
+    layer: int  # beside what layers keep: the largest pass of one that keeps everything
+    layer_again: int  # and of one that keeps its input
+    context: int  # CUDA's and NCCL's, outside of torch's allocator
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.adapter + self.gradients + self.optimizer
+
+    def activations(self, levels: tuple[int, int]) -> int:
+        """`levels`: how many layers keep everything, and how many of the others their attention block."""
+        everything, attention = levels
+        least = self.layers - everything - attention
+        kept = everything * self.kept.all + attention * self.kept.attention + least * self.kept.input
+        return kept * self.in_flight
+
+    def working(self, levels: tuple[int, int]) -> int:
+        """Logits and a layer's pass do not exist at once."""
+        return max(self.logits, self.layer if levels[0] == self.layers else self.layer_again)
+
+    def total(self, levels: tuple[int, int]) -> int:
+        return self.states + self.activations(levels) + self.working(levels) + self.context
+
+    def levels(self, gpu: float) -> tuple[int, int] | None:
+        """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be kept."""
+        left = (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
+        left -= self.activations((0, 0))
+        if left < 0:
+            return None
+        counts: list[int] = []
+        for more in (self.kept.all, self.kept.attention):
+            cost = (more - self.kept.input) * self.in_flight
+            counts.append(min(self.layers - sum(counts), int(left // cost)))
+            left -= counts[-1] * cost
+        return counts[0], counts[1]
+
+
+def memory(job: Training, sizes: Sizes) -> Memory:
+    """Of the pipeline stage that needs the most when its layers keep their inputs."""
+    stages = [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
+    return max(stages, key=lambda stage: stage.total((0, 0)))
+
+
+def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
+    arch = job.arch
+    begin, end = (arch.num_layers * index // sizes.pipeline for index in (stage, stage + 1))
+    first, last = stage == 0, stage == sizes.pipeline - 1
+    dense = experts = 0
+    for rule in weight_rules(arch):
+        layer = re.search(r"layers\.(\d+)\.", rule.parameter)
+        if layer:
+            here = begin <= int(layer[1]) < end
+        elif rule.parameter.startswith("embedding."):
+            here = first or (last and arch.tie_embeddings)
+        else:
+            here = last
+        size = sum(map(prod, rule.sources.values())) if here else 0
+        if rule.experts is None:
+            dense += size // (1 if rule.cut == "whole" else sizes.tensor)
+        else:
+            experts += size // (sizes.expert * sizes.expert_tensor)
+    weights = (dense + experts) * _BF16
+    if job.lora is None:
+        # Megatron's distributed optimizer: a bfloat16 weight has a gradient in fp32 on each rank; its fp32 copy and
+        # Adam's two moments are divided over data- and context-parallel ranks.
+        shares = dense / (sizes.data * sizes.context) + experts / sizes.expert_data
+        adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(3 * shares * _FP32)
+    else:
+        # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
+        adapter = _adapter(arch, job.lora, sizes, range(begin, end)) * _FP32
+        gradients, optimizer = adapter, 2 * adapter
+    working, again = _layer(job, sizes)
+    in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
+    return Memory(
+        weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=end - begin, in_flight=in_flight,
+        logits=_logits(job, sizes) if last else 0, layer=working, layer_again=again, context=_context(sizes),
+    )  # fmt: skip
+
+
+def _adapter(arch: Arch, lora: LoraShape, sizes: Sizes, layers: range) -> int:
+    """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks (`model/lora.py`)."""
+    total = 0
+    for module, (in_features, out_features) in lora_modules(arch, lora).items():
+        layer = re.search(r"layers\.(\d+)\.", module)
+        if layer and int(layer[1]) in layers:
+            of_expert = ".experts." in module
+            cut = sizes.expert_tensor if of_expert else sizes.tensor
+            a, b = (cut, 1) if module.endswith(_ROW_PARALLEL) else (1, cut)
+            elements = lora.rank * (in_features // a + out_features // b)
+            total += elements // sizes.expert if of_expert else elements
+    return total
+
+
+def _tokens(job: Training, sizes: Sizes) -> tuple[int, int]:
+    """(Slots of a row that this rank's attention and MLP see, slots of which it has the residual stream)."""
+    slots = -(-job.sequence_length // sizes.context)
+    return slots, -(-slots // sizes.tensor) if sizes.sequence else slots
+
+
+def _mlp(job: Training, sizes: Sizes) -> tuple[int, int]:
+    """(Rows of the MLP's or the experts' products, features of each on this rank), if experts get equally many."""
+    slots, own = _tokens(job, sizes)
+    if job.arch.moe is None:
+        return slots, job.arch.ffn_hidden_size // sizes.tensor
+    gathered = own * sizes.expert_tensor if sizes.sequence else own
+    return gathered * job.arch.moe.experts_per_token, job.arch.moe.ffn_hidden_size // sizes.expert_tensor
+
+
+def _adapted(job: Training, *targets: str) -> int:
+    """Width of A x over `targets`."""
+    return 0 if job.lora is None else job.lora.rank * sum(target in job.lora.targets for target in targets)
+
+
+def _kept(job: Training, sizes: Sizes) -> Kept:
+    """`AttentionBlock.forward` and `MlpBlock.forward` (`MoeBlock.forward`) in `model/layer/`.
+
+    INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o and down.
+    ATTENTION: the MLP's input, qkv, the q, k and v made of it, A x of q, k and v. ALL: gate and up, and their A x.
+    """
+    arch, (slots, own), (rows, features) = job.arch, _tokens(job, sizes), _mlp(job, sizes)
+    query, qkv = arch.query_size // sizes.tensor, (arch.query_size + 2 * arch.kv_size) // sizes.tensor
+    least = own * arch.hidden_size + slots * (query + _adapted(job, "o_proj")) + rows * _adapted(job, "down_proj")
+    log_sums = slots * arch.num_heads // sizes.tensor * _FP32
+    attention = own * arch.hidden_size + slots * (2 * qkv + _adapted(job, "q_proj", "k_proj", "v_proj"))
+    gate_up = rows * (2 * features + _adapted(job, "gate_proj", "up_proj"))
+    levels = (least, least + attention, least + attention + gate_up)
+    return Kept(*(level * _BF16 + log_sums for level in levels))
+
+
+def _layer(job: Training, sizes: Sizes) -> tuple[int, int]:
+    """Beside what layers keep, the MLP's backward pass has at once: the gradients of its output and of the activated
+    features, these features themselves, and the normalised input; a layer that kept its input also has gate and up,
+    and the MLP's input. For a mixture the gradient of the output and the normalised input are there for each row too.
+    """
+    (slots, _), (rows, features), hidden = _tokens(job, sizes), _mlp(job, sizes), job.arch.hidden_size
+    working = 2 * rows * features + 2 * slots * hidden
+    if job.arch.moe is not None:
+        working += 2 * rows * hidden
+        if job.lora is not None and set(job.lora.targets) & set(EXPERT_TARGETS):
+            experts = job.arch.moe.num_experts // sizes.expert
+            # `Experts._b` of gate and up: all experts' B, in fp32 and then cast.
+            working += experts * 2 * features * _adapted(job, "gate_proj", "up_proj") * 3
+    again = working + 2 * rows * features + 2 * slots * hidden
+    return working * _BF16, again * _BF16
+
+
+def _logits(job: Training, sizes: Sizes) -> int:
+    """`logprobs.working_bytes`, with a loss on every slot."""
+    slots, _ = _tokens(job, sizes)
+    chunk = min(slots * job.arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
+    return (2 * chunk + 4 * slots * job.arch.hidden_size) * _BF16
+
+
+def _context(sizes: Sizes) -> int:
+    ranks = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
+    several = sum(size > 1 for size in ranks)
+    return CONTEXT + (COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0)

@@ -1,0 +1,181 @@
+"""Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No torch.
+
+Speed is an estimate: the model's operations over rates measured on one H200 (bench/results/train.json), plus the bytes
+that ranks exchange over a bandwidth that nobody has measured here.
+"""
+
+from dataclasses import dataclass
+
+from tandem.errors import InvalidInput
+from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.memory import GIB, Memory, Training, memory
+from tandem.families.topology import Sizes, of_world, problem
+
+DENSE_RATE = 567e12
+"""Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of 8192, everything kept,
+where attention takes 34 % of 0.663 s (docs/performance.md)."""
+ATTENTION_RATE = 307e12
+"""Of the attention, in the same row."""
+EXPERTS_RATE = 361e12
+"""Of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where attention takes 51 %."""
+ADAPTED_EXPERTS_RATE = 260e12
+"""The same with LoRA on all experts."""
+EXCHANGE_RATE = 300e9
+"""Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of NVLink 4's 450 GB/s
+per direction. No computation is assumed to go on meanwhile."""
+UNMEASURED = 0.9
+"""What the estimate for a topology that nobody has measured is worth beside a measured one."""
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A topology that the trainer builds, on GPUs of a given size."""
+
+    sizes: Sizes
+    memory: Memory
+    levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
+    tokens_per_second: float  # of all GPUs; 0 where it does not fit
+    measured: bool  # no rate or bandwidth was assumed
+
+    @property
+    def total(self) -> int:
+        """Bytes on a rank's GPU; where it does not fit, the least that it needs."""
+        return self.memory.total(self.levels or (0, 0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    candidates: list[Candidate]  # those that fit first, the fastest first
+    why: str
+
+    @property
+    def recommended(self) -> Candidate:
+        return self.candidates[0]
+
+
+def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds.
+
+    Raises InvalidInput if none fits; it says how much the smallest needs.
+    """
+    if job.sequence_length > job.arch.max_positions:
+        most = f"the model has {job.arch.max_positions} positions"
+        raise InvalidInput(f"{most}, fewer than {job.sequence_length}", field="--sequence-length")
+    found = [_candidate(job, sizes, gpu_memory) for sizes in of_world(gpus) if problem(job.arch, sizes) is None]
+    found.sort(key=_order)
+    fitting = [one for one in found if one.levels is not None]
+    if not fitting:
+        smallest = min(found, key=lambda one: one.total)
+        need = f"the smallest, {describe(smallest.sizes)}, needs {smallest.total / GIB:.1f} GiB per GPU"
+        remedy = "use more GPUs, larger ones, or shorter rows (--sequence-length)"
+        raise InvalidInput(f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}")
+    return Plan(found, _why(found, fitting))
+
+
+def describe(sizes: Sizes) -> str:
+    """`TP=2+SP EP=4`: the dimensions of several ranks."""
+    names = {
+        "TP": sizes.tensor, "CP": sizes.context, "PP": sizes.pipeline, "EP": sizes.expert, "ETP": sizes.expert_tensor,
+        "DP": sizes.data,
+    }  # fmt: skip
+    parts = [f"{name}={size}" + "+SP" * (name == "TP" and sizes.sequence) for name, size in names.items() if size > 1]
+    return " ".join(parts) or "1 GPU"
+
+
+def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
+    needs = memory(job, sizes)
+    levels = needs.levels(gpu_memory)
+    speed = 0.0 if levels is None else job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
+    alone = sizes == Sizes(data=sizes.data) and job.lora is not None
+    return Candidate(sizes, needs, levels, speed, measured=alone)
+
+
+def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
+    """Of one optimizer step, without Adam, which takes 2 ms for LoRA."""
+    linear, head, attention = _operations(job.arch, job.sequence_length)
+    passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
+    rate = _linear_rate(job)
+    everything, some = levels
+    qkv, proj, gate_up = _recomputed_shares(job.arch)
+    least = needs.layers - everything - some
+    again = (least * (qkv + proj + gate_up) + some * gate_up) / needs.layers
+    seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
+    seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
+    rows = -(-job.rows // sizes.data)
+    step = seconds * (rows + sizes.pipeline - 1)  # the pipeline is not full at a step's begin and end
+    if job.lora is None and sizes.data * sizes.context > 1:
+        step += 2 * needs.gradients / EXCHANGE_RATE
+    return step
+
+
+def _linear_rate(job: Training) -> float:
+    if job.arch.moe is None:
+        return DENSE_RATE
+    targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
+    return ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
+
+
+def _features(arch: Arch) -> tuple[int, int, int, int]:
+    """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
+    hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
+    if arch.moe is not None:
+        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token
+    return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
+
+
+def _operations(arch: Arch, slots: int) -> tuple[float, float, float]:
+    """Of a row's forward pass: linear layers, the output layer, causal attention (`bench/train.py`)."""
+    router = 0 if arch.moe is None else arch.hidden_size * arch.moe.num_experts
+    layer = sum(_features(arch)) + router
+    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers
+    return 2.0 * layer * arch.num_layers * slots, 2.0 * arch.hidden_size * arch.vocab_size * slots, attention
+
+
+def _recomputed_shares(arch: Arch) -> tuple[float, float, float]:
+    """Of a layer's forward operations: what `AttentionBlock` and `MlpBlock` compute again at `Keep.INPUT`."""
+    qkv, proj, gate_up, down = _features(arch)
+    total = qkv + proj + gate_up + down
+    return qkv / total, proj / total, gate_up / total
+
+
+def _exchange_bytes(job: Training, sizes: Sizes) -> float:
+    """Bytes that a rank exchanges for a row, forward and backward."""
+    arch, slots = job.arch, job.sequence_length / sizes.context
+    layers = arch.num_layers / sizes.pipeline
+
+    def gathered(group: int, elements: float) -> float:
+        return elements * (group - 1) / group * _BF16
+
+    # Two sums of the residual stream forward and two backward; a sum is a scatter and a gather.
+    layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
+    # Keys and values forward and again backward, and their gradients.
+    layer += 3 * gathered(sizes.context, job.sequence_length * 2 * arch.kv_size / sizes.tensor)
+    if arch.moe is not None:
+        # Experts' ranks gather their tokens and scatter the sums, forward and backward.
+        own = slots / (sizes.tensor if sizes.sequence else 1)
+        experts = sizes.expert * sizes.expert_tensor
+        layer += 4 * gathered(experts, own * experts * arch.hidden_size)
+    between = 2 * slots * arch.hidden_size * _BF16 if sizes.pipeline > 1 else 0
+    return layers * layer + between
+
+
+def _order(one: Candidate) -> tuple[float, int, int]:
+    """The fastest first, where a speed that was not measured counts a tenth less. Of equally fast ones the one that
+    cuts no expert, whose products are larger, then the one that needs less memory."""
+    worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
+    return -round(worth), one.sizes.expert_tensor, one.total
+
+
+def _why(found: list[Candidate], fitting: list[Candidate]) -> str:
+    best = fitting[0]
+    name, kept = describe(best.sizes), f"{best.levels[0] if best.levels else 0} of {best.memory.layers}"
+    if len(found) == 1:
+        return f"{name} is the only topology that the trainer builds for this model on so many GPUs."
+    also = f"its layers keep everything for the backward pass in {kept}"
+    if len(fitting) == 1:
+        return f"{name} is the only one of {len(found)} topologies that fits; {also}."
+    if best.tokens_per_second < max(one.tokens_per_second for one in fitting):
+        near = "its speed was measured, and no other of the {} that fit is expected to be much faster"
+        return f"{name} is recommended because {near.format(len(fitting))}; {also}."
+    return f"{name} is expected to be the fastest of the {len(fitting)} topologies that fit; {also}."

@@ -1,0 +1,34 @@
+import json
+
+from tiny import SHAPE
+
+
+def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = SHAPE | {"model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("plan", str(tmp_path), "--gpus", "2", "--sequence-length", "512", "--gpu-memory", "4")
+    status, out, _ = command(*arguments, "--json")
+    data = json.loads(out)
+    first = data["topologies"][0]
+    assert (status, first["topology"], first["fits"]) == (0, "DP=2", True)
+    assert data["recommended"] == first["settings"]
+    parts = [size for name, size in first["gib"].items() if name != "total"]
+    assert abs(sum(parts) - first["gib"]["total"]) < 0.05
+    full = json.loads(command(*arguments, "--full", "--json")[1])
+    assert full["topologies"][0]["gib"]["adapter"] == 0
+    assert "Runs train LoRA adapters only" in full["source"]
+    status, _, err = command(*arguments, "--full", "--target", "q_proj")
+    assert (status, "use one" in err) == (1, True)
+    status, out, _ = command(*arguments)
+    assert status == 0
+    assert "TANDEM_TENSOR_PARALLEL=1" in out
+    assert "DP=2" in out
+
+
+def test_what_does_not_fit_is_refused(command, tmp_path):
+    config = SHAPE | {"model_type": "qwen3", "vocab_size": 300_000, "hidden_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--gpu-memory", "2")
+    assert status == 1
+    assert "no topology of 1 GPUs fits 2.0 GiB" in err

@@ -1,0 +1,210 @@
+"""The ranks that tests/model/test_topologies.py starts: python cut_rank.py DIRECTORY '{"<world>": [topology, ...]}'.
+
+A topology is `Sizes`' fields, or such with `break`, the name of a deliberate mistake. For each in turn the ranks
+compute rows of DIRECTORY/model with DIRECTORY/adapter, and leave the results in DIRECTORY/<world>.<number>.<rank>.pt.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from policies import make_policy
+from tandem.families.parts import buffers
+from tandem.families.topology import Sizes
+from tandem.families.weight_rules import WeightRule
+from tandem.model import device, parallel
+from tandem.model.experts import Experts
+from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.lora import LoraLinear
+from tandem.model.policy import Policy, RowTensors, _AllTokens
+from tandem.spool.schema import LoraShape, OptimizerSettings
+from tandem.trainer.rank.publish.weights import TrainedWeights
+from tandem.training.optimizer import AdapterOptimizer
+
+LORA = LoraShape(rank=4, alpha=10.0)
+ROWS = 4
+SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
+
+
+def row(number: int, arch) -> RowTensors:
+    """Two sequences; some slots of a mixture come with the experts that the sampler chose. 37 slots divide over no
+    ranks."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, arch.vocab_size, (37,), generator=generator)
+    slots, ends = torch.arange(37), torch.tensor([20] * 20 + [37] * 17)
+    targets = torch.tensor([*range(1, 20), *range(21, 37)])
+    experts = None
+    if arch.moe is not None:
+        experts = torch.full((37, arch.num_layers, arch.moe.experts_per_token), -1, dtype=torch.int16)
+        for slot in range(0, 37, 3):
+            for layer in range(arch.num_layers):
+                chosen = torch.randperm(arch.moe.num_experts, generator=generator)
+                experts[slot, layer] = chosen[: arch.moe.experts_per_token].short()
+    return RowTensors(tokens, torch.where(slots < 20, slots, slots - 20), ends, targets - 1, tokens[targets], experts)
+
+
+def compute(policy: Policy) -> dict[str, object]:
+    """Two optimizer steps on ROWS rows. The same on any topology: gradients and moments are gathered."""
+    topology, arch = policy.topology, policy.arch
+    optimizer = AdapterOptimizer(policy, SETTINGS)
+    result: dict[str, object] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = torch.zeros(ROWS, dtype=torch.float64)
+        for number in range(topology.place.data, ROWS, topology.sizes.data):
+            outputs = policy(row(number, arch), temperature=0.8)
+            weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
+            loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
+            loss.backward()
+            losses[number] = loss.item()
+        parallel.all_reduce(losses, group=topology.data)
+        optimizer.reduce_gradients()
+        gradients: dict[str, torch.Tensor] = {}
+        for name, parameter in policy.lora_parameters().items():
+            gradients |= policy.gather(name, parameter.grad)
+        norm = optimizer.gradient_norm()
+        result |= {f"loss{step}": losses, f"norm{step}": norm, f"gradients{step}": gradients}
+        optimizer.step(norm, SETTINGS.learning_rate)
+    return result | {"adapter": policy.adapter_tensors()}
+
+
+def _no_sum(tensor, *_arguments, **_options):
+    return tensor
+
+
+def _own_part(tensor, group):
+    return tensor.chunk(group.size())[group.rank()].clone()
+
+
+def _ring(tensor, group):
+    """Gathers the ranks' parts in another order."""
+    return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
+
+
+GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS = (
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients,
+)  # fmt: skip
+
+
+def _summed_backward(ctx, gradient):
+    gradient = gradient.clone()
+    SUM(gradient, group=ctx.group)
+    return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def _without_sum(original):
+    def call(*arguments, **options):
+        with mock.patch.object(parallel, "all_reduce", _no_sum):
+            return original(*arguments, **options)
+
+    return call
+
+
+def _residual_twice(self, rows, routing, plus):
+    return BLOCK_SUM(self, rows, routing, plus) + (plus if self._group.rank() else 0)
+
+
+def _scaled(self, part, *arguments):
+    """alpha / rank divided by the ranks that cut an expert."""
+    before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
+    try:
+        return ADAPTER_GRADIENTS(self, part, *arguments)
+    finally:
+        self.scale = before
+
+
+def _summed_twice(self, part, *arguments):
+    gradients = ADAPTER_GRADIENTS(self, part, *arguments)
+    for gradient in gradients:
+        SUM(gradient, group=self.topology.expert_tensor)
+    return gradients
+
+
+def _counted_on_every_rank(self, _topology):
+    square = sum(parameter.grad.double().square().sum() for parameter in self.parameters.values())
+    SUM(square)
+    return float(square.sqrt())
+
+
+def _other_experts(self, sizes, place):
+    return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+
+
+BREAKS = {
+    "sp: no sum of the adapters' gradients": (
+        LoraLinear, "adapter_gradients", _without_sum(LoraLinear.adapter_gradients),
+    ),
+    "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
+    "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
+    "tokens are gathered in another order": (parallel, "gather", _ring),
+    "etp: no sum of the adapters' gradients": (Experts, "adapter_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: cut gradients are summed too": (Experts, "adapter_gradients", _summed_twice),
+    "etp: the adapters' scale": (Experts, "adapter_gradients", _scaled),
+    "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
+    "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
+    "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
+    "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
+    "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
+}  # fmt: skip
+"""Name -> what is replaced, and by what."""
+
+
+def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """What this rank sends of the whole weights."""
+    sizes, weights = policy.topology.sizes, TrainedWeights(policy)
+    found = []
+    for parts in buffers(policy.arch, None, sizes=sizes, rank=policy.topology.rank, most=5000):
+        buffer = torch.full((sum(part.size for part in parts),), torch.nan)
+        weights.fill(parts, buffer)
+        values = buffer.split([part.size for part in parts])
+        found += [(part.name, part.of, value.view(part.shape)) for part, value in zip(parts, values, strict=True)]
+    return found
+
+
+def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict[str, object]]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    device.activate("cpu")
+    for number, fields in enumerate(topologies):
+        mistake = fields.pop("break", None)
+        with ExitStack() as broken:
+            if mistake is not None:
+                broken.enter_context(mock.patch.object(*BREAKS[mistake]))
+            parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
+            policy = make_policy(directory / "model", LORA, directory / "adapter")
+            result: dict[str, object] = {"loaded": policy.adapter_tensors()}
+            if mistake is None:
+                result["sent"] = sent(policy)
+            torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
+        parallel.gather_objects(None)
+        parallel.parallel_state.destroy_model_parallel()
+    parallel.destroy()
+
+
+def main(directory: Path, by_world: dict[str, list[dict[str, object]]]) -> None:
+    """Ranks are forked from this process, which has imported everything."""
+    for world, topologies in by_world.items():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        fork = multiprocessing.get_context("fork")
+        ranks = [
+            fork.Process(target=run, args=(rank, int(world), port, directory, topologies)) for rank in range(int(world))
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert not any(rank.exitcode for rank in ranks), world
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

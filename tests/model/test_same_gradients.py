@@ -1,0 +1,123 @@
+"""Loss and every LoRA gradient of trees in a packed row are those of transformers and PEFT, sequence by sequence, in
+fp32: each family with what is special in it, at every level of `Keep`."""
+
+import peft
+import pytest
+import torch
+import transformers
+from torch.func import functional_call
+
+from policies import assert_close, gradients, make_policy, merged, write_random_adapter
+from tandem.families.registry import read_arch
+from tandem.model.layer.blocks import Keep
+from tandem.model.policy import RowTensors
+from tandem.model.weights.checkpoint_tensors import read_adapter
+from tandem.spool.schema import LoraShape
+from tiny import write_random_model
+
+LORA = LoraShape(rank=3, alpha=1.5)
+GENERATOR = torch.Generator().manual_seed(8)
+PREFIX, FIRST, SECOND, OTHER = (torch.randint(0, 260, (n,), generator=GENERATOR) for n in (20, 15, 12, 18))
+SEQUENCES = [torch.cat([PREFIX, FIRST]), torch.cat([PREFIX, SECOND]), OTHER]
+WEIGHTS = [torch.randn(len(sequence) - 1, generator=GENERATOR) for sequence in SEQUENCES]
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+CASES = {
+    "llama, linear rope": {
+        "family": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    },
+    "mistral": {"family": "mistral", "sliding_window": 7},
+    "qwen2": {"family": "qwen2", "head_dim": 8, **QWEN_WINDOW},
+    "qwen3": {"family": "qwen3", **QWEN_WINDOW},
+    "gemma3": {
+        "family": "gemma3_text",
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": {"family": "glm4_moe"},
+    "glm4_moe, unnormalised": {
+        "family": "glm4_moe",
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+    },
+    "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
+}
+
+
+def packed_row() -> RowTensors:
+    """Two branches after a common prefix, another tree, and padding."""
+    lengths, ends = (20, 15, 12, 18), (47, 35, 47, 65)
+    tokens, padding = torch.cat([PREFIX, FIRST, SECOND, OTHER]), 6
+    subtree_end = torch.cat([torch.full((n,), end) for n, end in zip(lengths, ends, strict=True)])
+    positions = torch.cat([torch.arange(35), torch.arange(20, 32), torch.arange(18)])
+    slots = [torch.arange(35), torch.cat([torch.arange(20), torch.arange(35, 47)]), torch.arange(47, 65)]
+    return RowTensors(
+        tokens=torch.cat([tokens, torch.zeros(padding).long()]),
+        positions=torch.cat([positions, torch.zeros(padding).long()]),
+        subtree_end=torch.cat([subtree_end, torch.arange(65, 65 + padding) + 1]),
+        item_source=torch.cat([one[:-1] for one in slots]),
+        item_token=torch.cat([sequence[1:] for sequence in SEQUENCES]),
+    )
+
+
+def reference(model, directory, adapter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients by PEFT key. A mixture's adapter is added to its weights, because PEFT can't adapt experts."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
+    if any(".experts." in key for key in adapter):
+        weights = merged(base, adapter, LORA)
+        run, trained = lambda tokens: functional_call(base, weights, (tokens[None],)).logits[0], adapter
+    else:
+        theirs = peft.PeftModel.from_pretrained(base, directory, is_trainable=True)
+        run = lambda tokens: theirs(tokens[None]).logits[0]  # noqa: E731
+        trained = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name}
+    loss = torch.zeros(())
+    for sequence, weights_of_items in zip(SEQUENCES, WEIGHTS, strict=True):
+        logprobs = torch.log_softmax(run(sequence)[:-1], -1).gather(-1, sequence[1:, None])[:, 0]
+        loss = loss + (logprobs * weights_of_items).sum()
+    loss.backward()
+    return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients(alone, tmp_path, case):
+    model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case])
+    arch, directory = read_arch(str(model)), write_random_adapter(tmp_path / "adapter", model, LORA)
+    adapter = read_adapter(directory, arch, LORA, torch.device("cpu"))
+    adapter = {key: value.clone().requires_grad_() for key, value in adapter.items()}
+    expected_loss, expected = reference(model, directory, adapter)
+    policy = make_policy(model, LORA, directory)
+    for keep in Keep:
+        for layer in policy.gpt.decoder.layers:
+            layer.keep = keep
+        loss = (policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum()
+        loss.backward()
+        actual: dict[str, torch.Tensor] = {}
+        for name, gradient in gradients(policy).items():
+            actual |= policy.gather(name, gradient)
+        assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
+        assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe"])
+def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
+    """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded at all."""
+    model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
+    whole, half = make_policy(model, LORA), make_policy(model, LORA, dtype=torch.bfloat16)
+    with torch.no_grad():
+        difference = whole(packed_row()).logprobs - half(packed_row()).logprobs
+    assert difference.abs().mean() < 0.05
+    for name, parameter in half.base().items():
+        is_bias = name.endswith("correction_bias")
+        assert parameter.dtype is (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(parameter, whole.base()[name])
+    (half(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(half).values())

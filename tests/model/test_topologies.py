@@ -1,0 +1,163 @@
+"""Every topology computes what one rank computes, and two runs have the same bits.
+
+`BROKEN` lists mistakes that the comparison must see (`cut_rank.BREAKS` makes them).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cut_rank import BREAKS, LORA
+from policies import write_random_adapter
+from tandem.errors import InvalidInput
+from tandem.families.adapter import WEIGHTS_FILE
+from tandem.families.registry import arch_from_config, read_arch, weight_rules
+from tandem.families.topology import Sizes, check
+from tiny import write_random_model
+
+SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
+SP: dict[str, Any] = {"tensor": 2, "sequence": True}
+DENSE = {1: [{}], 2: [SP, SP]}
+MIXTURE = {
+    1: [{}],
+    4: [
+        {}, {"expert": 4}, {"expert": 2, "expert_tensor": 2}, SP, {**SP, "expert": 2},
+        {**SP, "expert": 2, "expert_tensor": 2}, {**SP, "expert": 2, "expert_tensor": 2}, {"expert_tensor": 2},
+    ],
+}  # fmt: skip
+BROKEN = {
+    ("qwen3", 2): dict.fromkeys([name for name in BREAKS if name.startswith(("sp: ", "tokens "))], SP),
+    ("qwen3_moe", 4): {
+        name: {**SP, "expert": 2, "expert_tensor": 2}
+        for name in BREAKS
+        if not name.startswith("sp: ")
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(family, world) -> the results of each rank, for each topology; and the models' directories."""
+    found: dict[Any, Any] = {}
+    for family, topologies in (("qwen3", DENSE), ("qwen3_moe", MIXTURE)):
+        directory = found[family] = tmp_path_factory.mktemp(family)
+        model = write_random_model(directory / "model", family=family, seed=9)
+        write_random_adapter(directory / "adapter", model, LORA, seed=9)
+        given = {
+            world: [*some, *({**fields, "break": name} for name, fields in BROKEN.get((family, world), {}).items())]
+            for world, some in topologies.items()
+        }
+        command = [sys.executable, str(SCRIPT), str(directory), json.dumps(given)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        for world, some in given.items():
+            found[family, world] = [
+                [torch.load(directory / f"{world}.{number}.{rank}.pt", weights_only=False) for rank in range(world)]
+                for number in range(len(some))
+            ]
+    return found
+
+
+def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest relative difference in norm of losses, gradients and norms of two optimizer steps."""
+    pairs = [(got[f"loss{step}"], wanted[f"loss{step}"]) for step in range(2)]
+    pairs += [(torch.tensor(got[f"norm{step}"]), torch.tensor(wanted[f"norm{step}"])) for step in range(2)]
+    for step in range(2):
+        assert got[f"gradients{step}"].keys() == wanted[f"gradients{step}"].keys()
+        pairs += [(got[f"gradients{step}"][name], value) for name, value in wanted[f"gradients{step}"].items()]
+    assert all(value.norm() > 0 for _, value in pairs)
+    return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+
+
+CASES = [
+    *(("qwen3", 2, number) for number in range(len(DENSE[2]))),
+    *(("qwen3_moe", 4, number) for number in range(len(MIXTURE[4]))),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "number"), CASES)
+def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
+    (alone,) = results[family, 1][0]
+    for rank in results[family, world][number]:
+        assert difference(rank, alone) <= 1e-5
+        for name, value in alone["adapter"].items():
+            assert (rank["adapter"][name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize(("family", "world", "number"), CASES)
+def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world, number):
+    """Each reads the same file and gathers its bits again; after training all ranks of a topology have the same."""
+    saved = load_file(results[family] / "adapter" / WEIGHTS_FILE)
+    first, *others = results[family, world][number]
+    for rank in (first, *others):
+        assert rank["loaded"].keys() == saved.keys()
+        assert all(torch.equal(rank["loaded"][name], value) for name, value in saved.items())
+        assert all(torch.equal(rank["adapter"][name], value) for name, value in first["adapter"].items())
+
+
+@pytest.mark.parametrize(("family", "world", "first", "second"), [("qwen3", 2, 0, 1), ("qwen3_moe", 4, 5, 6)])
+def test_two_runs_have_the_same_bits(results, family, world, first, second):
+    for one, other in zip(results[family, world][first], results[family, world][second], strict=True):
+        for name in ("gradients0", "gradients1", "adapter"):
+            assert all(torch.equal(one[name][key], value) for key, value in other[name].items())
+
+
+@pytest.mark.parametrize(("family", "world", "number"), CASES)
+def test_whole_weights_are_sent_once(results, family, world, number):
+    arch = read_arch(str(results[family] / "model"))
+    shapes = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
+
+    def put_together(ranks):
+        whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        for name, of, values in (part for rank in ranks for part in rank["sent"]):
+            several = [(name, of, values)]
+            if len(of) == 3:
+                experts = range(of[0].start, of[0].stop)
+                several = [(name.replace("*", str(e)), of[1:], v) for e, v in zip(experts, values, strict=True)]
+            for one, box, value in several:
+                assert whole[one][box].isnan().all(), f"{one} was sent twice"
+                whole[one][box] = value
+        return whole
+
+    wanted = put_together(results[family, 1][0])
+    for name, value in put_together(results[family, world][number]).items():
+        torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "index", "name"),
+    [(*key, index, name) for key, names in BROKEN.items() for index, name in enumerate(names)],
+)
+def test_a_mistake_is_seen(results, family, world, index, name):
+    (alone,) = results[family, 1][0]
+    some = results[family, world][{"qwen3": len(DENSE[2]), "qwen3_moe": len(MIXTURE[4])}[family] + index]
+    assert max(difference(rank, alone) for rank in some) > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "says", "nearest"),
+    [
+        ("qwen3", Sizes(data=2, expert=2), "has no experts", "TANDEM_EXPERT_PARALLEL=1 "),
+        ("qwen3", Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
+        ("qwen3", Sizes(context=2), "TANDEM_CONTEXT_PARALLEL=2", "TANDEM_CONTEXT_PARALLEL=1"),
+        ("qwen3", Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
+        ("qwen3_moe", Sizes(tensor=2), "TANDEM_SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
+        ("qwen3_moe", Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),
+        ("qwen3_moe", Sizes(data=16, expert_tensor=16), "24 features", "TANDEM_EXPERT_TENSOR_PARALLEL=8"),
+    ],
+)
+def test_the_refusal_names_the_nearest_that_works(family, sizes, says, nearest):
+    from tiny import MOE, SHAPE
+
+    arch = arch_from_config({"model_type": family, **SHAPE, **(MOE if family == "qwen3_moe" else {})})
+    with pytest.raises(InvalidInput) as refused:
+        check(arch, sizes)
+    reason, _, remedy = str(refused.value).partition("The nearest that works")
+    assert says in reason
+    assert nearest in remedy
