@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import data, doctor, finetune, jobs, plan, rl, runs, smoke, track, train
+from tandem.cli import data, doctor, export, finetune, jobs, plan, rl, runs, smoke, track, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -88,6 +88,7 @@ app.command("logs")(jobs.logs)
 app.command("memory")(jobs.memory)
 app.command("plan")(plan.plan)
 app.add_typer(runs.checkpoints, name="checkpoints")
+app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")

@@ -11,12 +11,17 @@ from tandem.spool.fs import new_ulid
 from tandem.spool.schema import Manifest
 
 
+def check_free(target: Path) -> None:
+    """Raise InvalidInput if `target` exists and is not an empty directory."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{target} exists and is not an empty directory; choose another", field="dest")
+
+
 class Download:
     """Collects a checkpoint's tar archive; the directory `target` appears once every file is complete and checked."""
 
     def __init__(self, target: Path) -> None:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise InvalidInput(f"{target} exists and is not an empty directory; choose another", field="dest")
+        check_free(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         self.target = target
         self._staged = target.parent / f".{target.name}.{new_ulid()}.part"

@@ -53,3 +53,14 @@ class TensorFile:
         """First byte and end, from `begin`."""
         first, end = self._header[name]["data_offsets"]
         return first, end
+
+
+def widened(values: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16 as float32."""
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """To nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

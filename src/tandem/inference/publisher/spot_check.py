@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile, weight_files
+from tandem.inference.tensor_file import TensorFile, bfloat16, weight_files, widened
 from tandem.spool.schema import LoraShape
 
 
@@ -56,23 +56,12 @@ class SpotCheck:
         base = _floats(self._base[name][name][row], self._base[name].dtype(name), self._dtype).astype(np.float64)
         delta = adapter[key_b][row].astype(np.float64) @ adapter[key_a].astype(np.float64)
         merged = (base + scale * delta).astype(np.float32)
-        return merged if self._dtype == "float32" else _bfloat16(merged)
+        return merged if self._dtype == "float32" else bfloat16(merged)
 
 
 def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
     """The base weights as vLLM has them, in float32."""
     if dtype == "BF16":
-        return _widened(values)
+        return widened(values)
     floats = values.astype(np.float32)
-    return floats if served == "float32" else _widened(_bfloat16(floats))
-
-
-def _widened(values: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16 as float32."""
-    return (values.astype(np.uint32) << 16).view(np.float32)
-
-
-def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To nearest, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return floats if served == "float32" else widened(bfloat16(floats))

@@ -1,0 +1,49 @@
+"""`tandem export`: a step of a run as a Hugging Face model."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.cli.common import Json, RunArgument, connect, show, size
+from tandem.cli.runs import StepArgument
+from tandem.client.download import check_free
+from tandem.families.model_config import model_directory
+from tandem.spool.fs import new_ulid
+
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+
+
+def export(
+    run: RunArgument,
+    step: StepArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The run's base model as this machine has it: a directory or hub name.  \\[default: as the "
+                     "run names it]"),
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights.
+
+    transformers and vLLM load the directory as they load the base model. It appears only when it is complete.
+    """
+    from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
+
+    check_free(dest)
+    tandem = connect()
+    spec = tandem.get_run(run).spec
+    base = model_directory(base_model or spec.base_model, FILES)
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    staged = dest.parent / f".{dest.name}.{new_ulid()}.part"
+    staged.mkdir()
+    try:
+        tandem.download(run, step, staged / "adapter")
+        total = write_merged_model(staged / "model", base, staged / "adapter", spec.lora)
+        (staged / "model").replace(dest)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    done = {"run": run, "step": step, "dest": str(dest), "base_model": str(base), "bytes": total}
+    show(done, json, lambda _: f"{run}@{step}, merged into {base}, is in {dest} ({size(total)})")
