@@ -256,8 +256,9 @@ def test_the_controller_removes_what_the_settings_do_not_keep(tmp_path, monkeypa
 
 
 def test_rows_that_do_not_divide_over_the_ranks_are_refused(tmp_path):
-    root = make_root(tmp_path / "spool")
-    with Server(root, trainer_ranks=4, tensor_parallel=2) as server, Tandem(server.url, KEY) as client:
+    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 2}))
+    with Server(tmp_path / "spool", trainer_ranks=4, tensor_parallel=2) as server, Tandem(server.url, KEY) as client:
         client.create_run("a", lora={"rank": 2})
         with pytest.raises(InvalidInput) as refused:
             client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 3}))
