@@ -22,8 +22,9 @@ from spool.spool_tools import (
     train_one,
 )
 from spool.volume_tools import temporary_names, tree
-from tandem.errors import Conflict, NotFound
+from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool, index, paths
+from tandem.spool.events import Events
 from tandem.spool.jobs import key_of
 from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RankProcess
@@ -397,6 +398,23 @@ def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
         commit(spool, job)
         spool.queue.finish(job, succeeded(job))
     assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == ["00001", "00002", "00003"]
+
+
+def test_a_damaged_job_is_set_aside_only_with_its_end(spool, monkeypatch):
+    """A full volume takes no event: then the file stays for the next reader."""
+    submit(spool, "j")
+    (path := job_path(spool, "queued", "j")).write_text("{")
+
+    def full(*arguments, **data):
+        raise SpoolUnusable("the volume is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Events, "append", full)
+        assert spool.jobs.locate("j") is None
+    assert path.exists()
+    assert spool.jobs.locate("j") is None
+    assert not path.exists()
+    assert [event.type for event in spool.events.read("j")] == ["failed"]
 
 
 def test_a_damaged_queued_job_is_set_aside_and_the_rest_goes_on(spool):

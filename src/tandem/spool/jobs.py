@@ -128,15 +128,18 @@ class Jobs:
         return located
 
     def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
-        """Moves a damaged file to where it disturbs nobody, and ends its job."""
+        """Ends the job of a damaged file, and moves the file to where it disturbs nobody. What fails, as on a full
+        volume, the next reader tries again: a job whose file is gone has its end."""
         target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
         message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
-        with suppress(OSError, TandemError):
-            fs.move_file(path, target)
-            log.error("set a damaged file aside", job=key.id, error=message)
+        with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
+            if not path.exists():
+                return  # another process was faster
             if directory not in TERMINAL and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())
+            fs.move_file(path, target)
+            log.error("set a damaged file aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
         """As `locate`; NotFound (field `id`) if there is no such job."""
