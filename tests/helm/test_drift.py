@@ -109,6 +109,14 @@ def test_compose_and_chart_set_the_same_variables(role):
         assert compose & chart_variables()[role] >= ONLY_CHART
 
 
+NEEDED = {
+    "TANDEM_KEEP_EVERY": {"TANDEM_KEEP_CHECKPOINTS": "1"},
+    "TANDEM_SEQUENCE_PARALLEL": {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"},
+    "TANDEM_TRANSPORT": {"TANDEM_WEIGHTS": "merged"},
+}
+"""The variables without which a variable is refused."""
+
+
 @pytest.mark.parametrize("path", settings())
 def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
     value, name = settings()[path]
@@ -118,10 +126,8 @@ def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
     for role in ROLES:
         assert before[role].get(name) == default, "null sets no variable"
         assert after[role] == ({**before[role], name: after[role].get(name)} if role in roles else before[role])
-    if name == "TANDEM_KEEP_EVERY":
-        monkeypatch.setenv("TANDEM_KEEP_CHECKPOINTS", "1")  # without which it is refused
-    if name == "TANDEM_TRANSPORT":
-        monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
+    for other, text in NEEDED.get(name, {}).items():
+        monkeypatch.setenv(other, text)
     monkeypatch.setenv(name, after[roles.pop()][name])
     assert getattr(Settings(), name.removeprefix("TANDEM_").lower()) == value
 
