@@ -181,8 +181,8 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp
     asyncio.run(make_loop(config(max_off_policy_steps=1), stack, Environment(stack), tmp_path).run())
     check(stack, 6, 1)
     assert stack.trained[0].id == "fake-rl-0-2"
-    first = stack.jobs["fake-rl-0"].request["labels"]["tasks"].split()
-    assert set(first) & set(stack.trained[0].request["labels"]["tasks"].split())
+    failed = set(stack.jobs["fake-rl-0"].request["labels"]["tasks"].split())
+    assert failed & {task for job in stack.trained for task in job.request["labels"]["tasks"].split()}
 
 
 def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
