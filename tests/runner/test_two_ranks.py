@@ -13,7 +13,7 @@ from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
 LAUNCHES = ["torchrun", "fork"]
-SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 12}}
+SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 25}}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
     stack, job_id = stacks[launch, "stubborn"]
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
-    assert "(phase 'begin 0', silent for 12 s)" in job.result.error.message
+    assert "(phase 'begin 0', silent for 25 s)" in job.result.error.message
     assert idle(stack)
 
 
