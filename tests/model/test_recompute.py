@@ -8,7 +8,7 @@ import torch
 from live_bytes import counted
 from policies import gradients, linear_row, make_policy, write_random_adapter
 from tandem.model import recompute
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.blocks import AttentionBlock, Keep
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
@@ -78,6 +78,32 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
         finally:
             gc.enable()
     assert held[0] < held[1] < held[2]
+
+
+@pytest.mark.parametrize("level", list(Keep))
+def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
+    """So a step that ran out of memory can begin again with layers that keep less."""
+    policy = make(tmp_path, "qwen3")
+    keep(policy, *[level] * 3)
+    backward(policy)
+    first, compute = policy.gpt.decoder.layers[0].blocks[0], AttentionBlock.backward
+
+    def fail(block, *arguments):
+        if block is first:
+            raise torch.OutOfMemoryError("in the last layer of a backward pass")
+        return compute(block, *arguments)
+
+    with counted(torch.device("cpu")) as live:
+        policy(linear_row(range(50), padding=14))  # and no backward pass
+        gc.collect()
+        assert live() == 0
+        monkeypatch.setattr(AttentionBlock, "backward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            backward(policy)
+        policy.zero_grad()
+        torch.ones(1, requires_grad=True).sum().backward()  # torch holds the failed pass's gradients until the next
+        gc.collect()
+        assert live() == 0
 
 
 def test_the_levels_that_a_budget_allows():

@@ -212,7 +212,8 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            return tensor if index is None else (index, tensor.size(), tensor.stride())
+            # Detached, because an output that its own graph holds would be freed by `gradients` alone, not by an error.
+            return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
