@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,8 @@ from policies import make_policy
 from tandem.families.parts import buffers
 from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
-from tandem.model import device, parallel
+from tandem.model import context, device, parallel
+from tandem.model import policy as policy_module
 from tandem.model.experts import Experts
 from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.lora import LoraLinear
@@ -30,24 +32,28 @@ from tandem.training.optimizer import AdapterOptimizer
 
 LORA = LoraShape(rank=4, alpha=10.0)
 ROWS = 4
+SLOTS = 261  # which divide over no ranks
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
 
 
+ENDS = torch.tensor([180] * 70 + [130] * 60 + [180] * 50 + [SLOTS] * (SLOTS - 180))
+POSITIONS = torch.tensor([*range(130), *range(70, 120), *range(SLOTS - 180)])
+SOURCES = torch.tensor([*range(129), 69, *range(130, 179), *range(180, SLOTS - 1)])
+
+
 def row(number: int, arch) -> RowTensors:
-    """Two sequences; some slots of a mixture come with the experts that the sampler chose. 37 slots divide over no
-    ranks."""
+    """A tree of two branches and a sequence; some slots of a mixture come with the experts that the sampler chose."""
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, arch.vocab_size, (37,), generator=generator)
-    slots, ends = torch.arange(37), torch.tensor([20] * 20 + [37] * 17)
-    targets = torch.tensor([*range(1, 20), *range(21, 37)])
+    tokens = torch.randint(0, arch.vocab_size, (SLOTS,), generator=generator)
+    targets = torch.tensor([*range(1, 180), *range(181, SLOTS)])
     experts = None
     if arch.moe is not None:
-        experts = torch.full((37, arch.num_layers, arch.moe.experts_per_token), -1, dtype=torch.int16)
-        for slot in range(0, 37, 3):
+        experts = torch.full((SLOTS, arch.num_layers, arch.moe.experts_per_token), -1, dtype=torch.int16)
+        for slot in range(0, SLOTS, 20):
             for layer in range(arch.num_layers):
                 chosen = torch.randperm(arch.moe.num_experts, generator=generator)
                 experts[slot, layer] = chosen[: arch.moe.experts_per_token].short()
-    return RowTensors(tokens, torch.where(slots < 20, slots, slots - 20), ends, targets - 1, tokens[targets], experts)
+    return RowTensors(tokens, POSITIONS, ENDS, SOURCES, tokens[targets], experts)
 
 
 def compute(policy: Policy) -> dict[str, object]:
@@ -63,7 +69,7 @@ def compute(policy: Policy) -> dict[str, object]:
             weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
             loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
             loss.backward()
-            losses[number] = loss.item()
+            losses[number] = loss.item() if topology.place.context == 0 else 0.0
         parallel.all_reduce(losses, group=topology.data)
         optimizer.reduce_gradients()
         gradients: dict[str, torch.Tensor] = {}
@@ -137,7 +143,31 @@ def _other_experts(self, sizes, place):
     return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
 
 
+def _own_positions(self, row):
+    row = DEALT(self, row)
+    return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
+
+
+def _first_slots(*arguments, slots=None, **options):
+    return TREE_PARAMS(*arguments, slots=None if slots is None else torch.arange(len(slots)), **options)
+
+
+def _gradient_of_all(ctx, gradient):
+    SUM(gradient := gradient.clone(), group=parallel.current().context)
+    return gradient[ctx.items], None
+
+
+DEALT, TREE_PARAMS = Policy._dealt, policy_module.tree_params
+
 BREAKS = {
+    "cp: rotations of local positions": (Policy, "_dealt", _own_positions),
+    "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
+    "cp: keys in the ranks' order": (context, "_blocks", lambda tensor, _order: tensor),
+    "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
+    "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
+    "cp: no sum of the adapters' gradients": (
+        AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
+    ),
     "sp: no sum of the adapters' gradients": (
         LoraLinear, "adapter_gradients", _without_sum(LoraLinear.adapter_gradients),
     ),

@@ -124,9 +124,8 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ):
         if size % sizes.tensor:
             return "tensor_parallel", f"{size} {parts} don't divide over {ranks}"
-    for name, number in (("context", sizes.context), ("pipeline", sizes.pipeline)):
-        if number > 1:
-            return f"{name}_parallel", f"{name} parallelism (TANDEM_{name.upper()}_PARALLEL={number}) is not built"
+    if sizes.pipeline > 1:
+        return "pipeline_parallel", f"pipeline parallelism (TANDEM_PIPELINE_PARALLEL={sizes.pipeline}) is not built"
     if sizes.sequence and sizes.tensor == 1:
         return "sequence_parallel", "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1"
     if moe is None:

@@ -27,7 +27,10 @@ class TreeParams(PackedSeqParams):
     """What all layers need to know of a row."""
 
     mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
-    length: int = 0  # of the attention's row: the mask's, to which the layers' slots are padded
+    length: int = 0  # of the attention's queries, to which the layers' slots are padded
+    # This rank's slots of the row, where context-parallel ranks share it: their queries see the whole row's keys.
+    slots: torch.Tensor | None = None
+    deal: Any = None  # `tandem.model.context.Deal`, with `slots`
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
     experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
     # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its reach.
@@ -36,8 +39,9 @@ class TreeParams(PackedSeqParams):
 
 
 def tree_params(
-    subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor], window: int | None = None
-) -> TreeParams:
+    subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor], window: int | None = None,
+    slots: torch.Tensor | None = None,
+) -> TreeParams:  # fmt: skip
     """The parameters of a row.
 
     Args:
@@ -45,19 +49,24 @@ def tree_params(
             empty.
         rotation: of the slots that the layers compute, which are the row's first; all others are padding.
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
+        slots: int64, those of the row that the layers compute, in whole blocks; None: the row's first.
     """
     reach = None
-    device, slots = rotation[0].device, len(rotation[0])
+    device = rotation[0].device
     if kernel == "sdpa":
-        subtree_end = subtree_end[:slots]
+        if slots is None:
+            subtree_end = subtree_end[: len(rotation[0])]
         mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device), window)
+        if slots is not None:
+            mask = mask[slots]
     else:
-        mask = block_mask(subtree_end, device, window)
+        mask = block_mask(subtree_end, device, window, slots)
         if window is not None:
             depth = torch.from_numpy(depths(_padded_ends(subtree_end))).to(device)
-            reach = depth, depth - window
+            reach = depth, (depth if slots is None else depth[slots]) - window
+    length = len(subtree_end) if slots is None else len(slots)
     # Not `thd`: to Megatron a row is one sequence.
-    return TreeParams(qkv_format="sbhd", mask=mask, length=len(subtree_end), rotation=rotation, reach=reach)
+    return TreeParams(qkv_format="sbhd", mask=mask, length=length, rotation=rotation, reach=reach, slots=slots)
 
 
 def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +114,9 @@ class Blocks(NamedTuple):
     full_q_indices: torch.Tensor
 
 
-def block_mask(subtree_end: torch.Tensor, device: torch.device, window: int | None = None) -> Blocks:
+def block_mask(
+    subtree_end: torch.Tensor, device: torch.device, window: int | None = None, slots: torch.Tensor | None = None
+) -> Blocks:
     """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no [S, S] is made.
 
     A key block before the queries' own is needed if any of its subtrees reaches the first query, and needs no mask if
@@ -114,25 +125,37 @@ def block_mask(subtree_end: torch.Tensor, device: torch.device, window: int | No
 
     Computed on the host, because on a GPU it would be about forty small kernels for each row.
     """
-    length, ends = len(subtree_end), _padded_ends(subtree_end)
+    ends = _padded_ends(subtree_end)
+    partial, full = seen_blocks(ends, len(subtree_end), window)
+    if slots is not None:
+        queries = (slots[::BLOCK] // BLOCK).cpu().numpy()
+        partial, full = partial[queries], full[queries]
+    fields: list[NDArray[Any]] = [ends]
+    for needed in (partial, full, partial.T, full.T):
+        fields += _counts_and_indices(needed)
+    # This memory isn't pinned, so the driver has copied it when `to` returns.
+    return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
+
+
+def seen_blocks(
+    ends: NDArray[np.int64], length: int, window: int | None = None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which blocks of keys each block of queries sees partly, and which wholly: bool [query blocks, key blocks].
+
+    `ends`: `subtree_end` of whole blocks, of which the slots from `length` on are padding.
+    """
     slots = np.arange(len(ends))
     blocks = len(ends) // BLOCK
     smallest, largest = ends.reshape(blocks, BLOCK).min(1), ends.reshape(blocks, BLOCK).max(1)
     first = slots[::BLOCK]
-    before = first[None, :] < first[:, None]  # [query block, key block]
+    before = first[None, :] < first[:, None]
     seen = before & (largest[None, :] > first[:, None])
     full = seen & (smallest[None, :] >= np.minimum(first + BLOCK, length)[:, None])
     if window is not None:
         depth = depths(ends).reshape(blocks, BLOCK)
         seen &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
         full &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
-    partial = (seen & ~full) | np.eye(blocks, dtype=bool)
-
-    fields: list[NDArray[Any]] = [ends]
-    for needed in (partial, full, partial.T, full.T):
-        fields += _counts_and_indices(needed)
-    # This memory isn't pinned, so the driver has copied it when `to` returns.
-    return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
+    return (seen & ~full) | np.eye(blocks, dtype=bool), full
 
 
 def _padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
@@ -174,13 +197,37 @@ def _attend_in_window(
     return _flex(query, key, value, scale, window_mask, indices)
 
 
+def _attend_part(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
+    *blocks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    ends, *indices = blocks
+
+    def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= slots[query]) & (slots[query] < ends[key])
+
+    return _flex(query, key, value, scale, part_mask, indices)
+
+
+def _attend_part_in_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
+    depth: torch.Tensor, out: torch.Tensor, *blocks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    ends, *indices = blocks
+
+    def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= slots[query]) & (slots[query] < ends[key]) & (depth[key] > out[query])
+
+    return _flex(query, key, value, scale, part_mask, indices)
+
+
 def _flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any,
     indices: list[torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    length = query.shape[2]
+    lengths = query.shape[2], key.shape[2]
     fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
-    mask = BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
+    mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
     return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
 
@@ -191,16 +238,24 @@ flex_in_window = Compiled(_attend_in_window)
 """`flex` in a sliding window; after scale `TreeParams.reach`."""
 
 
+flex_part = Compiled(_attend_part)
+"""`flex` with the queries of some slots; after scale `TreeParams.slots`."""
+
+flex_part_in_window = Compiled(_attend_part_in_window)
+"""`flex_part` in a sliding window; after the slots `TreeParams.reach`."""
+
+
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float) -> torch.Tensor:
-    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value [length, key heads,
+    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value [keys, key heads,
     head_dim] -> [length, heads, head_dim]."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
-        output = (
-            flex(query, key, value, scale, *row.mask)
-            if row.reach is None
-            else flex_in_window(query, key, value, scale, *row.reach, *row.mask)
-        )
+        reach = () if row.reach is None else row.reach
+        if row.slots is None:
+            output = (flex_in_window if reach else flex)(query, key, value, scale, *reach, *row.mask)
+        else:
+            part: Any = flex_part_in_window if reach else flex_part
+            output = part(query, key, value, scale, row.slots, *reach, *row.mask)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]

@@ -1,6 +1,7 @@
 """The policy: a frozen base model and a trainable adapter, for packed rows."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
 from tandem.model import device, fp8, parallel
-from tandem.model.attention import Kernel, rotation, tree_params
+from tandem.model.attention import BLOCK, Kernel, rotation, tree_params
+from tandem.model.context import Deal, deal_row
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
@@ -38,6 +40,7 @@ class RowTensors:
     item_token: torch.Tensor  # [items], the predicted token
     # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the router chooses.
     slot_experts: torch.Tensor | None = None
+    deal: Deal | None = None  # the other fields but `subtree_end` are then of this rank's slots and items
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ class Policy(nn.Module):
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
+        row = self._dealt(row)
         return self._outputs(row, self.gpt.decoder(**self.decoder_inputs(row))[:, 0], temperature)
 
     @torch.no_grad()
@@ -225,20 +229,44 @@ class Policy(nn.Module):
             temperature=temperature,
             group=self.topology.tensor,
         )
+        if row.deal is not None:
+            logprobs, entropy = row.deal.together(logprobs), row.deal.together(entropy)
         return ItemOutputs(logprobs, entropy)
+
+    def _dealt(self, row: RowTensors) -> RowTensors:
+        """This rank's part of the row, where context-parallel ranks share it."""
+        group = self.topology.context
+        if group.size() == 1 or row.deal is not None:
+            return row
+        sizes = self.topology.sizes
+        unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
+        row = _padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
+        deal = deal_row(row.subtree_end, row.item_source, group, row.tokens.device)
+        local = torch.empty_like(row.tokens)
+        local[deal.slots] = torch.arange(len(deal.slots), device=local.device)
+        experts = row.slot_experts
+        return RowTensors(
+            tokens=row.tokens[deal.slots], positions=row.positions[deal.slots], subtree_end=row.subtree_end,
+            item_source=local[row.item_source[deal.items]], item_token=row.item_token[deal.items],
+            slot_experts=None if experts is None else experts[deal.slots], deal=deal,
+        )  # fmt: skip
 
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
         sizes, place = self.topology.sizes, self.topology.place
-        if sizes.sequence:
-            row = _padded(row, sizes.tensor)
+        row = self._dealt(row)
+        if sizes.sequence and row.deal is None:
+            row = _padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
+        slots = None if row.deal is None else row.deal.slots
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.arch.embedding_scale is not None:
             embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
         rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
-        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0])
+        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], slots=slots)
+        params.deal = row.deal
         if (window := self.arch.window) is not None:
-            params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens)
+            params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, slots)
+            params.windowed.deal = row.deal
         params.experts = row.slot_experts
         if sizes.sequence:
             embedded = embedded.chunk(sizes.tensor)[place.tensor]
@@ -276,10 +304,9 @@ def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
     return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
 
 
-def _padded(row: RowTensors, multiple: int) -> RowTensors:
-    """The row with more padding, so that `multiple` divides its slots."""
-    missing = -len(row.tokens) % multiple
-    ends, slots, experts = row.subtree_end, len(row.tokens) + missing, row.slot_experts
+def _padded(row: RowTensors, slots: int) -> RowTensors:
+    """The row with so many slots, of which the new ones are padding."""
+    missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
         row, tokens=pad(row.tokens, (0, missing)), positions=pad(row.positions, (0, missing)),
         subtree_end=torch.cat([ends, torch.arange(len(ends), slots, device=ends.device) + 1]),

@@ -8,7 +8,7 @@ the sum is the gradient of the whole step's loss (R20).
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from tandem.training.step_metrics import all_reduce, item_metrics, reward_metric
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
-    names = {field.name for field in fields(RowTensors)} - {"slot_experts"}
-    arrays = {name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names}
+    names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
+    arrays: dict[str, Any] = {name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names}
     if row.slot_experts.size:
         arrays["slot_experts"] = torch.tensor(row.slot_experts)
     return RowTensors(**{name: array if name == "subtree_end" else array.to(device) for name, array in arrays.items()})
@@ -66,6 +66,7 @@ class Training:
         self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
         self._fitted = False
+        self._reports = self.topology.place.context == 0  # of the ranks that share a row one counts it
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
@@ -107,7 +108,7 @@ class Training:
             for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
                 of_row = self._loss(self.batch.row(index), denominator).sums
-                if counts:
+                if counts and self._reports:
                     sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
             totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
         found = {"loss": totals["loss"], "tokens": totals["items"]}
@@ -210,11 +211,12 @@ class Training:
                 recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
             output = self._loss(self.batch.row(index), denominator if counts else None)
             output.loss.backward()
+            told = counts and self._reports
             for name, value in output.sums.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counts else 0.0)
+                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if told else 0.0)
             for name, value in output.maxima.items():
                 least = torch.full_like(value, -torch.inf)
-                maxima[name] = torch.maximum(maxima.get(name, least), value if counts else least)
+                maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
         return sums, maxima
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:

@@ -94,7 +94,7 @@ class AttentionBlock(Block):
             output = attend(*heads, row, self._scale)
         else:
             kept.graph = _HeadsGraph()
-            with kept.graph.holding(heads, forget=keep < Keep.ATTENTION) as entered:
+            with kept.graph.holding(heads, forget=keep < Keep.ATTENTION or row.deal is not None) as entered:
                 output = attend(*entered, row, self._scale)
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
@@ -121,10 +121,14 @@ class AttentionBlock(Block):
         normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
+            if row.deal is not None:
+                graph.again(self._split(qkv, row))
         else:
             qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
         of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
+        if row.deal is not None:
+            of_heads = row.deal.scatter(of_heads)
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *_rotation(row))
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
         of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
@@ -151,7 +155,11 @@ class AttentionBlock(Block):
     def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
         """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""
         qkv, inner = self._qkv(normalised)
-        return qkv, inner, kernels.split_heads(qkv, self._head_shape(), *_rotation(row), row.length)
+        return qkv, inner, self._split(qkv, row)
+
+    def _split(self, qkv: torch.Tensor, row: TreeParams) -> Heads:
+        heads = kernels.split_heads(qkv, self._head_shape(), *_rotation(row), row.length)
+        return heads if row.deal is None else row.deal.gather(heads)
 
 
 class MlpBlock(Block):

@@ -91,9 +91,11 @@ class _Session:
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id), self._assignment.job.data.sha256)
         with batch:
             sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
+            # Ranks that share a row would gather in the thread that rehearses while this one gathers, too.
+            rehearses = device.is_cuda() and self._topology.sizes.context == 1
             rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)
             loader = ModelLoader(
-                self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
+                self._settings, arch, self._assignment, self._topology, checked, rehearse if rehearses else None
             )
             self._state.model = loader.load(self._state.model, self.phases)
             self._train(batch, self._state.model, sequences, long)
