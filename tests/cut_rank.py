@@ -17,6 +17,7 @@ import torch
 
 from policies import make_policy
 from tandem.families.parts import buffers
+from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import device, parallel
@@ -28,7 +29,13 @@ from tandem.spool.schema import LoraShape, OptimizerSettings
 from tandem.trainer.rank.publish.weights import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 
-LORA = LoraShape(rank=4, alpha=10.0)
+
+def lora(family: str) -> LoraShape:
+    if family == "gpt_oss":
+        return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    return LoraShape(rank=4, alpha=10.0)
+
+
 ROWS = 4
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
 
@@ -88,8 +95,8 @@ def _ring(tensor, group):
     return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
 
 
-GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients,
+GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients, LoraLinear._product,
 )  # fmt: skip
 
 
@@ -133,6 +140,16 @@ def _counted_on_every_rank(self, _topology):
     return float(square.sqrt())
 
 
+def _biased_before_the_sum(self, x):
+    output = PRODUCT(self, x)
+    return output if self.column or self.base.bias is None else output + self.base.bias
+
+
+def _bias_on_every_rank(self, part, ends, rows):
+    bias = self.bias1 if part == "gate_up" else self.bias2
+    return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+
+
 def _other_experts(self, sizes, place):
     return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
 
@@ -151,6 +168,8 @@ BREAKS = {
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
+    "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
+    "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
 """Name -> what is replaced, and by what."""
@@ -179,9 +198,10 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict
             if mistake is not None:
                 broken.enter_context(mock.patch.object(*BREAKS[mistake]))
             parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
-            policy = make_policy(directory / "model", LORA, directory / "adapter")
+            family = read_arch(str(directory / "model")).model_type
+            policy = make_policy(directory / "model", lora(family), directory / "adapter")
             result: dict[str, object] = {"loaded": policy.adapter_tensors()}
-            if mistake is None:
+            if mistake is None and family != "gpt_oss":
                 result["sent"] = sent(policy)
             torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
         parallel.gather_objects(None)

@@ -235,7 +235,7 @@ class Policy(nn.Module):
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.arch.embedding_scale is not None:
             embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
-        rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
+        rotations = [rotation(row.positions, each, embedded.dtype, self.arch.rope_factor) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0])
         if (window := self.arch.window) is not None:
             params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens)
