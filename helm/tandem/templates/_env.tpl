@@ -37,7 +37,7 @@
 {{- end }}
 {{- if eq .role "controller" }}
 {{- /* It refuses runs and jobs that the trainer's topology can't compute. */}}
-{{- include "tandem.settings" (pick $v.trainer.settings "tensorParallel" "sequenceParallel" "pipelineParallel" "contextParallel" "expertParallel" "expertTensorParallel") }}
+{{- include "tandem.settings" (pick $v.trainer.settings "topology" "tensorParallel" "sequenceParallel" "pipelineParallel" "contextParallel" "expertParallel" "expertTensorParallel") }}
 - name: TANDEM_INFERENCE_URL
   value: http://{{ include "tandem.host" (dict "root" .root "host" "inference") }}:{{ $v.inference.service.port }}
 {{- else if eq .role "trainer" }}
