@@ -22,7 +22,7 @@ from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import device, parallel
 from tandem.model.experts import Experts
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.lora import LoraLinear
 from tandem.model.policy import Policy, RowTensors, _AllTokens
 from tandem.spool.schema import LoraShape, OptimizerSettings
@@ -33,7 +33,7 @@ from tandem.training.optimizer import AdapterOptimizer
 def lora(family: str) -> LoraShape:
     if family == "gpt_oss":
         return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    return LoraShape(rank=4, alpha=10.0)
+    return LoraShape(rank=4, alpha=2.0 if family == "glm4_moe" else 10.0)
 
 
 ROWS = 4
@@ -145,6 +145,11 @@ def _biased_before_the_sum(self, x):
     return output if self.column or self.base.bias is None else output + self.base.bias
 
 
+def _no_gradient_of_tokens(self, gradient, x):
+    of_x, of_parameters = SHARED_BACKWARD(self, gradient, x)
+    return torch.zeros_like(of_x), of_parameters
+
+
 def _bias_on_every_rank(self, part, ends, rows):
     bias = self.bias1 if part == "gate_up" else self.bias2
     return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
@@ -154,6 +159,13 @@ def _other_experts(self, sizes, place):
     return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
 
 
+def _own_tokens_only(self, x, plus):
+    """Products of this rank's features, not summed over the ranks."""
+    with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
+        return SHARED_FORWARD(self, x, plus)
+
+
+SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
 BREAKS = {
     "sp: no sum of the adapters' gradients": (
         LoraLinear, "adapter_gradients", _without_sum(LoraLinear.adapter_gradients),
@@ -170,6 +182,8 @@ BREAKS = {
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
     "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
+    "shared expert: no gradient of its tokens": (SharedExpert, "backward", _no_gradient_of_tokens),
+    "shared expert: partial products are cut, not summed": (SharedExpert, "forward", _own_tokens_only),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
 """Name -> what is replaced, and by what."""

@@ -31,15 +31,21 @@ MIXTURE = {
         {**SP, "expert": 2, "expert_tensor": 2}, {**SP, "expert": 2, "expert_tensor": 2}, {"expert_tensor": 2},
     ],
 }  # fmt: skip
-OSS = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}]}
-TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {"qwen3": DENSE, "qwen3_moe": MIXTURE, "gpt_oss": OSS}
+BIASED = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}]}
+TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
+    "qwen3": DENSE,
+    "qwen3_moe": MIXTURE,
+    "glm4_moe": BIASED,
+    "gpt_oss": BIASED,
+}
 BROKEN = {
     ("qwen3", 2): dict.fromkeys([name for name in BREAKS if name.startswith(("sp: ", "tokens "))], SP),
     ("qwen3_moe", 4): {
         name: {**SP, "expert": 2, "expert_tensor": 2}
         for name in BREAKS
-        if not name.startswith(("sp: ", "bias"))
+        if not name.startswith(("sp: ", "bias", "shared"))
     },
+    ("glm4_moe", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("shared")},
     ("gpt_oss", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("bias")},
 }  # fmt: skip
 
@@ -50,7 +56,7 @@ def results(tmp_path_factory):
     found: dict[Any, Any] = {}
     for family, topologies in TOPOLOGIES.items():
         directory = found[family] = tmp_path_factory.mktemp(family)
-        spread = 1.0 if family == "gpt_oss" else 2.5  # its large biases do the rest
+        spread = 1.0 if topologies is BIASED else 2.5  # large biases, or many products, do the rest
         model = write_random_model(directory / "model", family=family, seed=9, spread=spread)
         write_random_adapter(directory / "adapter", model, lora(family), seed=9)
         given = {

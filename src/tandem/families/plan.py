@@ -142,7 +142,7 @@ def _features(arch: Arch) -> tuple[int, int, int, int]:
     """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
     hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
     if arch.moe is not None:
-        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token
+        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token + arch.moe.shared_size
     return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
 
 

@@ -146,8 +146,6 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     if moe.ffn_hidden_size % sizes.expert_tensor:
         reason = f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor} ranks"
         return "expert_tensor_parallel", reason
-    if moe.shared_size and sizes.experts_apart:
-        return "expert_parallel", f"cutting {arch.model_type}, which has a shared expert, is not built"
     if sizes.tensor > 1 and not sizes.sequence:
         return "sequence_parallel", f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1"
     return None
