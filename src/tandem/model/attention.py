@@ -155,52 +155,51 @@ def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], N
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sinks: torch.Tensor | None,
-    *blocks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *blocks: torch.Tensor
+) -> torch.Tensor:
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
-    return _flex(query, key, value, scale, sinks, tree_mask, indices)
+    return _flex(query, key, value, scale, tree_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _attend_in_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sinks: torch.Tensor | None,
-    depth: torch.Tensor, out: torch.Tensor, *blocks: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, depth: torch.Tensor, out: torch.Tensor,
+    *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def window_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key]) & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, sinks, window_mask, indices)
+    return _flex(query, key, value, scale, window_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sinks: torch.Tensor | None,
-    mask_mod: Any, indices: list[torch.Tensor],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any,
+    indices: list[torch.Tensor], *sinks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     length = query.shape[2]
     fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
     mask = BlockMask(seq_lengths=(length, length), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
-    if sinks is None:
+    if not sinks:
         return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
     output, aux = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
     assert aux.lse is not None
     # The sink adds exp(sink) to the sum of exponentials.
-    return (output * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(query.dtype)
+    return (output * torch.sigmoid(aux.lse - sinks[0].float()[:, None])[..., None]).to(query.dtype)
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, sinks
-[heads] or None, *Blocks."""
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks,
+and, where heads have sinks, these [heads]."""
 
 flex_in_window = Compiled(_attend_in_window)
-"""`flex` in a sliding window; after the sinks `TreeParams.reach`."""
+"""`flex` in a sliding window; after scale `TreeParams.reach`."""
 
 
 def attend(
@@ -211,10 +210,11 @@ def attend(
     head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of each head's softmax, without a value."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
+        blocks = row.mask if sinks is None else (*row.mask, sinks)
         output = (
-            flex(query, key, value, scale, sinks, *row.mask)
+            flex(query, key, value, scale, *blocks)
             if row.reach is None
-            else flex_in_window(query, key, value, scale, sinks, *row.reach, *row.mask)
+            else flex_in_window(query, key, value, scale, *row.reach, *blocks)
         )
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
