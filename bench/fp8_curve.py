@@ -18,7 +18,7 @@ from bench.report import report
 from tandem.families.registry import arch_from_config
 from tandem.model import device, parallel
 from tandem.model.build import build_policy
-from tandem.model.policy import RowTensors
+from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape, OptimizerSettings
 from tandem.training.optimizer import AdapterOptimizer
 

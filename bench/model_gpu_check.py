@@ -25,7 +25,8 @@ from tandem.families.registry import arch_from_config, read_arch, weight_rules
 from tandem.model import device, parallel
 from tandem.model.build import build_policy
 from tandem.model.device import memory
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool.schema import LoraShape
 

@@ -23,7 +23,8 @@ from tandem.model import device, parallel, recompute
 from tandem.model.build import build_policy
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape
 
 SHAPES = [(2048, 16, 8, 128, 6144), (4096, 32, 8, 128, 12288), (3072, 24, 8, 128, 8192)]

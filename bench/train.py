@@ -66,7 +66,7 @@ def model_flops(arch: Arch, lengths: list[int]) -> float:
 def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]) -> Callable[[], None]:
     from tandem.model import device, parallel, recompute
     from tandem.model.build import build_policy
-    from tandem.model.policy import RowTensors
+    from tandem.model.rows import RowTensors
     from tandem.spool.schema import OptimizerSettings
     from tandem.training.optimizer import AdapterOptimizer
 

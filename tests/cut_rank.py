@@ -18,19 +18,27 @@ import torch
 
 from policies import make_policy
 from tandem.families.parts import buffers
+from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import context, device, parallel
 from tandem.model import policy as policy_module
 from tandem.model.experts import Experts
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.lora import LoraLinear
-from tandem.model.policy import Policy, RowTensors, _AllTokens
+from tandem.model.policy import Policy, _AllTokens
+from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape, OptimizerSettings
 from tandem.trainer.rank.publish.weights import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 
-LORA = LoraShape(rank=4, alpha=10.0)
+
+def lora(family: str) -> LoraShape:
+    if family == "gpt_oss":
+        return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    return LoraShape(rank=4, alpha=2.0 if family == "glm4_moe" else 10.0)
+
+
 ROWS = 4
 SLOTS = 261  # which divide over no ranks
 SETTINGS = OptimizerSettings(learning_rate=1e-2, max_grad_norm=0.5)
@@ -94,8 +102,8 @@ def _ring(tensor, group):
     return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
 
 
-GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients,
+GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients, LoraLinear._product,
 )  # fmt: skip
 
 
@@ -139,12 +147,27 @@ def _counted_on_every_rank(self, _topology):
     return float(square.sqrt())
 
 
+def _biased_before_the_sum(self, x):
+    output = PRODUCT(self, x)
+    return output if self.column or self.base.bias is None else output + self.base.bias
+
+
+def _no_gradient_of_tokens(self, gradient, x):
+    of_x, of_parameters = SHARED_BACKWARD(self, gradient, x)
+    return torch.zeros_like(of_x), of_parameters
+
+
+def _bias_on_every_rank(self, part, ends, rows):
+    bias = self.bias1 if part == "gate_up" else self.bias2
+    return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+
+
 def _other_experts(self, sizes, place):
     return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
 
 
-def _own_positions(self, row):
-    row = DEALT(self, row)
+def _own_positions(row, topology):
+    row = DEALT(row, topology)
     return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
 
 
@@ -157,10 +180,18 @@ def _gradient_of_all(ctx, gradient):
     return gradient[ctx.items], None
 
 
-DEALT, TREE_PARAMS = Policy._dealt, policy_module.tree_params
+DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
 
+
+def _own_tokens_only(self, x, plus):
+    """Products of this rank's features, not summed over the ranks."""
+    with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
+        return SHARED_FORWARD(self, x, plus)
+
+
+SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
 BREAKS = {
-    "cp: rotations of local positions": (Policy, "_dealt", _own_positions),
+    "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
     "cp: keys in the ranks' order": (context, "_blocks", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
@@ -181,6 +212,10 @@ BREAKS = {
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
+    "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
+    "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
+    "shared expert: no gradient of its tokens": (SharedExpert, "backward", _no_gradient_of_tokens),
+    "shared expert: partial products are cut, not summed": (SharedExpert, "forward", _own_tokens_only),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
 """Name -> what is replaced, and by what."""
@@ -209,9 +244,10 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict
             if mistake is not None:
                 broken.enter_context(mock.patch.object(*BREAKS[mistake]))
             parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
-            policy = make_policy(directory / "model", LORA, directory / "adapter")
+            family = read_arch(str(directory / "model")).model_type
+            policy = make_policy(directory / "model", lora(family), directory / "adapter")
             result: dict[str, object] = {"loaded": policy.adapter_tensors()}
-            if mistake is None:
+            if mistake is None and family != "gpt_oss":
                 result["sent"] = sent(policy)
             torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
         parallel.gather_objects(None)

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool.schema import LoraShape
 

@@ -57,6 +57,7 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (SHARED | {"TANDEM_TRAINER_DEVICES": "0"}, "must name the same GPUs"),
         (SHARED | {"TANDEM_DEVICE": "cpu"}, "no GPU to share"),
         ({"TANDEM_TRAINER_RANKS": "3", "TANDEM_TENSOR_PARALLEL": "2"}, "TANDEM_TENSOR_PARALLEL"),
+        ({"TANDEM_TOPOLOGY": "auto", "TANDEM_EXPERT_PARALLEL": "1"}, "but TANDEM_EXPERT_PARALLEL is set too"),
         ({"TANDEM_TRANSPORT": "volume"}, "TANDEM_TRANSPORT=volume is for merged weights"),
         (MERGED | SHARED | {"TANDEM_TRANSPORT": "nccl"}, "vLLM sleeps while a job trains"),
         (MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"}, "fp8 quantises; use merge"),

@@ -34,6 +34,8 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": True,
 }
 
+GPT_OSS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
+
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
@@ -59,6 +61,8 @@ def write_random_model(
         values = {**MOE, **values}
     if family == "glm4_moe":
         values = {**GLM4_MOE, **values}
+    if family == "gpt_oss":
+        values = {**GPT_OSS, **values}
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
@@ -73,6 +77,8 @@ def write_random_model(
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2)
+                elif name.endswith("gate_up_proj_bias"):
+                    parameter.normal_(0.0, 2.5)  # GPT-OSS clamps gate and up at 7
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.3)
                 else:

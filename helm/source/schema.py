@@ -54,6 +54,7 @@ SPECIAL: dict[str, Schema] = {
     "settings.logFormat": optional(enum("text", "json")),
     "settings.maxLoraRank": optional(COUNT),
     "settings.weights": optional(enum("adapter", "merged")),
+    "trainer.settings.topology": optional(enum("given", "auto")),
     "settings.transport": optional(enum("auto", "merge", "nccl", "ipc", "volume")),
     "settings.expertLora": optional({"type": "boolean"}),
     "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),

@@ -63,6 +63,8 @@ class Settings(BaseSettings):
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     """The ancestor's setting, accepted without an effect: ranks always start with bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
+    topology: Literal["given", "auto"] = "given"
+    """given: the sizes below. auto: the runner chooses them when it starts, as `tandem plan` does."""
     tensor_parallel: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
     """Tensor-parallel ranks divide the tokens of what they don't cut by features. A mixture needs it."""
@@ -168,6 +170,10 @@ class Settings(BaseSettings):
             given = [f"TANDEM_{name.upper()}={getattr(self, name)}" for name in names if getattr(self, name) > 1]
             if ranks % math.prod(getattr(self, name) for name in names):
                 raise ValueError(f"{of} is not a multiple of {' times '.join(given)}")
+        chosen = {*model, "sequence_parallel", "expert_tensor_parallel", "expert_parallel"} & self.model_fields_set
+        if self.topology == "auto" and chosen:
+            wrong = ", ".join(f"TANDEM_{name.upper()}" for name in sorted(chosen))
+            raise ValueError(f"TANDEM_TOPOLOGY=auto chooses the sizes, but {wrong} is set too; unset one of them")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
 

@@ -110,6 +110,14 @@ def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_pat
     assert checks["weights: second copy"]["found"].startswith(found)
 
 
+@pytest.mark.parametrize(("gpus", "found"), [(1, "1 GPU (TANDEM_TOPOLOGY=auto): "), (0, "TANDEM_TOPOLOGY=auto: the ")])
+def test_an_automatic_topology_is_shown_where_the_gpus_are(doctor, model, nvml, monkeypatch, gpus, found):
+    nvml.set(*(fake_nvml.gpu(f"GPU-{n}") for n in range(gpus)))
+    monkeypatch.setenv("TANDEM_BASE_MODEL", str(model))
+    monkeypatch.setenv("TANDEM_TOPOLOGY", "auto")
+    assert doctor()[1]["topology"]["found"].startswith(found)
+
+
 def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
     spool = Spool.create(tmp_path)
     for number, weights in enumerate(("adapter", "merged", "merged")):

@@ -275,12 +275,15 @@ def experts_root(tmp_path):
     return tmp_path / "spool"
 
 
-def test_merged_weights_of_a_family_with_fp32_weights_are_refused(tmp_path):
+@pytest.mark.parametrize(("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")])
+def test_families_without_merged_weights_are_refused(tmp_path, family, why):
     path = make_root(tmp_path / "spool") / "models/tiny/config.json"
     shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "glm4_moe"} | shape))
+    shape |= {"model_type": family, "num_local_experts": 4, "layer_types": None}
+    shape["sliding_window"] = 8 if family == "gpt_oss" else None
+    path.write_text(json.dumps(json.loads(path.read_text()) | shape))
     with Server(tmp_path / "spool", weights="merged") as server, Tandem(server.url, KEY) as client:
-        with pytest.raises(InvalidInput, match="fp32") as refused:
+        with pytest.raises(InvalidInput, match=why) as refused:
             client.create_run("merged", weights="merged")
         assert refused.value.field == "weights"
 

@@ -330,8 +330,9 @@ FIXED = {"api_key_file": set(OURS), "admin_token_file": {"preflight", "inference
 """Setting → the services to which compose passes a fixed value."""
 PASSED = {field: set(services) for services, fields in (
     (OURS, "base_model gpu_mode dtype log_format max_lora_rank expert_lora weights transport"),
-    (("preflight", "trainer"), "trainer_ranks tensor_parallel sequence_parallel pipeline_parallel context_parallel"),
-    (("preflight", "trainer"), "expert_parallel expert_tensor_parallel"),
+    # The controller refuses runs and jobs that the trainer's topology can't compute.
+    (("preflight", "controller", "trainer"), "trainer_ranks tensor_parallel sequence_parallel pipeline_parallel"),
+    (("preflight", "controller", "trainer"), "context_parallel expert_parallel expert_tensor_parallel topology"),
     (("preflight",), "trainer_devices inference_devices"),
     (("preflight", "inference"), "inference_tensor_parallel"),
     (("controller",), "max_request_bytes keep_checkpoints keep_every keep_days"),

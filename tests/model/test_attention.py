@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from policies import logits, make_policy, write_random_adapter
+from policies import LORA, logits, make_policy, write_random_adapter
 from tandem.model import attention
-from tandem.model.policy import RowTensors
+from tandem.model.rows import RowTensors
 from tandem.trainer.rank import probe
 from tiny import write_random_model
 
@@ -68,13 +68,14 @@ def test_the_block_mask_is_the_dense_one(length):
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
 
 
-@pytest.mark.parametrize("config", [{}, WINDOW], ids=["whole", "window"])
+@pytest.mark.parametrize("config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"])
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
     monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
     monkeypatch.setattr(attention, "flex_in_window", attention._attend_in_window)
     model = write_random_model(tmp_path / "model", **config)
-    policy = make_policy(model, adapter=write_random_adapter(tmp_path / "adapter", model))
+    lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
+    policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))
     generator = torch.Generator().manual_seed(3)
     tokens, positions = (torch.randint(0, bound, (200,), generator=generator) for bound in (260, 50))
     row = RowTensors(tokens, positions, random_tree(200, 180, generator), tokens[:0], tokens[:0])
@@ -84,6 +85,26 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config
             by_kernel[policy.attention_kernel] = logits(policy, row)
     assert torch.isfinite(by_kernel["flex"]).all()
     assert (by_kernel["flex"] - by_kernel["sdpa"]).abs().max() <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_and_sdpa_give_the_same_gradients_with_sinks(window, dtype):
+    generator = torch.Generator().manual_seed(3)
+    shape, end = (300, 8, 64), random_tree(300, 280, generator)
+    heads = [torch.randn(size, generator=generator) for size in (shape, (300, 2, 64), (300, 2, 64), shape)]
+    sinks = torch.randn(8, generator=generator).to("cuda", dtype)
+    *inputs, weight = (head.to("cuda", dtype) for head in heads)
+    rotation = attention.rotation(torch.zeros(300), torch.ones(32), dtype)
+    found = []
+    for kernel in ("sdpa", "flex"):
+        row = attention.tree_params(end, kernel, tuple(part.cuda() for part in rotation), window)
+        own = q, k, v = [head.detach().requires_grad_() for head in inputs]
+        output = attention.attend(q, k, v, row, 0.125, sinks)
+        found.append([output, *torch.autograd.grad((output * weight).sum(), own)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).float().norm() <= (1e-2 if dtype is torch.bfloat16 else 1e-3) * other.float().norm()
 
 
 def test_a_long_probe_has_the_log_probs_of_some_of_its_tokens(alone, tmp_path):

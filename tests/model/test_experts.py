@@ -58,7 +58,7 @@ import sys, torch
 from pathlib import Path
 from policies import gradients, make_policy, write_random_adapter
 from tandem.model import device, parallel
-from tandem.model.policy import RowTensors
+from tandem.model.rows import RowTensors
 from tiny import write_random_model
 directory, where = Path(sys.argv[1]), device.activate("cuda")
 parallel.init_parallel()

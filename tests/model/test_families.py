@@ -8,7 +8,7 @@ import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import lora_modules
-from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
+from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, YarnScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
@@ -55,6 +55,7 @@ def theirs(config: dict[str, Any]) -> Any:
     return transformers.CONFIG_MAPPING[config["model_type"]](**values)
 
 
+UNSCALED = ("partial_rotary_factor", "rope_theta", "rope_type")
 # For every other key that Tandem reads: does the architecture say what transformers' config (as given) says?
 MEANING = {
     "num_key_value_heads": lambda arch, hf: arch.num_kv_heads == hf.num_key_value_heads,
@@ -63,8 +64,18 @@ MEANING = {
     "tie_word_embeddings": lambda arch, hf: arch.tie_embeddings == hf.tie_word_embeddings,
     "rms_norm_eps": lambda arch, hf: arch.rms_norm_eps == hf.rms_norm_eps,
     "rope_theta": lambda arch, hf: arch.rope_theta == rope(hf)["rope_theta"],
-    "rope_scaling": lambda arch, hf: arch.rope_scaling is None and rope(hf)["rope_type"] == "default",
-    "rope_parameters": lambda arch, hf: set(rope(hf)) - {"partial_rotary_factor"} == {"rope_theta", "rope_type"},
+    "rope_scaling": lambda arch, hf: scaling(arch) == rope(hf)["rope_type"],
+    "rope_parameters": lambda arch, hf: (
+        {key: value for key, value in rope(hf).items() if key not in UNSCALED}
+        == {
+            "original_max_position_embeddings" if key == "original_max_positions" else key: value
+            for key, value in (vars(arch.rope_scaling) if arch.rope_scaling else {}).items()
+            if key != "attention_factor"
+        }
+    ),
+    "swiglu_alpha": lambda arch, hf: getattr(hf, "swiglu_alpha", 1.702) == 1.702,
+    "swiglu_limit": lambda arch, hf: getattr(hf, "swiglu_limit", 7.0) == 7.0,
+    "attention_bias": lambda arch, hf: arch.output_bias == bool(getattr(hf, "attention_bias", False)),
     "rope_local_base_freq": lambda arch, hf: (
         arch.window.rope_theta == hf.rope_parameters["sliding_attention"]["rope_theta"]
         if "sliding_attention" in hf.rope_parameters
@@ -82,7 +93,9 @@ MEANING = {
     "topk_group": lambda arch, hf: not sigmoid(arch) or arch.moe.groups_per_token == hf.topk_group,
     "routed_scaling_factor": lambda arch, hf: not sigmoid(arch) or arch.moe.scale == hf.routed_scaling_factor,
     "use_qk_norm": lambda arch, hf: not sigmoid(arch) or arch.qk_norm == hf.use_qk_norm,
-    "norm_topk_prob": lambda arch, hf: arch.moe is None or arch.moe.norm_topk_prob == hf.norm_topk_prob,
+    "norm_topk_prob": lambda arch, hf: (
+        arch.moe is None or arch.moe.norm_topk_prob == getattr(hf, "norm_topk_prob", True)
+    ),
     "num_local_experts": lambda arch, hf: arch.moe is None or arch.moe.num_experts == hf.num_local_experts,
     "hidden_act": lambda arch, hf: arch.activation != "silu" or hf.hidden_act == "silu",
     "hidden_activation": lambda arch, hf: (
@@ -98,7 +111,7 @@ MEANING = {
     ),
     **{
         key: lambda arch, hf, key=key: not getattr(hf, key, None)
-        for key in ("attention_bias", "mlp_bias", "quantization_config", "mlp_only_layers",
+        for key in ("mlp_bias", "quantization_config", "mlp_only_layers",
                     "shared_expert_intermediate_size", "num_shared_experts", "attn_logit_softcapping",
                     "final_logit_softcapping", "use_bidirectional_attention")
     },
@@ -117,6 +130,11 @@ def windowed(hf: Any, arch: Arch) -> list[bool]:
 def rope(hf: Any) -> dict[str, Any]:
     """The parameters of RoPE in layers without a window."""
     return hf.rope_parameters.get("full_attention", hf.rope_parameters)
+
+
+def scaling(arch: Arch) -> str:
+    """The kind of RoPE scaling that transformers' defaults may have."""
+    return "default" if arch.rope_scaling is None else "yarn" if isinstance(arch.rope_scaling, YarnScaling) else "other"
 
 
 def sigmoid(arch: Arch) -> bool:
@@ -152,8 +170,9 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     assert differing(config, theirs(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
-    moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
-    own = [moe[family], "num_experts_per_tok", "moe_intermediate_size"] if family in moe else []
+    moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts", "gpt_oss": "num_experts"}
+    size = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
+    own = [moe[family], "num_experts_per_tok", size] if family in moe else []
     for key in [*list(REQUIRED)[:5], *own]:
         with pytest.raises(InvalidInput):
             arch_from_config({k: value for k, value in config.items() if k != key})

@@ -10,12 +10,13 @@ from torch.func import functional_call
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.registry import read_arch
 from tandem.model.layer.blocks import Keep
-from tandem.model.policy import RowTensors
+from tandem.model.rows import RowTensors
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
 LORA = LoraShape(rank=3, alpha=1.5)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GENERATOR = torch.Generator().manual_seed(8)
 PREFIX, FIRST, SECOND, OTHER = (torch.randint(0, 260, (n,), generator=GENERATOR) for n in (20, 15, 12, 18))
 SEQUENCES = [torch.cat([PREFIX, FIRST]), torch.cat([PREFIX, SECOND]), OTHER]
@@ -50,7 +51,15 @@ CASES = {
         "first_k_dense_replace": 0,
     },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
-}
+    "gpt_oss": {"family": "gpt_oss"},
+    "gpt_oss, truncated": {
+        "family": "gpt_oss",
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256,
+        },
+    },
+}  # fmt: skip
 
 
 def packed_row() -> RowTensors:
@@ -67,6 +76,10 @@ def packed_row() -> RowTensors:
         item_source=torch.cat([one[:-1] for one in slots]),
         item_token=torch.cat([sequence[1:] for sequence in SEQUENCES]),
     )
+
+
+def lora_of(case: str) -> LoraShape:
+    return LORA.model_copy(update={"targets": ATTENTION}) if CASES[case]["family"] == "gpt_oss" else LORA
 
 
 def reference(model, directory, adapter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -90,11 +103,12 @@ def reference(model, directory, adapter) -> tuple[torch.Tensor, dict[str, torch.
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(alone, tmp_path, case):
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case])
-    arch, directory = read_arch(str(model)), write_random_adapter(tmp_path / "adapter", model, LORA)
-    adapter = read_adapter(directory, arch, LORA, torch.device("cpu"))
+    lora = lora_of(case)
+    arch, directory = read_arch(str(model)), write_random_adapter(tmp_path / "adapter", model, lora)
+    adapter = read_adapter(directory, arch, lora, torch.device("cpu"))
     adapter = {key: value.clone().requires_grad_() for key, value in adapter.items()}
     expected_loss, expected = reference(model, directory, adapter)
-    policy = make_policy(model, LORA, directory)
+    policy = make_policy(model, lora, directory)
     for keep in Keep:
         for layer in policy.gpt.decoder.layers:
             layer.keep = keep
@@ -107,11 +121,12 @@ def test_loss_and_gradients(alone, tmp_path, case):
         assert_close(actual, expected, 1e-5)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4_moe"])
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss"])
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
     """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded at all."""
     model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
-    whole, half = make_policy(model, LORA), make_policy(model, LORA, dtype=torch.bfloat16)
+    lora = lora_of(case)
+    whole, half = make_policy(model, lora), make_policy(model, lora, dtype=torch.bfloat16)
     with torch.no_grad():
         difference = whole(packed_row()).logprobs - half(packed_row()).logprobs
     assert difference.abs().mean() < 0.05

@@ -142,14 +142,14 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
     return schema.JobError.model_validate_json(error_file(work, 0).read_text())
 
 
-def run_two_ranks(spool: Spool, tensor_parallel: dict[str, int]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
+def run_two_ranks(spool: Spool, topologies: dict[str, str]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
     """Run jobs of different runs one after the other in the same two ranks, to pay for torch's import once.
 
-    `tensor_parallel`: job -> how many of the ranks share its model. Returns each job's checkpoint and last beats.
+    `topologies`: job -> `dp`, `tp` or `cp`. Returns each job's checkpoint and last beats.
     """
-    jobs = [claim(spool, job_id) for job_id in tensor_parallel]
+    jobs = [claim(spool, job_id) for job_id in topologies]
     script = str(Path(__file__).with_name("rank_of_jobs.py"))
-    run_ranks(2, script, str(spool.root), *(f"{job_id}={tp}" for job_id, tp in tensor_parallel.items()))
+    run_ranks(2, script, str(spool.root), *(f"{job_id}={one}" for job_id, one in topologies.items()))
     beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 

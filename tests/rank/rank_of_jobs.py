@@ -1,4 +1,4 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<tensor parallel size> ..."""
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp or cp> ..."""
 
 import os
 import sys
@@ -17,6 +17,8 @@ os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TANDEM_TRAINER_RANKS": o
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
 parallel.reading_group = lambda: parallel.current().data  # and share the reading
 for argument in sys.argv[2:]:
-    job_id, os.environ["TANDEM_TENSOR_PARALLEL"] = argument.split("=")
+    job_id, topology = argument.split("=")
+    os.environ["TANDEM_TENSOR_PARALLEL"] = "2" if topology == "tp" else "1"
+    os.environ["TANDEM_CONTEXT_PARALLEL"] = "2" if topology == "cp" else "1"
     if status := worker.main(sys.argv[1], job_id, 1):
         sys.exit(status)

@@ -17,7 +17,8 @@ from rank import jobs
 from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss
 from tandem.trainer.rank import checkpoint, model_loader, session

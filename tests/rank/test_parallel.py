@@ -1,4 +1,4 @@
-"""Two ranks compute what one computes: data-parallel with uneven rows, and tensor-parallel."""
+"""Two ranks compute what one computes: data-parallel with uneven rows, tensor-parallel and context-parallel."""
 
 from pathlib import Path
 
@@ -22,8 +22,12 @@ LOSSES: dict[str, RLLoss | SFTLoss] = {
     "gspo": RLLoss(policy="gspo", normalisation="trajectory", old_logprobs="trainer", clip_low=0.5, clip_high=0.5,
                    kl_coef=0.2, kl_estimator="k1"),
 }  # fmt: skip
-# The mixture of experts is not cut over tensor-parallel ranks.
-PAIRS = [*((kind, topology) for topology in ("dp", "tp") for kind in LOSSES), ("experts", "dp")]
+PAIRS = [
+    *((kind, topology) for topology in ("dp", "tp") for kind in LOSSES),
+    ("experts", "dp"),
+    ("sft", "cp"),
+    ("gspo", "cp"),
+]
 
 Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Beat]]]
 
@@ -62,10 +66,9 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
         made[kind, "one"] = jobs.steps_of(spool, job, measured=False), path, {}
     for kind, topology in PAIRS:
         # The default for two data-parallel ranks is two rows per step (R19).
-        rows = {"grad_accumulation_sequences": 2} if topology == "tp" else {}
+        rows = {} if topology == "dp" else {"grad_accumulation_sequences": 2}
         submit(spool, f"{topology}-{kind}", kind, models[kind], **rows)
-    tensor_parallel = {f"{topology}-{kind}": 2 if topology == "tp" else 1 for kind, topology in PAIRS}
-    ran = jobs.run_two_ranks(spool, tensor_parallel)
+    ran = jobs.run_two_ranks(spool, {f"{topology}-{kind}": topology for kind, topology in PAIRS})
     for kind, topology in PAIRS:
         job = f"{topology}-{kind}"
         made[kind, topology] = jobs.steps_of(spool, job), *ran[job]
@@ -75,8 +78,7 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(("kind", "topology"), PAIRS)
 def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: Spool) -> None:
     (one, alone, _), (two, together, _) = results[kind, "one"], results[kind, topology]
-    tp = 2 if topology == "tp" else 1
-    sizes = Sizes(tensor=tp, data=2 // tp)
+    sizes = Sizes(**{{"dp": "data", "tp": "tensor", "cp": "context"}[topology]: 2})
     assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes.manifest()
     assert len(one) == len(two) > 2
     if kind in ("sft", "experts"):

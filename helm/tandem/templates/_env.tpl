@@ -31,7 +31,13 @@
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
+{{- if ne .role "inference" }}
+- name: TANDEM_TRAINER_RANKS
+  value: {{ ternary $v.trainer.gpus $v.trainer.cpuRanks (eq $v.device "cuda") | int | quote }}
+{{- end }}
 {{- if eq .role "controller" }}
+{{- /* It refuses runs and jobs that the trainer's topology can't compute. */}}
+{{- include "tandem.settings" (pick $v.trainer.settings "topology" "tensorParallel" "sequenceParallel" "pipelineParallel" "contextParallel" "expertParallel" "expertTensorParallel") }}
 - name: TANDEM_INFERENCE_URL
   value: http://{{ include "tandem.host" (dict "root" .root "host" "inference") }}:{{ $v.inference.service.port }}
 {{- else if eq .role "trainer" }}
@@ -43,8 +49,6 @@
 - name: TANDEM_ADMIN_TOKEN_FILE
   value: /etc/tandem/secrets/admin_token
 {{- end }}
-- name: TANDEM_TRAINER_RANKS
-  value: {{ ternary $v.trainer.gpus $v.trainer.cpuRanks (eq $v.device "cuda") | int | quote }}
 {{- else }}
 - name: TANDEM_INFERENCE_URL
   value: http://127.0.0.1:8000

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -13,13 +13,13 @@ from tandem.cli.common import size
 from tandem.client.http import connection
 from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.families.plan import automatic, describe
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, check
 from tandem.inference.server.command import check_merged_arguments, serving_device
 from tandem.inference.server.second_copy import automatic_copy, ordered_copy
 from tandem.spool import Spool
-from tandem.system.gpus import Devices
-from tandem.system.nvml import Driver
+from tandem.system.gpus import Devices, Side
 
 _SHORTEST_SECRET = 16
 _PLACES = {"device": "on the GPU", "host": "in pinned host memory"}
@@ -114,6 +114,8 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     yield Check("ok", "base model", f"{model}: {arch.model_type}, {size}, {arch.max_positions} positions")
     try:
         check(arch, Sizes.of(settings))
+        if settings.topology == "auto":
+            yield Check("ok", "topology", _automatic(settings))
     except InvalidInput as error:
         yield Check("fail", "topology", error.message, "set it, or choose another TANDEM_BASE_MODEL")
     directory = Path(model)
@@ -177,7 +179,7 @@ def _second_copy(settings: Settings) -> str:
     rule = "on the GPU if half of the memory for the KV cache is left, else in pinned host memory"
     weights = sum(file.stat().st_size for file in Path(settings.model_path()).glob("*.safetensors"))
     weights //= settings.inference_tensor_parallel
-    memory = _smallest_memory(settings)
+    memory = _smallest_memory(settings, "inference")
     if not weights or not memory:
         return f"{rule} (TANDEM_SECOND_COPY=auto)"
     left = int(memory * settings.gpu_memory_utilization) - weights
@@ -185,11 +187,18 @@ def _second_copy(settings: Settings) -> str:
     return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {size(left)} beside {size(weights)} of weights)"
 
 
-def _smallest_memory(settings: Settings) -> int:
-    """Bytes of the smallest of vLLM's GPUs; 0 where this machine does not have them."""
-    with suppress(TandemError), closing(Driver()) as driver:
-        memory = [driver.memory(driver.handle(uuid)) for uuid in Devices(settings, "inference").uuids]
-        return min((sizes["total"] for sizes in memory if sizes), default=0)
+def _automatic(settings: Settings) -> str:
+    """What TANDEM_TOPOLOGY=auto chooses, where this machine has the trainer's GPUs. Raises InvalidInput."""
+    if not (memory := _smallest_memory(settings, "trainer")):
+        return "TANDEM_TOPOLOGY=auto: the trainer chooses it from the memory of its GPUs"
+    made = automatic(settings, memory)
+    return f"{describe(made.recommended.sizes)} (TANDEM_TOPOLOGY=auto): {made.why}"
+
+
+def _smallest_memory(settings: Settings, side: Side) -> int:
+    """Bytes of the smallest of its GPUs; 0 where this machine does not have them."""
+    with suppress(TandemError):
+        return Devices(settings, side).smallest()
     return 0
 
 

@@ -89,9 +89,10 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.weights == "merged":
-        if any(rule.fp32 for rule in weight_rules(deployment.arch)):
-            problem = f"merged weights have one dtype, and {deployment.arch.model_type} has fp32 weights beside others"
-            raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
+        for wrong, what in (("fp32", "fp32 weights beside others"), ("turns", "all experts in one tensor")):
+            if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
+                problem = f"merged weights are not built for {deployment.arch.model_type}, which has {what}"
+                raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
         if others:
             problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.spool.schema import LORA_TARGETS, LoraShape
@@ -34,7 +34,17 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order. Every expert has
-    linear layers of its own."""
+    linear layers of its own.
+
+    Raises InvalidInput for targets in experts whose adapters PEFT and vLLM would name in another way.
+    """
+    fused = arch.moe is not None and arch.moe.biases
+    if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
+        problem = (
+            f"{arch.model_type} has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
+        )
+        remedy = f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the attention"
+        raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
     modules: dict[str, tuple[int, int]] = {}
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():

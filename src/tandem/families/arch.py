@@ -25,6 +25,18 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """RoPE's frequencies by YaRN (Peng et al., 2023, arXiv:2309.00071; `rope_type: yarn`)."""
+
+    factor: float
+    beta_fast: float  # pairs of dimensions with more rotations than this within the original positions stay
+    beta_slow: float  # those with fewer are stretched by `factor`; between the two they are blended
+    original_max_positions: int
+    attention_factor: float  # of the cosines and sines
+    truncate: bool  # the blend begins and ends at whole dimensions
+
+
+@dataclass(frozen=True)
 class Window:
     """Layers whose attention reaches only a part of a token's sequence back."""
 
@@ -49,6 +61,8 @@ class MoE:
     scale: float = 1.0  # of the probabilities, with sigmoid
     dense_layers: int = 0  # the first so many layers have MLPs
     shared_size: int = 0  # features of an MLP for all tokens, beside the experts
+    # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is `clamped_swiglu`.
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class Arch:
     rms_norm_eps: float
     qk_norm: bool
     qkv_bias: bool
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
     window: Window | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
@@ -78,6 +92,13 @@ class Arch:
     rotary_size: int | None = None  # the first dimensions of each head, which RoPE turns; None: all
     post_norms: bool = False  # the outputs of attention and MLP are normalised before they are added to the input
     moe: MoE | None = None
+    output_bias: bool = False  # o_proj has a bias
+    sinks: bool = False  # each head has a logit of its own in the attention's softmax, without a value
+
+    @property
+    def rope_factor(self) -> float:
+        """Of RoPE's cosines and sines."""
+        return self.rope_scaling.attention_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
 
     @property
     def query_size(self) -> int:

@@ -1,9 +1,10 @@
 """The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, Window
+from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, Window, YarnScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
@@ -29,6 +30,7 @@ class Decoder:
     windows: bool = False  # the family has sliding windows
     sliding_window: int | None = None  # if config.json has none
     window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
+    yarn: bool = False  # YaRN's scaling of RoPE is built
     full_layers: int | None = None  # the first layers, without a window, if config.json has none; None: all have it
 
     def arch(self, config: ModelConfig) -> Arch:
@@ -55,7 +57,7 @@ class Decoder:
             rms_norm_eps=config.positive("rms_norm_eps", float, self.rms_norm_eps),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
-            rope_scaling=_rope_scaling(rope, config),
+            rope_scaling=_rope_scaling(rope, config, yarn=self.yarn),
             window=self.window(config),
             moe=self.moe(config),
         )
@@ -120,6 +122,10 @@ class Decoder:
             WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
             *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]
+        if arch.output_bias:
+            rules.append(WeightRule(to + "self_attention.linear_proj.bias", {attention + "o_proj.bias": (hidden,)}))
+        if arch.sinks:
+            rules.append(WeightRule(to + "self_attention.sinks", {attention + "sinks": (arch.num_heads,)}, "rows"))
         if arch.qkv_bias:
             biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
             rules.append(WeightRule(to + "self_attention.linear_qkv.bias", biases, "rows", groups=groups))
@@ -167,15 +173,20 @@ class Decoder:
         return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
-def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | LinearScaling | None:
+def _rope_scaling(
+    rope: dict[str, Any], config: ModelConfig, *, yarn: bool
+) -> RopeScaling | LinearScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        raise config.unsupported(f"RoPE scaling {kind!r} (not 'default', 'linear' or 'llama3')")
+    known = ("default", "linear", "llama3", *["yarn"] * yarn)
+    if kind not in known:
+        raise config.unsupported(f"RoPE scaling {kind!r} (not {' or '.join(map(repr, known))})")
     try:
         if kind == "linear":
             return LinearScaling(float(rope["factor"]))
+        if kind == "yarn":
+            return _yarn(rope)
         return RopeScaling(
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),
@@ -184,3 +195,18 @@ def _rope_scaling(rope: dict[str, Any], config: ModelConfig) -> RopeScaling | Li
         )
     except (KeyError, TypeError, ValueError) as error:
         raise config.invalid(f"the parameters of RoPE scaling {kind} are incomplete or wrong: {error}") from error
+
+
+def _yarn(rope: dict[str, Any]) -> YarnScaling:
+    """Without `attention_factor` it is that of YaRN's equation 22. Raises KeyError, TypeError or ValueError."""
+    factor, given = float(rope["factor"]), rope.get("attention_factor")
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise ValueError("mscale and mscale_all_dim are not built")
+    return YarnScaling(
+        factor=factor,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+        attention_factor=0.1 * math.log(max(factor, 1)) + 1 if given is None else float(given),
+        truncate=bool(rope.get("truncate", True)),
+    )

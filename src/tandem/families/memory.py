@@ -180,6 +180,8 @@ def _kept(job: Training, sizes: Sizes) -> Kept:
     arch, (slots, own), (rows, features) = job.arch, _tokens(job, sizes), _mlp(job, sizes)
     query, qkv = arch.query_size // sizes.tensor, (arch.query_size + 2 * arch.kv_size) // sizes.tensor
     least = own * arch.hidden_size + slots * (query + _adapted(job, "o_proj")) + rows * _adapted(job, "down_proj")
+    if arch.sinks:  # FlexAttention's own output, beside that with the sinks
+        least += slots * query
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     attention = own * arch.hidden_size + slots * (2 * qkv + _adapted(job, "q_proj", "k_proj", "v_proj"))
     gate_up = rows * (2 * features + _adapted(job, "gate_proj", "up_proj"))

@@ -6,10 +6,14 @@ that ranks exchange over a bandwidth that nobody has measured here.
 
 from dataclasses import dataclass
 
+from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.memory import GIB, Memory, Training, memory
+from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
+from tandem.spool.schema import LoraShape
 
 DENSE_RATE = 567e12
 """Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of 8192, everything kept,
@@ -25,6 +29,8 @@ EXCHANGE_RATE = 300e9
 per direction. No computation is assumed to go on meanwhile."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
+ROW = 8192
+"""Slots of the rows that `TANDEM_TOPOLOGY=auto` plans for."""
 _BF16 = 2
 
 
@@ -71,6 +77,22 @@ def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
         remedy = "use more GPUs, larger ones, or shorter rows (--sequence-length)"
         raise InvalidInput(f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}")
     return Plan(found, _why(found, fitting))
+
+
+def automatic(settings: Settings, gpu_memory: int) -> Plan:
+    """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of `ROW` slots, or as
+    many as the model has positions, and the largest LoRA that a run may have by default.
+
+    `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if it is 0 or no topology fits.
+    """
+    if gpu_memory == 0:
+        problem = "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave it out"
+        raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
+    arch = read_arch(settings.model_path())
+    of_experts = EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
+    targets = (*default_targets(arch), *of_experts)
+    lora = LoraShape.model_validate({"rank": settings.max_lora_rank, "targets": targets})
+    return plan(Training(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory)
 
 
 def describe(sizes: Sizes) -> str:
@@ -120,7 +142,7 @@ def _features(arch: Arch) -> tuple[int, int, int, int]:
     """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
     hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
     if arch.moe is not None:
-        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token
+        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token + arch.moe.shared_size
     return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
 
 

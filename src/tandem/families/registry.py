@@ -4,14 +4,15 @@ import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from tandem.families import gemma3, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
 FAMILIES: dict[str, Decoder] = {
-    module.FAMILY.model_type: module.FAMILY for module in (qwen3, qwen3_moe, qwen2, llama, mistral, gemma3, glm4_moe)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (qwen3, qwen3_moe, qwen2, llama, mistral, gemma3, glm4_moe, gpt_oss)
 }
 
 

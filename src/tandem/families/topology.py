@@ -93,14 +93,21 @@ class Sizes:
         """What a checkpoint's manifest records."""
         return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
 
-    def settings(self) -> str:
-        """The settings that choose these sizes for a known number of ranks."""
-        chosen = {
-            "TENSOR_PARALLEL": self.tensor, "SEQUENCE_PARALLEL": int(self.sequence), "CONTEXT_PARALLEL": self.context,
-            "PIPELINE_PARALLEL": self.pipeline, "EXPERT_PARALLEL": self.expert,
-            "EXPERT_TENSOR_PARALLEL": self.expert_tensor,
+    def fields(self) -> dict[str, int]:
+        """The fields of `Settings` that choose these sizes for a known number of ranks."""
+        return {
+            "tensor_parallel": self.tensor, "sequence_parallel": self.sequence, "context_parallel": self.context,
+            "pipeline_parallel": self.pipeline, "expert_parallel": self.expert,
+            "expert_tensor_parallel": self.expert_tensor,
         }  # fmt: skip
-        return " ".join(f"TANDEM_{name}={size}" for name, size in chosen.items())
+
+    def variables(self) -> dict[str, str]:
+        """`fields` as environment variables."""
+        return {f"TANDEM_{name.upper()}": str(int(size)) for name, size in self.fields().items()}
+
+    def settings(self) -> str:
+        """`variables` in a line."""
+        return " ".join(f"{name}={size}" for name, size in self.variables().items())
 
 
 def check(arch: Arch, sizes: Sizes) -> None:
@@ -138,8 +145,6 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     if moe.ffn_hidden_size % sizes.expert_tensor:
         reason = f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor} ranks"
         return "expert_tensor_parallel", reason
-    if moe.shared_size and sizes.experts_apart:
-        return "expert_parallel", f"cutting {arch.model_type}, which has a shared expert, is not built"
     if sizes.tensor > 1 and not sizes.sequence:
         return "sequence_parallel", f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1"
     return None

@@ -19,12 +19,17 @@ class WeightRule:
     sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> uncut shape
     cut: Cut = "whole"
     groups: int = 1  # blocks of rows, each with its share of every source; for Megatron's `linear_qkv`
-    experts: int | None = None  # stacked [experts, rows, columns]; the sources come expert by expert
+    experts: int | None = None  # stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert
+    # The only source stacks all experts, [experts, columns, rows] or [experts, rows], and its rows take turns among so
+    # many blocks of the parameter's: with 2 the even ones are gate, the odd ones up. None: the sources are matrices.
+    turns: int | None = None
     fp32: bool = False  # the parameter is fp32, whatever the dtype of the others; only where it is not cut
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The parameter's shape on each rank: [rows], [rows, columns] or [experts, rows, columns]."""
+        """The parameter's shape on each rank: [rows], [rows, columns], or such of [experts, ...]."""
         rows, rest = sum(shape[0] for shape in self.sources.values()), next(iter(self.sources.values()))[1:]
+        if self.turns is not None:
+            rows, rest = rows * rest[-1], rest[:-1]
         parts, experts = self.parts(sizes), self.experts
         if self.cut == "rows":
             rows //= parts

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tandem.model.compiled import Compiled
 from tandem.model.mcore import PackedSeqParams
@@ -69,13 +70,15 @@ def tree_params(
     return TreeParams(qkv_format="sbhd", mask=mask, length=length, rotation=rotation, reach=reach, slots=slots)
 
 
-def rotation(positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864): [S, head_dim / 2] each.
+def rotation(
+    positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim / 2] each.
 
     `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
     """
     angles = torch.outer(positions.float(), inv_freq)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -177,62 +180,70 @@ def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], N
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *blocks: torch.Tensor
 ) -> torch.Tensor:
-    ends, *indices = blocks
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
-    return _flex(query, key, value, scale, tree_mask, indices)
+    return _flex(query, key, value, scale, tree_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _attend_in_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, depth: torch.Tensor, out: torch.Tensor,
     *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def window_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key]) & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, window_mask, indices)
+    return _flex(query, key, value, scale, window_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _attend_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
     *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= slots[query]) & (slots[query] < ends[key])
 
-    return _flex(query, key, value, scale, part_mask, indices)
+    return _flex(query, key, value, scale, part_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _attend_part_in_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
     depth: torch.Tensor, out: torch.Tensor, *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks
+    ends, *indices = blocks[: len(Blocks._fields)]
 
     def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= slots[query]) & (slots[query] < ends[key]) & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, part_mask, indices)
+    return _flex(query, key, value, scale, part_mask, indices, *blocks[len(Blocks._fields) :])
 
 
 def _flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any,
-    indices: list[torch.Tensor],
+    indices: list[torch.Tensor], *sinks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     lengths = query.shape[2], key.shape[2]
     fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
     mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
-    return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+    if not sinks:
+        return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+    output, aux = flex_attention(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    assert aux.lse is not None
+    # The sink adds exp(sink) to the sum of exponentials.
+    return (output * torch.sigmoid(aux.lse - sinks[0].float()[:, None])[..., None]).to(query.dtype)
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks."""
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks,
+and, where heads have sinks, these [heads]."""
 
 flex_in_window = Compiled(_attend_in_window)
 """`flex` in a sliding window; after scale `TreeParams.reach`."""
@@ -245,20 +256,41 @@ flex_part_in_window = Compiled(_attend_part_in_window)
 """`flex_part` in a sliding window; after the slots `TreeParams.reach`."""
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value [keys, key heads,
-    head_dim] -> [length, heads, head_dim]."""
+    head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of each head's softmax, without a value."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
+        blocks = row.mask if sinks is None else (*row.mask, sinks)
         reach = () if row.reach is None else row.reach
         if row.slots is None:
-            output = (flex_in_window if reach else flex)(query, key, value, scale, *reach, *row.mask)
+            output = (flex_in_window if reach else flex)(query, key, value, scale, *reach, *blocks)
         else:
             part: Any = flex_part_in_window if reach else flex_part
-            output = part(query, key, value, scale, row.slots, *reach, *row.mask)
+            output = part(query, key, value, scale, row.slots, *reach, *blocks)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=row.mask, scale=scale)
+        assert row.mask is not None
+        mask, size = row.mask, query.shape[-1]
+        if sinks is not None:
+            query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale)
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[..., :size]
     return output[0].transpose(0, 1)
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One key more, which every query sees and whose value is zero. Its product with each query is its head's of
+    `sinks`: heads have eight dimensions more (kernels want multiples of eight), and the first is 1 in queries."""
+    key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
+    one = torch.zeros(8, dtype=query.dtype, device=query.device)
+    one[0] = 1
+    query = torch.cat([query, one.expand(*query.shape[:-1], 8)], -1)
+    key[:, :, -1, -8] = sinks.to(key.dtype)
+    return query, key, value, pad(mask, (0, 1), value=True)

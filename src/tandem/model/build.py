@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.families.arch import Arch, LinearScaling, RopeScaling
+from tandem.families.arch import Arch, LinearScaling, RopeScaling, YarnScaling
 from tandem.families.topology import Sizes, check
 from tandem.model import device, mcore, parallel
 from tandem.model.experts import Experts
@@ -85,6 +85,9 @@ def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: Ada
     if arch.moe and index >= arch.moe.dense_layers:
         mlp, shared = layer.mlp, None
         mlp.experts.add_adapters(lora, switch)
+        if arch.moe.biases:
+            mlp.experts.add_biases()
+            mlp.router.bias = _frozen(mlp.router.weight, arch.moe.num_experts)
         if arch.moe.router == "sigmoid":
             mlp.router.correction_bias = torch.nn.Parameter(torch.empty(arch.moe.num_experts), requires_grad=False)
         if size := arch.moe.shared_size:
@@ -104,6 +107,10 @@ def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: Ada
 def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., LoraLinear]) -> AttentionBlock:
     tp, attention = parallel.current().sizes.tensor, layer.self_attention
     qkv = {"q_proj": arch.query_size // tp, "k_proj": arch.kv_size // tp, "v_proj": arch.kv_size // tp}
+    if arch.output_bias:
+        attention.linear_proj.bias = _frozen(attention.linear_proj.weight, arch.hidden_size)
+    if arch.sinks:
+        attention.sinks = _frozen(attention.linear_proj.weight, arch.num_heads // tp)
     attention.linear_qkv = adapted(attention.linear_qkv, qkv, groups=arch.num_kv_heads // tp)
     attention.linear_proj = adapted(attention.linear_proj, {"o_proj": arch.hidden_size})
     heads = HeadShape(
@@ -117,7 +124,13 @@ def _attention_block(layer: Any, index: int, arch: Arch, adapted: Callable[..., 
         windowed=arch.window is not None and arch.window.layers[index],
         scale=arch.attention_scale,
         post_norm=layer.post_self_attn_layernorm if arch.post_norms else None,
+        sinks=attention.sinks if arch.sinks else None,
     )  # fmt: skip
+
+
+def _frozen(like: torch.Tensor, size: int) -> torch.nn.Parameter:
+    """An uninitialised vector of that dtype."""
+    return torch.nn.Parameter(like.new_empty(size), requires_grad=False)
 
 
 def _adapt_mlp(
@@ -181,7 +194,11 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
     """
     size = arch.head_dim if arch.rotary_size is None else arch.rotary_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequencies = _scaled(1.0 / arch.rope_theta**exponents, arch.rope_scaling)
+    frequencies = 1.0 / arch.rope_theta**exponents
+    if isinstance(arch.rope_scaling, YarnScaling):
+        frequencies = _yarn(frequencies, arch.rope_scaling, arch.rope_theta)
+    else:
+        frequencies = _scaled(frequencies, arch.rope_scaling)
     if arch.window is None or arch.window.rope_theta is None:
         return frequencies[None]
     return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
@@ -196,6 +213,22 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | No
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    """Section 3.2 of Peng et al., 2023 (arXiv:2309.00071)."""
+    pairs = len(frequencies)
+
+    def pair(rotations: float) -> float:
+        """Which pair of dimensions turns so often within the original positions."""
+        return pairs * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    stretch = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return stretch * frequencies / scaling.factor + (1 - stretch) * frequencies
 
 
 def _norm(arch: Arch) -> Any:

@@ -69,12 +69,20 @@ class Experts(MegatronModule):
         self.topology = topology
         self.fc1 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, dtype=dtype))  # gate, then up
         self.fc2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, dtype=dtype))
+        self.bias1: nn.Parameter | None = None  # [experts, 2 * ffn]
+        self.bias2: nn.Parameter | None = None  # [experts, hidden], on all ranks that cut an expert
         self.features: dict[Part, dict[str, tuple[int, int]]] = {
             "gate_up": {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn)},
             "down": {"down_proj": (ffn, hidden)},
         }
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         self.switch, self.rank, self.scale = AdapterSwitch(), 0, 0.0
+
+    def add_biases(self) -> None:
+        """Add frozen biases to both parts, uninitialised."""
+        self.bias1, self.bias2 = (
+            nn.Parameter(weight.new_empty(weight.shape[:2]), requires_grad=False) for weight in (self.fc1, self.fc2)
+        )
 
     def add_adapters(self, lora: LoraShape, switch: AdapterSwitch) -> None:
         """Add the adapters of the targets that `lora` names, uninitialised."""
@@ -102,6 +110,15 @@ class Experts(MegatronModule):
         """A of each adapted target, then B of each."""
         targets = self._targets(part)
         return [*(self.lora_a[target] for target in targets), *(self.lora_b[target] for target in targets)]
+
+    def row_biases(self, part: Part, ends: torch.Tensor, rows: int) -> torch.Tensor | None:
+        """The bias of each of the `rows` rows, or None. Where ranks cut an expert and their outputs are summed, only
+        the first has one."""
+        bias = self.bias1 if part == "gate_up" else self.bias2
+        if bias is None or (part == "down" and self.topology.place.expert_tensor):
+            return None
+        row = torch.arange(rows, device=ends.device)
+        return bias[torch.searchsorted(ends, row, right=True)]
 
     def product(self, part: Part, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows [N, in], whose groups end at `ends` -> (output [N, out]; A x [N, targets * rank], padded)."""

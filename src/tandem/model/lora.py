@@ -107,12 +107,15 @@ class LoraLinear(nn.Module):
         [S, targets * rank], for `adapter_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
-        if residual is not None and self.group.size() == 1 and self.fp8 is None:
+        bias = self.base.bias
+        if residual is not None and self.group.size() == 1 and self.fp8 is None and bias is None:
             output = torch.addmm(residual, x, self.base.weight.t())  # one pass less than the product and a sum
         else:
             output = self._product(x)
             if not self.column:
                 output = self._summed(output)
+            if bias is not None:  # after the sum: all ranks of a row-parallel layer have the same bias
+                output += bias
             if residual is not None:
                 output += residual
         if not self.adapted:
@@ -158,12 +161,8 @@ class LoraLinear(nn.Module):
         return partial
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """`W x`, and the bias: this rank's part."""
-        weight, bias = self.base.weight, self.base.bias
-        if self.fp8 is None:
-            return linear(x, weight, bias)
-        output = self.fp8.forward(x)
-        return output if bias is None else output.add_(bias)
+        """`W x`: this rank's part."""
+        return linear(x, self.base.weight) if self.fp8 is None else self.fp8.forward(x)
 
     def _a(self, dtype: torch.dtype) -> torch.Tensor:
         """A of all adapted targets, stacked: [targets * rank, in]."""

@@ -1,46 +1,30 @@
 """The policy: a frozen base model and a trainable adapter, for packed rows."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import pad
 
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
 from tandem.model import device, fp8, parallel
-from tandem.model.attention import BLOCK, Kernel, rotation, tree_params
-from tandem.model.context import Deal, deal_row
+from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
 from tandem.model.mcore import GPTModel
+from tandem.model.rows import RowTensors, dealt, padded
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
-
-
-@dataclass(frozen=True)
-class RowTensors:
-    """What the model needs of a packed row, int64, on the device unless noted. Slots are indices into the row."""
-
-    tokens: torch.Tensor  # [S]
-    positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # [S], or longer if the attention's row is: the rest is padding; on the host
-    item_source: torch.Tensor  # [items], the slot each item is predicted from
-    item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the router chooses.
-    slot_experts: torch.Tensor | None = None
-    deal: Deal | None = None  # the other fields but `subtree_end` are then of this rank's slots and items
 
 
 @dataclass(frozen=True)
@@ -206,7 +190,7 @@ class Policy(nn.Module):
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
-        row = self._dealt(row)
+        row = dealt(row, self.topology)
         return self._outputs(row, self.gpt.decoder(**self.decoder_inputs(row))[:, 0], temperature)
 
     @torch.no_grad()
@@ -233,35 +217,17 @@ class Policy(nn.Module):
             logprobs, entropy = row.deal.together(logprobs), row.deal.together(entropy)
         return ItemOutputs(logprobs, entropy)
 
-    def _dealt(self, row: RowTensors) -> RowTensors:
-        """This rank's part of the row, where context-parallel ranks share it."""
-        group = self.topology.context
-        if group.size() == 1 or row.deal is not None:
-            return row
-        sizes = self.topology.sizes
-        unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
-        row = _padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
-        deal = deal_row(row.subtree_end, row.item_source, group, row.tokens.device)
-        local = torch.empty_like(row.tokens)
-        local[deal.slots] = torch.arange(len(deal.slots), device=local.device)
-        experts = row.slot_experts
-        return RowTensors(
-            tokens=row.tokens[deal.slots], positions=row.positions[deal.slots], subtree_end=row.subtree_end,
-            item_source=local[row.item_source[deal.items]], item_token=row.item_token[deal.items],
-            slot_experts=None if experts is None else experts[deal.slots], deal=deal,
-        )  # fmt: skip
-
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers."""
         sizes, place = self.topology.sizes, self.topology.place
-        row = self._dealt(row)
+        row = dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
-            row = _padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
+            row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
         slots = None if row.deal is None else row.deal.slots
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.arch.embedding_scale is not None:
             embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
-        rotations = [rotation(row.positions, each, embedded.dtype) for each in self._inv_freq]
+        rotations = [rotation(row.positions, each, embedded.dtype, self.arch.rope_factor) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], slots=slots)
         params.deal = row.deal
         if (window := self.arch.window) is not None:
@@ -302,16 +268,6 @@ def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
 
 def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
     return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
-
-
-def _padded(row: RowTensors, slots: int) -> RowTensors:
-    """The row with so many slots, of which the new ones are padding."""
-    missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
-    return replace(
-        row, tokens=pad(row.tokens, (0, missing)), positions=pad(row.positions, (0, missing)),
-        subtree_end=torch.cat([ends, torch.arange(len(ends), slots, device=ends.device) + 1]),
-        slot_experts=None if experts is None else pad(experts, (0, 0, 0, 0, 0, missing), value=-1),
-    )  # fmt: skip
 
 
 class _AllTokens(torch.autograd.Function):

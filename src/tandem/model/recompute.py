@@ -10,7 +10,8 @@ from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
 from tandem.model.logprobs import working_bytes
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 
 HEADROOM = 0.04
 """Part of the memory that stays free: the allocator can't use every gap."""

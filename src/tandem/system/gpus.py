@@ -45,6 +45,13 @@ class Devices:
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
             raise InvalidInput(message, field="TANDEM_DEVICE")
 
+    def smallest(self) -> int:
+        """Bytes of the smallest device's memory; 0 where there is none, or the driver does not tell."""
+        with suppress(TandemError), closing(Driver()) as driver:
+            memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
+            return min((sizes["total"] for sizes in memory if sizes), default=0)
+        return 0
+
     def used(self) -> dict[str, int | None]:
         """Bytes in use per UUID, whichever process uses them; None for a device that does not answer."""
         if not self.uuids:

@@ -20,7 +20,8 @@ from tandem.errors import InvalidInput, NothingToLearn
 from tandem.model import recompute
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
-from tandem.model.policy import ItemOutputs, Policy, RowTensors
+from tandem.model.policy import ItemOutputs, Policy
+from tandem.model.rows import RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite

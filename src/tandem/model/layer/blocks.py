@@ -74,11 +74,12 @@ class AttentionBlock(Block):
 
     def __init__(
         self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape, *, windowed: bool = False,
-        scale: float | None = None, post_norm: Any = None,
+        scale: float | None = None, post_norm: Any = None, sinks: Parameter | None = None,
     ) -> None:  # fmt: skip
-        """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`."""
+        """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`.
+        `sinks`: frozen [heads], see `Arch.sinks`."""
         super().__init__(norm, post_norm)
-        self._windowed = windowed
+        self._windowed, self._sinks = windowed, sinks
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
 
@@ -91,11 +92,11 @@ class AttentionBlock(Block):
         kept, row = Kept(x), self._seen(row)
         qkv, inner, heads = self._heads(self._normalised(x), row)
         if keep is None:
-            output = attend(*heads, row, self._scale)
+            output = attend(*heads, row, self._scale, self._sinks)
         else:
             kept.graph = _HeadsGraph()
             with kept.graph.holding(heads, forget=keep < Keep.ATTENTION or row.deal is not None) as entered:
-                output = attend(*entered, row, self._scale)
+                output = attend(*entered, row, self._scale, self._sinks)
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
                 kept.tensors |= {"qkv": qkv} | named("qkv_inner", inner)

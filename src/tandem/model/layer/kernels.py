@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, pad, silu
 
+ALPHA, LIMIT = 1.702, 7.0  # of `clamped_swiglu`
+
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
 
@@ -138,10 +140,37 @@ def expert_swiglu_backward(
     return of_gate_up, (activated * probs[:, None]).to(gate_up.dtype), (gradient.float() * activated).sum(-1)
 
 
+def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each row's probability, fp32 [N]: [N, features].
+    gate is at most 7, up from -7 to 7 (`GptOssExperts` in transformers)."""
+    gate, up = _clamped(gate_up)
+    return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
+
+
+def clamped_swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`)."""
+    gate, up = _clamped(gate_up)
+    sigmoid, gradient = torch.sigmoid(ALPHA * gate), gradient.float()
+    glu = gate * sigmoid
+    activated = glu * (up + 1)
+    scaled = gradient * probs[:, None]
+    of_gate = scaled * (up + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid))
+    inside = torch.cat((gate_up.chunk(2, -1)[0] <= LIMIT, gate_up.chunk(2, -1)[1].abs() <= LIMIT), -1)
+    of_gate_up = torch.cat((of_gate, scaled * glu), -1).mul_(inside)
+    return of_gate_up.to(gate_up.dtype), (activated * probs[:, None]).to(gate_up.dtype), (gradient * activated).sum(-1)
+
+
 @_one_kernel_on_cuda
 def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
     """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64 [S, k]."""
     return plus + rows[of].sum(1)
+
+
+def _clamped(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = gate_up.float().chunk(2, -1)
+    return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
 
 
 def _grouped(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:

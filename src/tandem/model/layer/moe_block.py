@@ -74,7 +74,8 @@ class MoeBlock(Block):
         `layer`: 0, 1, ..."""
         super().__init__(norm)
         self._module, self._experts, self._shape, self._layer = router, experts, shape, layer
-        self._shared = shared
+        self._shared, self._activate = shared, kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu
+        self._activate_backward = kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
         self._topology = parallel.current()
         self._group = self._topology.experts
 
@@ -93,10 +94,12 @@ class MoeBlock(Block):
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
         tokens = parallel.gather(normalised, self._group)
-        gate_up, inner = self._experts.product("gate_up", tokens[routing.token], routing.ends)
+        gate_up, inner = self._gate_up(tokens[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
-        scaled = kernels.expert_swiglu(gate_up, routing.row_probs)
+        scaled = self._activate(gate_up, routing.row_probs)
         output, down_inner = self._experts.product("down", scaled, routing.ends)
+        if (bias := self._experts.row_biases("down", routing.ends, len(output))) is not None:
+            output.addcmul_(bias, routing.row_probs[:, None].to(bias.dtype))
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
@@ -113,10 +116,12 @@ class MoeBlock(Block):
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
-            gate_up, inner = experts.product("gate_up", rows, ends)
+            gate_up, inner = self._gate_up(rows, ends)
         of_output = parallel.gather(gradient, self._group)[routing.token]
         of_scaled, of_inner = experts.input_gradient("down", of_output, ends)
-        of_gate_up, scaled, of_probs = kernels.expert_swiglu_backward(of_scaled, gate_up, routing.row_probs)
+        of_gate_up, scaled, of_probs = self._activate_backward(of_scaled, gate_up, routing.row_probs)
+        if (bias := experts.row_biases("down", ends, len(of_output))) is not None:
+            of_probs += (of_output.float() * bias).sum(-1)
         down_inner = kept.tensors.pop("down_inner", None)
         of_down = experts.adapter_gradients("down", of_output, of_inner, scaled, down_inner, ends)
         del of_output, of_scaled, scaled, gate_up
@@ -134,6 +139,11 @@ class MoeBlock(Block):
         of_normalised = self._sum(of_rows, routing, of_router)
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
+    def _gate_up(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, inner = self._experts.product("gate_up", rows, ends)
+        bias = self._experts.row_biases("gate_up", ends, len(rows))
+        return output if bias is None else output.add_(bias), inner
+
     def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:
         """`row_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
@@ -143,7 +153,7 @@ class MoeBlock(Block):
             chosen = self._best_of_groups(scores)
             probs = scores.gather(-1, chosen)
         else:
-            scores = linear(normalised, self._router).float()
+            scores = linear(normalised, self._router, self._module.bias).float()
             if not self._shape.norm_topk_prob:
                 scores = all_probs = scores.softmax(-1)
             probs, chosen = scores.topk(k)

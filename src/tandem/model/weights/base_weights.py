@@ -32,7 +32,8 @@ def load_weights(
     for rule in rules.values():
         for name, shape in rule.sources.items():
             if name not in stored:
-                raise InvalidInput(f"{directory} has no tensor {name}", field="base_model")
+                other = f", only {name}_blocks: it is quantised" if f"{name}_blocks" in stored else ""
+                raise InvalidInput(f"{directory} has no tensor {name}{other}", field="base_model")
             if stored[name].shape != shape:
                 problem = f"{name} has the shape {list(stored[name].shape)}, config.json says {list(shape)}"
                 raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
@@ -56,6 +57,9 @@ def _pieces(
         return
     each, first = len(sources) // rule.experts, rule.first_expert(sizes, place)
     for expert, matrix in enumerate(target, first):
+        if rule.turns is not None:
+            yield _expert_piece(rule, sources[0], expert, matrix, cut)
+            continue
         yield from _matrix_pieces(rule, sources[expert * each : (expert + 1) * each], matrix, cut)
 
 
@@ -83,6 +87,23 @@ def _matrix_pieces(
             yield Piece(source, first, width, block[0])
         else:
             yield Piece(source, first, rows // groups * width, block)
+
+
+def _expert_piece(
+    rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
+) -> Piece:
+    """One expert's part of a tensor that stacks all (`WeightRule.turns`); `target`: [rows] or [rows, columns]."""
+    assert rule.turns is not None
+    (_, *columns, rows), (parts, part) = source.shape, cut
+    blocks = target.unflatten(0, (rule.turns, -1))
+    blocks = blocks.permute(*reversed(range(blocks.dim())))  # [columns, rows / turns, turns], the stored order
+    blocks = blocks if columns else blocks[None]
+    line, mine = expert * math.prod(columns), None
+    if parts > 1 and rule.cut == "rows":
+        mine = slice(part * rows // parts, (part + 1) * rows // parts)
+    if rule.cut == "columns":
+        line += part * columns[0] // parts
+    return Piece(source, line * rows, rows, blocks, mine)
 
 
 def _files(directory: Path) -> list[Path]:

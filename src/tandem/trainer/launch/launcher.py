@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tandem
 from tandem.config import Settings
+from tandem.families.topology import Sizes
 from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch
@@ -102,6 +103,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         defaults["MALLOC_ARENA_MAX"] = "1"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen
+        environment |= {"TANDEM_TOPOLOGY": settings.topology, **Sizes.of(settings).variables()}
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment

@@ -8,7 +8,8 @@ from torch.nn.functional import pad
 
 from tandem.data.packed_format import PackedBatch
 from tandem.model.device import memory
-from tandem.model.policy import Policy, RowTensors
+from tandem.model.policy import Policy
+from tandem.model.rows import RowTensors
 from tandem.spool.schema import LongProbe
 
 MAX_SEQUENCES = 4

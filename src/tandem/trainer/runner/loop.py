@@ -15,10 +15,12 @@ from functools import partial
 
 from tandem.config import Settings
 from tandem.errors import SpoolUnusable, VolumeFull
+from tandem.families.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job
 from tandem.system import liveness, processes
+from tandem.system.gpus import Devices
 from tandem.system.logs import Log
 from tandem.system.processes import Process
 from tandem.trainer.launch.launcher import Launcher
@@ -63,7 +65,7 @@ class Runner:
 
     def _run_jobs(self) -> None:
         """Settle what an earlier runner left, then run jobs."""
-        settings = self._settings
+        settings = self._settings = with_topology(self._settings)
         # Not the path: the same volume may be mounted elsewhere after this container's restart.
         self._volume = self._mounted_volume()
         marker = ("TANDEM_RUNNER_OF", self._volume)
@@ -116,6 +118,16 @@ class Runner:
             return None
         self._gpus.wait_until_free()
         return None if self.stop.requested else self._spool.queue.claim(self._name, waiting=self._waiting)
+
+
+def with_topology(settings: Settings) -> Settings:
+    """The settings with the sizes that `TANDEM_TOPOLOGY=auto` chooses. Raises InvalidInput as `automatic`."""
+    if settings.topology != "auto":
+        return settings
+    made = automatic(settings, Devices(settings, "trainer", most=settings.trainer_ranks).smallest())
+    sizes = made.recommended.sizes
+    log.info("chose the topology", topology=describe(sizes), settings=sizes.settings(), why=made.why)
+    return settings.model_copy(update={"topology": "given", **sizes.fields()})
 
 
 def _end_orphans(marker: tuple[str, str]) -> list[Process]:

@@ -1,0 +1,76 @@
+"""GPT-OSS: attention sinks, a window in every other layer, YaRN, biases everywhere, experts with a clamped SwiGLU."""
+
+from dataclasses import replace
+from typing import Any
+
+from tandem.families.arch import Arch, MoE, Window
+from tandem.families.decoder import Decoder
+from tandem.families.model_config import ModelConfig
+from tandem.families.weight_rules import WeightRule
+
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_DEQUANTISE = """python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, Mxfp4Config as C; \
+M.from_pretrained('MODEL', dtype='bfloat16', quantization_config=C(dequantize=True)).save_pretrained('COPY'); \
+T.from_pretrained('MODEL').save_pretrained('COPY')" """
+
+
+class GptOss(Decoder):
+    def arch(self, config: ModelConfig) -> Arch:
+        bias = bool(config.get("attention_bias", True))
+        return replace(super().arch(config), qkv_bias=bias, output_bias=bias, sinks=True)
+
+    def window(self, config: ModelConfig) -> Window | None:
+        """Without `layer_types`, every other layer has it, the first one too."""
+        layers = config.positive("num_hidden_layers", int)
+        kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+        own = {"layer_types": config.get("layer_types") or kinds}
+        return super().window(ModelConfig({**config.values, **own}, config.source))
+
+    def moe(self, config: ModelConfig) -> MoE:
+        total = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+        moe = MoE(
+            num_experts=config.positive(total, int),
+            experts_per_token=config.positive("num_experts_per_tok", int),
+            ffn_hidden_size=config.positive("intermediate_size", int),
+            norm_topk_prob=True,
+            biases=True,
+        )
+        if not 1 < moe.experts_per_token <= moe.num_experts:
+            raise config.invalid(f"{moe.experts_per_token} experts per token of {moe.num_experts}; 2 is the least")
+        return moe
+
+    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
+        assert arch.moe is not None
+        experts, hidden, ffn, at = arch.moe.num_experts, arch.hidden_size, arch.moe.ffn_hidden_size, of + "experts."
+        gate_up, down = at + "gate_up_proj", at + "down_proj"
+        return [
+            WeightRule(to + "router.weight", {of + "router.weight": (experts, hidden)}),
+            WeightRule(to + "router.bias", {of + "router.bias": (experts,)}),
+            WeightRule(to + "experts.fc1", {gate_up: (experts, hidden, 2 * ffn)}, "rows", experts=experts, turns=2),
+            WeightRule(to + "experts.bias1", {gate_up + "_bias": (experts, 2 * ffn)}, "rows", experts=experts, turns=2),
+            WeightRule(to + "experts.fc2", {down: (experts, ffn, hidden)}, "columns", experts=experts, turns=1),
+            WeightRule(to + "experts.bias2", {down + "_bias": (experts, hidden)}, experts=experts, turns=1),
+        ]
+
+    def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
+        given = config.get("rope_scaling") or config.get("rope_parameters") or _YARN
+        return {"rope_theta": config.get("rope_theta", 150000.0)} | given
+
+    def _refuse_variants(self, config: ModelConfig) -> None:
+        if config.get("quantization_config"):
+            problem = "quantised weights; write a copy in bfloat16 with transformers, and use its directory"
+            raise config.unsupported(f"{problem}: {_DEQUANTISE.strip()}")
+        # What vLLM computes, whatever the config says.
+        for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if config.get(key, value) != value:
+                raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")
+        super()._refuse_variants(config)
+
+
+FAMILY = GptOss(
+    "gpt_oss", head_dim=64, max_positions=131072, num_kv_heads=8, rms_norm_eps=1e-5, sliding_window=128, windows=True,
+    full_layers=0, qkv_bias=True, yarn=True,
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""Context parallelism without ranks: who has which blocks, and the mask of some slots.
+
+`test_topologies.py` has what several ranks compute.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
+from tandem.model.context import dealt_blocks
+
+SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
+GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)
+
+
+@pytest.mark.parametrize("ends", [SEQUENCE, GROUP], ids=["sequence", "group"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_see_about_as_many_blocks(ends, ranks):
+    blocks = dealt_blocks(ends, ranks)
+    assert sorted(np.concatenate(blocks)) == list(range(len(ends) // BLOCK))
+    assert len({len(of_rank) for of_rank in blocks}) == 1
+    partial, full = seen_blocks(ends, len(ends))
+    seen = [(partial | full)[of_rank].sum() for of_rank in blocks]
+    assert max(seen) <= 1.1 * np.mean(seen)
+
+
+@pytest.mark.parametrize("window", [None, 400])
+def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
+    ends = torch.tensor([640] * 300 + [400] * 100 + [640] * 240 + [768] * 128)
+    slots = torch.cat([torch.arange(128), torch.arange(384, 640)])
+    whole = dense_mask(ends, window)
+    angles = torch.zeros(len(slots), 4)
+    part = tree_params(ends, "sdpa", (angles, angles), window, slots)
+    assert torch.equal(part.mask, whole[slots])
+    blocks = tree_params(ends, "flex", (angles, angles), window, slots)
+    assert torch.equal(evaluated(blocks), whole[slots])
+    assert int(blocks.mask.full_kv_num_blocks.sum()) > 0
+
+
+def evaluated(row: TreeParams) -> torch.Tensor:
+    """What FlexAttention sees: of a block that it sees partly the mask's part, of others everything."""
+    mask, slots = row.mask, row.slots
+    assert isinstance(mask, Blocks)
+    assert slots is not None
+    seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)
+    keys = torch.arange(len(mask.ends))
+    exact = (keys <= slots[:, None]) & (slots[:, None] < mask.ends)
+    if row.reach is not None:
+        exact &= row.reach[0] > row.reach[1][:, None]
+    for query in range(len(slots) // BLOCK):
+        of_query = slice(query * BLOCK, (query + 1) * BLOCK)
+        for counts, indices, wholly in (
+            (mask.kv_num_blocks, mask.kv_indices, False), (mask.full_kv_num_blocks, mask.full_kv_indices, True),
+        ):  # fmt: skip
+            for block in indices[0, 0, query, : int(counts[0, 0, query])].tolist():
+                of_keys = slice(block * BLOCK, (block + 1) * BLOCK)
+                seen[of_query, of_keys] = True if wholly else exact[of_query, of_keys]
+    return seen
