@@ -107,14 +107,15 @@ class LoraLinear(nn.Module):
         [S, targets * rank], for `adapter_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
-        bias = self.base.bias
+        # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
+        bias = None if self.column else self.base.bias
         if residual is not None and self.group.size() == 1 and self.fp8 is None and bias is None:
             output = torch.addmm(residual, x, self.base.weight.t())  # one pass less than the product and a sum
         else:
             output = self._product(x)
             if not self.column:
                 output = self._summed(output)
-            if bias is not None:  # after the sum: all ranks of a row-parallel layer have the same bias
+            if bias is not None:
                 output += bias
             if residual is not None:
                 output += residual
@@ -161,8 +162,12 @@ class LoraLinear(nn.Module):
         return partial
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """`W x`: this rank's part."""
-        return linear(x, self.base.weight) if self.fp8 is None else self.fp8.forward(x)
+        """`W x`, with a column-parallel layer's bias: this rank's part."""
+        bias = self.base.bias if self.column else None
+        if self.fp8 is None:
+            return linear(x, self.base.weight, bias)
+        output = self.fp8.forward(x)
+        return output if bias is None else output.add_(bias)
 
     def _a(self, dtype: torch.dtype) -> torch.Tensor:
         """A of all adapted targets, stacked: [targets * rank, in]."""
