@@ -171,8 +171,8 @@ def _own_positions(row, topology):
     return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
 
 
-def _first_slots(*arguments, slots=None, **options):
-    return TREE_PARAMS(*arguments, slots=None if slots is None else torch.arange(len(slots)), **options)
+def _first_slots(*arguments, deal=None, **options):
+    return TREE_PARAMS(*arguments, deal=deal and replace(deal, slots=torch.arange(len(deal.slots))), **options)
 
 
 def _gradient_of_all(ctx, gradient):
@@ -193,7 +193,7 @@ SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
 BREAKS = {
     "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
-    "cp: keys in the ranks' order": (context, "_blocks", lambda tensor, _order: tensor),
+    "cp: keys in the ranks' order": (context, "_reordered", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
     "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
     "cp: no sum of the adapters' gradients": (

@@ -3,12 +3,14 @@
 `test_topologies.py` has what several ranks compute.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
-from tandem.model.context import dealt_blocks
+from tandem.model.context import Deal, dealt_blocks
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
 GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)
@@ -31,18 +33,20 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
     slots = torch.cat([torch.arange(128), torch.arange(384, 640)])
     whole = dense_mask(ends, window)
     angles = torch.zeros(len(slots), 4)
-    part = tree_params(ends, "sdpa", (angles, angles), window, slots)
+    deal = mock.Mock(spec=Deal, slots=slots)
+    part = tree_params(ends, "sdpa", (angles, angles), window, deal)
     assert torch.equal(part.mask, whole[slots])
-    blocks = tree_params(ends, "flex", (angles, angles), window, slots)
+    blocks = tree_params(ends, "flex", (angles, angles), window, deal)
     assert torch.equal(evaluated(blocks), whole[slots])
     assert int(blocks.mask.full_kv_num_blocks.sum()) > 0
 
 
 def evaluated(row: TreeParams) -> torch.Tensor:
     """What FlexAttention sees: of a block that it sees partly the mask's part, of others everything."""
-    mask, slots = row.mask, row.slots
+    mask = row.mask
     assert isinstance(mask, Blocks)
-    assert slots is not None
+    assert row.deal is not None
+    slots = row.deal.slots
     seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)
     keys = torch.arange(len(mask.ends))
     exact = (keys <= slots[:, None]) & (slots[:, None] < mask.ends)

@@ -7,7 +7,7 @@ row for all layers and passes through Megatron in `PackedSeqParams`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tandem.model.compiled import Compiled
 from tandem.model.mcore import PackedSeqParams
+
+if TYPE_CHECKING:
+    from tandem.model.context import Deal
 
 Kernel = Literal["sdpa", "flex"]
 
@@ -29,9 +32,7 @@ class TreeParams(PackedSeqParams):
 
     mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
     length: int = 0  # of the attention's queries, to which the layers' slots are padded
-    # This rank's slots of the row, where context-parallel ranks share it: their queries see the whole row's keys.
-    slots: torch.Tensor | None = None
-    deal: Any = None  # `tandem.model.context.Deal`, with `slots`
+    deal: "Deal | None" = None  # which slots the queries are of, where context-parallel ranks share the row
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
     experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
     # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its reach.
@@ -41,7 +42,7 @@ class TreeParams(PackedSeqParams):
 
 def tree_params(
     subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor], window: int | None = None,
-    slots: torch.Tensor | None = None,
+    deal: "Deal | None" = None,
 ) -> TreeParams:  # fmt: skip
     """The parameters of a row.
 
@@ -50,9 +51,9 @@ def tree_params(
             empty.
         rotation: of the slots that the layers compute, which are the row's first; all others are padding.
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
-        slots: int64, those of the row that the layers compute, in whole blocks; None: the row's first.
+        deal: which slots of the row this rank computes; None: the row's first.
     """
-    reach = None
+    reach, slots = None, None if deal is None else deal.slots
     device = rotation[0].device
     if kernel == "sdpa":
         if slots is None:
@@ -67,7 +68,7 @@ def tree_params(
             reach = depth, (depth if slots is None else depth[slots]) - window
     length = len(subtree_end) if slots is None else len(slots)
     # Not `thd`: to Megatron a row is one sequence.
-    return TreeParams(qkv_format="sbhd", mask=mask, length=length, rotation=rotation, reach=reach, slots=slots)
+    return TreeParams(qkv_format="sbhd", mask=mask, length=length, rotation=rotation, reach=reach, deal=deal)
 
 
 def rotation(
@@ -180,56 +181,55 @@ def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], N
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *blocks: torch.Tensor
 ) -> torch.Tensor:
-    ends, *indices = blocks[: len(Blocks._fields)]
+    ends = blocks[0]
 
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key])
 
-    return _flex(query, key, value, scale, tree_mask, indices, *blocks[len(Blocks._fields) :])
+    return _flex(query, key, value, scale, tree_mask, *blocks)
 
 
 def _attend_in_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, depth: torch.Tensor, out: torch.Tensor,
     *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks[: len(Blocks._fields)]
+    ends = blocks[0]
 
     def window_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < ends[key]) & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, window_mask, indices, *blocks[len(Blocks._fields) :])
+    return _flex(query, key, value, scale, window_mask, *blocks)
 
 
 def _attend_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
     *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks[: len(Blocks._fields)]
+    ends = blocks[0]
 
     def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= slots[query]) & (slots[query] < ends[key])
 
-    return _flex(query, key, value, scale, part_mask, indices, *blocks[len(Blocks._fields) :])
+    return _flex(query, key, value, scale, part_mask, *blocks)
 
 
 def _attend_part_in_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
     depth: torch.Tensor, out: torch.Tensor, *blocks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    ends, *indices = blocks[: len(Blocks._fields)]
+    ends = blocks[0]
 
     def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= slots[query]) & (slots[query] < ends[key]) & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, part_mask, indices, *blocks[len(Blocks._fields) :])
+    return _flex(query, key, value, scale, part_mask, *blocks)
 
 
 def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any,
-    indices: list[torch.Tensor], *sinks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    lengths = query.shape[2], key.shape[2]
-    fields: dict[str, Any] = dict(zip(Blocks._fields[1:], indices, strict=True))
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any, *blocks: torch.Tensor
+) -> torch.Tensor:
+    lengths, sinks = (query.shape[2], key.shape[2]), blocks[len(Blocks._fields) :]
+    fields: dict[str, Any] = dict(zip(Blocks._fields[1:], blocks[1 : len(Blocks._fields)], strict=True))
     mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
     if not sinks:
         return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
@@ -250,7 +250,7 @@ flex_in_window = Compiled(_attend_in_window)
 
 
 flex_part = Compiled(_attend_part)
-"""`flex` with the queries of some slots; after scale `TreeParams.slots`."""
+"""`flex` with the queries of some slots; after scale `Deal.slots`."""
 
 flex_part_in_window = Compiled(_attend_part_in_window)
 """`flex_part` in a sliding window; after the slots `TreeParams.reach`."""
@@ -266,11 +266,11 @@ def attend(
     if isinstance(row.mask, Blocks):
         blocks = row.mask if sinks is None else (*row.mask, sinks)
         reach = () if row.reach is None else row.reach
-        if row.slots is None:
+        if row.deal is None:
             output = (flex_in_window if reach else flex)(query, key, value, scale, *reach, *blocks)
         else:
             part: Any = flex_part_in_window if reach else flex_part
-            output = part(query, key, value, scale, row.slots, *reach, *blocks)
+            output = part(query, key, value, scale, row.deal.slots, *reach, *blocks)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
@@ -286,8 +286,8 @@ def attend(
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One key more, which every query sees and whose value is zero. Its product with each query is its head's of
-    `sinks`: heads have eight dimensions more (kernels want multiples of eight), and the first is 1 in queries."""
+    """Add a key that every query sees and whose value is zero. Its product with each query is the head's sink: eight
+    dimensions are added (kernels want multiples of eight), and the first of them is 1 in queries."""
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)
     one[0] = 1

@@ -22,8 +22,8 @@ class Deal:
     """Which slots of a row this rank has. The row has `length` slots, each rank length / ranks."""
 
     slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's, rising
-    place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies among all ranks' blocks
-    dealt: torch.Tensor  # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank
+    place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
+    by_rank: torch.Tensor  # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank
     items: torch.Tensor  # int64 [own items], on the device: those of the row that this rank predicts
     num_items: int
     group: dist.ProcessGroup
@@ -32,13 +32,13 @@ class Deal:
         """This rank's queries, and the keys and values of the whole row, in its order."""
         q, k, v = heads
         both = parallel.gather(torch.cat([k, v], 1), self.group)
-        k, v = _blocks(both, self.place).chunk(2, 1)
+        k, v = _reordered(both, self.place).chunk(2, 1)
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
         """From the gradients of what `gather` returned those of its arguments, summed over the ranks in their order."""
         q, k, v = gradients
-        k, v = parallel.scatter_sum(_blocks(torch.cat([k, v], 1), self.dealt), self.group).chunk(2, 1)
+        k, v = parallel.scatter_sum(_reordered(torch.cat([k, v], 1), self.by_rank), self.group).chunk(2, 1)
         return q, k, v
 
     def together(self, own: torch.Tensor) -> torch.Tensor:
@@ -60,33 +60,30 @@ class _Together(torch.autograd.Function):
         return gradient[ctx.items], None
 
 
-def deal_row(
-    subtree_end: torch.Tensor, item_source: torch.Tensor, group: dist.ProcessGroup, device: torch.device
-) -> Deal:
+def deal_row(subtree_end: torch.Tensor, item_source: torch.Tensor, group: dist.ProcessGroup) -> Deal:
     """Deal a row to the ranks of `group`.
 
     Args:
         subtree_end: int [length], on the host; `length` is a multiple of BLOCK * ranks.
-        item_source: int64 [items], on `device`, the slot that each item is predicted from.
+        item_source: int64 [items], on the device, the slot that each item is predicted from.
     """
-    ranks = group.size()
-    blocks = dealt_blocks(subtree_end.cpu().numpy(), ranks)
+    blocks = dealt_blocks(subtree_end.cpu().numpy(), group.size())
     slots = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel()
     own = np.zeros(len(subtree_end), bool)
     own[slots] = True
-    dealt = np.concatenate(blocks)
+    by_rank = np.concatenate(blocks)
 
     def moved(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(item_source.device)
 
     items = moved(own)[item_source].nonzero()[:, 0]  # waits for the device
-    return Deal(moved(slots), moved(np.argsort(dealt)), moved(dealt), items, len(item_source), group)
+    return Deal(moved(slots), moved(np.argsort(by_rank)), moved(by_rank), items, len(item_source), group)
 
 
 def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
-    """Each rank's blocks of queries, rising, equally many; so that the ranks see about as many blocks of keys.
+    """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many blocks of keys.
 
-    The blocks go to the ranks by how many blocks of keys they see, the most first: to rank 0, 1, ..., and back.
+    Blocks are dealt in the order of how many blocks of keys they see, the most first: to rank 0, 1, ..., and back.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
     order = np.argsort(-(partial | full).sum(1), kind="stable")
@@ -95,6 +92,6 @@ def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.
     return [np.sort(turns[:, rank]) for rank in range(ranks)]
 
 
-def _blocks(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[blocks * BLOCK, ...], its blocks in another order."""
     return tensor.unflatten(0, (-1, BLOCK))[order].flatten(0, 1)

@@ -223,16 +223,15 @@ class Policy(nn.Module):
         row = dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
-        slots = None if row.deal is None else row.deal.slots
         embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.arch.embedding_scale is not None:
             embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
         rotations = [rotation(row.positions, each, embedded.dtype, self.arch.rope_factor) for each in self._inv_freq]
-        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], slots=slots)
-        params.deal = row.deal
+        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
-            params.windowed = tree_params(row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, slots)
-            params.windowed.deal = row.deal
+            params.windowed = tree_params(
+                row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
+            )
         params.experts = row.slot_experts
         if sizes.sequence:
             embedded = embedded.chunk(sizes.tensor)[place.tensor]

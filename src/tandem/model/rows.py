@@ -32,7 +32,7 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
         return row
     unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
     row = padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
-    deal = deal_row(row.subtree_end, row.item_source, group, row.tokens.device)
+    deal = deal_row(row.subtree_end, row.item_source, group)
     local = torch.empty_like(row.tokens)
     local[deal.slots] = torch.arange(len(deal.slots), device=local.device)
     experts = row.slot_experts

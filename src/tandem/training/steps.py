@@ -67,7 +67,7 @@ class Training:
         self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
         self._fitted = False
-        self._reports = self.topology.place.context == 0  # of the ranks that share a row one counts it
+        self._reports = self.topology.place.context == 0  # of the ranks that share a row, the first counts it
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.

@@ -221,7 +221,7 @@ class _HeadsGraph:
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # Detached, because an output that its own graph holds would be freed by `gradients` alone, not by an error.
+            # Detached: an output that its own graph saves would keep that graph alive until `gradients` uses it up.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:
