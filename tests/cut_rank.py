@@ -103,7 +103,7 @@ def _ring(tensor, group):
 
 
 GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.adapter_gradients, LoraLinear._product,
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.parameter_gradients, LoraLinear._product,
 )  # fmt: skip
 
 
@@ -200,14 +200,14 @@ BREAKS = {
         AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
     ),
     "sp: no sum of the adapters' gradients": (
-        LoraLinear, "adapter_gradients", _without_sum(LoraLinear.adapter_gradients),
+        LoraLinear, "parameter_gradients", _without_sum(LoraLinear.parameter_gradients),
     ),
     "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
     "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
     "tokens are gathered in another order": (parallel, "gather", _ring),
-    "etp: no sum of the adapters' gradients": (Experts, "adapter_gradients", _without_sum(ADAPTER_GRADIENTS)),
-    "etp: cut gradients are summed too": (Experts, "adapter_gradients", _summed_twice),
-    "etp: the adapters' scale": (Experts, "adapter_gradients", _scaled),
+    "etp: no sum of the adapters' gradients": (Experts, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: cut gradients are summed too": (Experts, "parameter_gradients", _summed_twice),
+    "etp: the adapters' scale": (Experts, "parameter_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),

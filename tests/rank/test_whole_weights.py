@@ -18,7 +18,7 @@ from tandem.families.adapter import stacked_name
 from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
-from tandem.trainer.rank.publish import volume
+from tandem.trainer.rank import model_files
 from tiny import write_random_model
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
@@ -82,9 +82,9 @@ def test_a_large_model_is_written_in_several_files(
     written: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = written
-    monkeypatch.setattr(volume, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", 20_000)
     arch = read_arch(str(directory / "model"))
-    files = volume.ModelFiles(tmp_path / "merged", arch, torch.float32)
+    files = model_files.ModelFiles(tmp_path / "merged", arch, torch.float32)
     files.create(directory / "model")
     places = files._places.values()
     assert len({file for file, *_ in places}) > 3

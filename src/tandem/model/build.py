@@ -31,7 +31,7 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 def build_policy(
     arch: Arch,
-    lora: LoraShape,
+    lora: LoraShape | None,
     *,
     dtype: torch.dtype | None = None,
     recompute: Recompute = "none",
@@ -44,6 +44,7 @@ def build_policy(
     host memory that is never touched, so it takes none, and moves to the device at the end.
 
     Args:
+        lora: None trains all weights (`Policy.train_base`).
         dtype: of base weights and activations (LoRA is fp32); the default is the device's.
         recompute: "full" keeps only each layer's input and its attention's output for the backward pass. The others
             keep everything, until `recompute.fit` chooses.
@@ -74,7 +75,7 @@ def build_policy(
     return policy
 
 
-def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: AdapterSwitch) -> None:
+def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch) -> None:
     """Give layer `index` its adapters, and the blocks that compute it."""
     adapted = partial(LoraLinear, lora=lora, switch=switch)
     if arch.post_norms:
@@ -84,7 +85,8 @@ def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape, switch: Ada
     layer.blocks = [_attention_block(layer, index, arch, adapted)]
     if arch.moe and index >= arch.moe.dense_layers:
         mlp, shared = layer.mlp, None
-        mlp.experts.add_adapters(lora, switch)
+        if lora is not None:
+            mlp.experts.add_adapters(lora, switch)
         if arch.moe.biases:
             mlp.experts.add_biases()
             mlp.router.bias = _frozen(mlp.router.weight, arch.moe.num_experts)

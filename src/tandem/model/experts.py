@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from tandem.families.weight_rules import Cut
-from tandem.model import parallel
+from tandem.model import gradients, parallel
 from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked, target_blocks
 from tandem.model.mcore import MegatronModule, TransformerConfig
 from tandem.spool.schema import LoraShape
@@ -138,11 +138,13 @@ class Experts(MegatronModule):
         of_inner = grouped_product(gradient, self._b(part, gradient.dtype), ends)
         return of_rows.add_(grouped_product(of_inner, self._a(part, gradient.dtype), ends)), of_inner
 
-    def adapter_gradients(
+    def parameter_gradients(
         self, part: Part, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor,
         inner: torch.Tensor | None, ends: torch.Tensor,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """The gradients of `adapter(part)`, fp32."""
+        """The gradients of `adapter(part)`, fp32. Adds those of the weights to their buffers, where these are trained."""
+        if gradients.wanted(self._weight(part)):
+            gradients.add(self._weight(part), grouped_outer(gradient, rows, ends))
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter(part)]
         targets = self._targets(part)
@@ -153,7 +155,7 @@ class Experts(MegatronModule):
         of_a = whole_a[:, : len(targets) * self.rank].split(self.rank, 1)
         return [*of_a, *self._blocks(part, of_b)]
 
-    def _weight(self, part: Part) -> torch.Tensor:
+    def _weight(self, part: Part) -> nn.Parameter:
         return self.fc1 if part == "gate_up" else self.fc2
 
     def _targets(self, part: Part) -> list[str]:

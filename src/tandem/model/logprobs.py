@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tandem.model import parallel
+from tandem.model import gradients, parallel
 
 CHUNK_ELEMENTS = 2**27  # of one chunk's logits on this rank: 256 MiB in bf16, and a few times that in fp32 on the CPU
 
@@ -29,7 +29,7 @@ def item_logprobs(
     Args:
         hidden: [n, hidden], the state each item is predicted from.
         targets: int64 [n], token ids.
-        weight: [vocabulary of this rank, hidden], frozen; logits are `hidden @ weight.T` in hidden's dtype.
+        weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token of this rank.
         group: the tensor-parallel ranks; all of them call this with the same hidden states and targets.
     """
@@ -66,7 +66,7 @@ class _Statistics(torch.autograd.Function):
             parts.append(_statistics(logits, targets[chunk], temperature, group))
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
         return logprobs, entropy
 
     @staticmethod
@@ -79,6 +79,8 @@ class _Statistics(torch.autograd.Function):
                 of_entropy[chunk], ctx.temperature,
             )  # fmt: skip
             torch.mm(of_logits, weight, out=of_hidden[chunk])
+            if gradients.wanted(ctx.parameter):
+                gradients.add_product(ctx.parameter, of_logits, hidden[chunk])
         parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, None, None, None, None
 

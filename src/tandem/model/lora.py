@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tandem.families.weight_rules import Cut
-from tandem.model import mcore, parallel
+from tandem.model import gradients, mcore, parallel
 from tandem.model.fp8 import Fp8Weight
 from tandem.spool.schema import LoraShape
 
@@ -53,13 +53,13 @@ class LoraTensor:
 
 
 class LoraLinear(nn.Module):
-    """A frozen Megatron linear layer with adapters, which are uninitialised."""
+    """A Megatron linear layer: frozen, with adapters, which are uninitialised; or trained itself."""
 
     def __init__(
         self,
         base: mcore.ColumnParallelLinear | mcore.RowParallelLinear,
         out_features: dict[str, int],
-        lora: LoraShape,
+        lora: LoraShape | None,
         switch: AdapterSwitch,
         groups: int = 1,
     ) -> None:
@@ -68,18 +68,19 @@ class LoraLinear(nn.Module):
         """
         super().__init__()
         self.base, self.out_features, self.groups = base, out_features, groups
-        self.scale, self.rank, self.switch = lora.alpha / lora.rank, lora.rank, switch
+        self.rank, self.switch = lora.rank if lora else 0, switch
+        self.scale = lora.alpha / lora.rank if lora else 0.0
         self.column = isinstance(base, mcore.ColumnParallelLinear)
         self.group: dist.ProcessGroup = base.tp_group
         self.sequence = parallel.current().sizes.sequence
         self.fp8: Fp8Weight | None = None
         """The frozen weight, where it is quantised; `base.weight` then has no values."""
-        self.targets = [target for target in out_features if target in lora.targets]
+        self.targets = [target for target in out_features if lora and target in lora.targets]
         in_features = base.input_size if self.column else base.input_size_per_partition
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         for target in self.targets:
-            self.lora_a[target] = nn.Parameter(torch.empty(lora.rank, in_features))
-            self.lora_b[target] = nn.Parameter(torch.empty(out_features[target], lora.rank))
+            self.lora_a[target] = nn.Parameter(torch.empty(self.rank, in_features))
+            self.lora_b[target] = nn.Parameter(torch.empty(out_features[target], self.rank))
             # Megatron's optimizer counts replicated tensors once in norms; these marks say which are not replicated.
             if self.column:
                 mcore.set_tensor_model_parallel_attributes(self.lora_b[target], True, 0, 1)
@@ -104,7 +105,7 @@ class LoraLinear(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
-        [S, targets * rank], for `adapter_gradients`)."""
+        [S, targets * rank], for `parameter_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
@@ -141,10 +142,13 @@ class LoraLinear(nn.Module):
             of_inner = self._summed(of_inner)
         return of_x.addmm_(of_inner, self._a(gradient.dtype)), of_inner
 
-    def adapter_gradients(
+    def parameter_gradients(
         self, gradient: torch.Tensor, of_inner: torch.Tensor | None, x: torch.Tensor, inner: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward."""
+        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward. Adds those of
+        the layer's own weight and bias to their buffers, where these are trained."""
+        if gradients.wanted(self.base.weight):
+            self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter()]
         whole_a, of_b = _outer(of_inner, x), _outer(gradient, inner).mul_(self.scale)
@@ -153,6 +157,15 @@ class LoraLinear(nn.Module):
         of_a = whole_a.split(self.rank)
         parts = self._blocks(of_b.unflatten(0, (self.groups, -1)))
         return [*of_a, *(part.flatten(0, 1) for part in parts)]
+
+    def _add_base_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
+        if gradients.wanted(self.base.bias):
+            gradients.add(self.base.bias, gradient.sum(0, dtype=torch.float32))
+        if self.sequence and self.column:
+            x = parallel.gather(x, self.group)
+        elif self.sequence:
+            gradient = parallel.gather(gradient, self.group)
+        gradients.add_product(self.base.weight, gradient, x)
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""

@@ -1,4 +1,4 @@
-"""The policy: a frozen base model and a trainable adapter, for packed rows."""
+"""The policy: a base model, frozen with a trainable adapter or trained itself, for packed rows."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +14,11 @@ from tandem.errors import InvalidInput
 from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
-from tandem.model import device, fp8, parallel
+from tandem.model import device, fp8, gradients, parallel
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
+from tandem.model.embedding import embedded
 from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
@@ -38,7 +39,8 @@ class ItemOutputs:
 class Policy(nn.Module):
     """Built by `tandem.model.build.build_policy`.
 
-    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients.
+    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients. Without
+    `lora` all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
 
     After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`). Tensors
     cut over tensor-parallel ranks carry Megatron's attribute `tensor_model_parallel=True`: a global norm counts each
@@ -46,7 +48,7 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, gpt: GPTModel, arch: Arch, lora: LoraShape, switch: AdapterSwitch, *, inv_freq: torch.Tensor
+        self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch, *, inv_freq: torch.Tensor
     ) -> None:
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
@@ -55,10 +57,10 @@ class Policy(nn.Module):
         self.topology = parallel.current()
         self._inv_freq = inv_freq
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
-        for key in adapter_shapes(arch, lora):
+        for key in adapter_shapes(arch, lora) if lora else ():
             self._keys.setdefault(stacked_name(key), []).append(key)
         self._lora = self._find_lora()
-        self._base_memory, self._own_memory = Offload(contents=False), Offload(contents=True)
+        self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
@@ -84,6 +86,19 @@ class Policy(nn.Module):
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
+
+    def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """From now on each backward pass adds the gradients of the base weights to `buffers`, fp32, by `base`'s names."""
+        for name, parameter in self.base().items():
+            gradients.attach(parameter, buffers[name])
+        # Megatron computes the last norm, so autograd makes its gradient.
+        last = self.gpt.decoder.final_layernorm.weight.requires_grad_()
+
+        def add(weight: torch.Tensor) -> None:
+            gradients.add(weight, weight.grad)
+            weight.grad = None
+
+        last.register_post_accumulate_grad_hook(add)
 
     @torch.no_grad()
     def quantise_base(self) -> None:
@@ -111,8 +126,8 @@ class Policy(nn.Module):
     def offload(self) -> int:
         """Give back the device memory of all parameters; returns the bytes given back.
 
-        The adapter goes to host memory. The base weights are dropped, because they are frozen and in files. Nothing may
-        be computed until `restore`, and until the base weights are read again.
+        What is trained goes to host memory. Frozen base weights are dropped, because they are in files. Nothing may be
+        computed until `restore`, and until the base weights that were dropped are read again.
         """
         for layer in self._linear_layers():
             layer.fp8 = None
@@ -120,12 +135,13 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
 
     def restore(self) -> None:
-        """Undo `offload`: the same memory and adapter, but uninitialised base weights."""
+        """Undo `offload`: the same memory and adapter, but frozen base weights are uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
         """Fill the adapter from PEFT's files. Raises as `read_adapter`; the adapter in memory is then unchanged."""
+        assert self.lora is not None
         self.set_adapter(read_adapter(directory, self.arch, self.lora, device.device()))
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -141,6 +157,7 @@ class Policy(nn.Module):
         whole: dict[str, torch.Tensor] = {}
         for name, parameter in self.lora_parameters().items():
             whole |= self.gather(name, parameter.data)
+        assert self.lora is not None
         return {key: whole[key] for key in adapter_shapes(self.arch, self.lora)}
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
@@ -223,21 +240,17 @@ class Policy(nn.Module):
         row = dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
-        embedded = self.gpt.embedding(input_ids=row.tokens[None], position_ids=None)
-        if self.arch.embedding_scale is not None:
-            embedded = embedded * torch.tensor(self.arch.embedding_scale, dtype=embedded.dtype)  # rounded, as elsewhere
-        rotations = [rotation(row.positions, each, embedded.dtype, self.arch.rope_factor) for each in self._inv_freq]
+        hidden = embedded(self.gpt, row.tokens, self.arch, self.topology)
+        rotations = [rotation(row.positions, each, hidden.dtype, self.arch.rope_factor) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
             params.windowed = tree_params(
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
         params.experts = row.slot_experts
-        if sizes.sequence:
-            embedded = embedded.chunk(sizes.tensor)[place.tensor]
-            if row.slot_experts is not None:
-                params.experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        return {"hidden_states": embedded, "attention_mask": None, "packed_seq_params": params}
+        if sizes.sequence and row.slot_experts is not None:
+            params.experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
+        return {"hidden_states": hidden, "attention_mask": None, "packed_seq_params": params}
 
     @property
     def head(self) -> torch.Tensor:

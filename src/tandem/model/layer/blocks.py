@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn.functional import pad
 
+from tandem.model import gradients
 from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import Heads, HeadShape
@@ -61,11 +62,13 @@ class Block:
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
+        _add_norm_gradient(self._post_norm, gradient, output)
         zero = torch.zeros_like(output)
         return kernels.rms_norm_backward(gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero)
 
     def _input_gradient(self, of_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient`: of the block's output, and so of the input that was added to it."""
+        _add_norm_gradient(self._norm, of_normalised, x)
         return kernels.rms_norm_backward(of_normalised, x, multiplier(self._norm), self._norm.eps, gradient)
 
 
@@ -118,7 +121,7 @@ class AttentionBlock(Block):
         of_added = self._unnormalised(gradient, self._proj, _flat(output.detach(), self._slots(x)))
         of_output, of_inner = self._proj.input_gradient(of_added)
         inner = kept.tensors.pop("proj_inner", None)
-        of_proj = self._proj.adapter_gradients(of_added, of_inner, _flat(output.detach(), self._slots(x)), inner)
+        of_proj = self._proj.parameter_gradients(of_added, of_inner, _flat(output.detach(), self._slots(x)), inner)
         normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
@@ -130,9 +133,13 @@ class AttentionBlock(Block):
         of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
         if row.deal is not None:
             of_heads = row.deal.scatter(of_heads)
+        if self._shape.q_norm is not None and gradients.wanted(self._shape.q_norm):
+            of_norms = kernels.head_norm_gradients(of_heads, qkv, self._shape, *_rotation(row))
+            for weight, of_weight in zip((self._shape.q_norm, self._shape.k_norm), of_norms, strict=True):
+                gradients.add(weight, of_weight)
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *_rotation(row))
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
-        of_parameters = [*self._qkv.adapter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
+        of_parameters = [*self._qkv.parameter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
         del of_qkv, normalised
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
@@ -201,10 +208,10 @@ class MlpBlock(Block):
             of_added = self._unnormalised(gradient, self._down, self._activate(gate_up))
         of_activated, of_inner = self._down.input_gradient(of_added)
         of_gate_up, activated = self._activate_backward(of_activated, gate_up)
-        of_down = self._down.adapter_gradients(of_added, of_inner, activated, kept.tensors.pop("down_inner", None))
+        of_down = self._down.parameter_gradients(of_added, of_inner, activated, kept.tensors.pop("down_inner", None))
         del of_activated, activated, gate_up
         of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
-        of_parameters = [*self._gate_up.adapter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
+        of_parameters = [*self._gate_up.parameter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
         del of_gate_up, normalised
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
@@ -257,6 +264,12 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return None, *gradients
+
+
+def _add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
+    if gradients.wanted(norm.weight):
+        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
 
 
 def _flat(output: torch.Tensor, slots: int) -> torch.Tensor:

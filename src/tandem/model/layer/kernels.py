@@ -61,6 +61,11 @@ def rms_norm_backward(
     return (plus + _norm_gradient(gradient * weight, *_normalised(x, eps))).to(x.dtype)
 
 
+def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: of its output."""
+    return (gradient.float() * _normalised(x.float(), eps)[0]).sum(0)
+
+
 @_one_kernel_on_cuda
 def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
     """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
@@ -91,6 +96,18 @@ def split_heads_backward(
         if weight is not None:
             parts[index] = _norm_gradient(parts[index] * weight, *_normalised(inputs[index], shape.eps))
     return torch.cat([part.to(qkv.dtype) for part in parts], 2).flatten(1)
+
+
+def head_norm_gradients(
+    gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
+) -> list[torch.Tensor]:
+    """The gradients of the weights that normalise queries and keys, fp32 [size]; as `split_heads_backward`."""
+    inputs, found = _grouped(qkv, shape).split([shape.queries, 1, 1], 2), []
+    for gradient, heads in zip(gradients[:2], inputs[:2], strict=True):
+        of_normalised = gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1))
+        of_normalised = _rotated(of_normalised, cos.float(), -sin.float())
+        found.append((of_normalised * _normalised(heads.float(), shape.eps)[0]).sum((0, 1, 2)))
+    return found
 
 
 @_one_kernel_on_cuda

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
 from tandem.families.arch import MoE
-from tandem.model import parallel
+from tandem.model import gradients, parallel
 from tandem.model.attention import TreeParams
 from tandem.model.experts import Experts
 from tandem.model.layer import kernels
@@ -58,9 +58,9 @@ class SharedExpert:
         down_inner = self.down(kernels.swiglu(gate_up))[1]
         of_activated, of_inner = self.down.input_gradient(gradient)
         of_gate_up, activated = kernels.swiglu_backward(of_activated, gate_up)
-        of_down = self.down.adapter_gradients(gradient, of_inner, activated, down_inner)
+        of_down = self.down.parameter_gradients(gradient, of_inner, activated, down_inner)
         of_x, of_inner = self.gate_up.input_gradient(of_gate_up)
-        return of_x, [*self.gate_up.adapter_gradients(of_gate_up, of_inner, x, inner), *of_down]
+        return of_x, [*self.gate_up.parameter_gradients(of_gate_up, of_inner, x, inner), *of_down]
 
 
 class MoeBlock(Block):
@@ -69,7 +69,7 @@ class MoeBlock(Block):
     def __init__(
         self, norm: Any, router: Any, experts: Experts, shape: MoE, layer: int, shared: SharedExpert | None = None
     ) -> None:
-        """`router`: its weight [experts, hidden] is frozen. The logits of a softmax have the activations' dtype and the
+        """`router`: of the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
         softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
         `layer`: 0, 1, ..."""
         super().__init__(norm)
@@ -80,8 +80,8 @@ class MoeBlock(Block):
         self._group = self._topology.experts
 
     @property
-    def _router(self) -> torch.Tensor:
-        weight: torch.Tensor = self._module.weight
+    def _router(self) -> Parameter:
+        weight: Parameter = self._module.weight
         return weight
 
     def parameters(self) -> list[Parameter]:
@@ -123,15 +123,17 @@ class MoeBlock(Block):
         if (bias := experts.row_biases("down", ends, len(of_output))) is not None:
             of_probs += (of_output.float() * bias).sum(-1)
         down_inner = kept.tensors.pop("down_inner", None)
-        of_down = experts.adapter_gradients("down", of_output, of_inner, scaled, down_inner, ends)
+        of_down = experts.parameter_gradients("down", of_output, of_inner, scaled, down_inner, ends)
         del of_output, of_scaled, scaled, gate_up
         of_rows, of_inner = experts.input_gradient("gate_up", of_gate_up, ends)
-        of_parameters = [*experts.adapter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
+        of_parameters = [*experts.parameter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
         del of_gate_up, rows
         if self._group.size() > 1:
             of_probs = pad(of_probs, (0, 1))
         of_probs = parallel.scatter_sum(of_probs[routing.row], self._group)
         of_logits = self._logits_gradient(routing, of_probs)
+        if gradients.wanted(self._router):
+            gradients.add_product(self._router, of_logits, normalised)
         of_router = of_logits.to(x.dtype) @ self._router
         if self._shared is not None:
             of_shared, of_shared_parameters = self._shared.backward(gradient, normalised)

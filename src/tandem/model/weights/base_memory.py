@@ -1,7 +1,9 @@
 """Memory for a rank's base weights, and the exchange of what data-parallel ranks have read, from GPU to GPU."""
 
 import contextlib
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,14 +13,25 @@ from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, check
 from tandem.model import device, parallel
-from tandem.model.device.allocation import allocate
+from tandem.model.device.allocation import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
 
+_GAP = "gap"
 SEGMENT = 2 * 2**20  # bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it
 
 
+@dataclass(frozen=True)
+class Section:
+    """A range of the memory that the same ranks hold; its length divides by the number of all ranks."""
+
+    begin: int  # elements
+    end: int
+    experts: bool  # held by the ranks of `Topology.expert_data`, otherwise by those of `Topology.data`
+
+
 class BaseWeights:
-    """Uninitialised memory on this process's device for a rank's base weights, in one allocation.
+    """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and its
+    `sections`.
 
     Ranks of a `group` need the same weights: each reads a share of them from the files, calls `connect` meanwhile, and
     then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
@@ -30,15 +43,27 @@ class BaseWeights:
         Raises InvalidInput if the model can't be cut so.
         """
         check(arch, sizes)
-        rules = weight_rules(arch)
+        rules = sorted(weight_rules(arch), key=lambda rule: rule.experts is not None)
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
         own = [rule.parameter for rule in rules if rule.fp32]
         shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
+        experts = [rule.parameter for rule in rules if rule.experts is not None]
+        apart = bool(experts) and sizes.experts_apart
+        if apart:  # what comes before the experts divides by the number of ranks too
+            step = ALIGNMENT // dtype.itemsize
+            used = sum(-(-math.prod(shape) // step) for name, shape in shapes.items() if name not in experts)
+            before = {name: shape for name, shape in shapes.items() if name not in experts}
+            shapes = before | {_GAP: (-used % sizes.world * step,)} | {name: shapes[name] for name in experts}
         self.group = group
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
-        self._memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT)
+        self.memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT * sizes.world)
         self.parameters |= {name: self.parameters[name].view(torch.float32) for name in own}
+        self.parameters.pop(_GAP, None)
+        first = int(self.parameters[experts[0]].storage_offset()) if apart else len(self.memory)
+        self.sections = [Section(0, first, experts=False)]
+        if apart:
+            self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
         """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
@@ -49,7 +74,7 @@ class BaseWeights:
         read meanwhile."""
         if self.group is None:
             return
-        exports = parallel.gather_objects(ipc.exported(self._memory), self.group)
+        exports = parallel.gather_objects(ipc.exported(self.memory), self.group)
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
             for rank, share in self._other_shares().items():
@@ -96,8 +121,8 @@ class BaseWeights:
         tensors = list(parameters.values())
         first, last = tensors[0], tensors[-1]
         end = (last.storage_offset() + last.numel()) * self._ratio(last)
-        return self._memory[first.storage_offset() * self._ratio(first) : end]
+        return self.memory[first.storage_offset() * self._ratio(first) : end]
 
     def _ratio(self, parameter: torch.Tensor) -> int:
         """Elements of the memory in one of the parameter."""
-        return parameter.element_size() // self._memory.element_size()
+        return parameter.element_size() // self.memory.element_size()

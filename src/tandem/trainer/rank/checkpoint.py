@@ -32,7 +32,7 @@ from tandem.training.optimizer import AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
 """As safetensors has them."""
 _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 

@@ -24,8 +24,8 @@ from tandem.model.policy import Policy
 from tandem.model.transfer.channel import BUFFER_BYTES, STALL_SECONDS, join_store, own_address, serve_store
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest
+from tandem.trainer.rank.model_files import ModelFiles
 from tandem.trainer.rank.publish.sender import send
-from tandem.trainer.rank.publish.volume import ModelFiles
 from tandem.trainer.rank.publish.weights import TrainedWeights
 
 
@@ -55,7 +55,7 @@ class Publication:
                 address = own_address(str(url.hostname), url.port or 80)
                 self._store = serve_store(address)
                 offer = {"address": address, "port": self._store.port, "prefix": self.name}
-                offer |= {"sizes": asdict(self.topology.sizes), "targets": list(self.policy.lora.targets)}
+                offer |= {"sizes": asdict(self.topology.sizes), "targets": self._targets}
         except Exception as error:
             traceback.print_exc()
             offer = {"error": f"{type(error).__name__}: {error}"}
@@ -88,6 +88,11 @@ class Publication:
         return {"bytes": sum(sizes), "sending_seconds": max(seconds)}
 
     @property
+    def _targets(self) -> list[str] | None:
+        """Which linear layers are trained; None: everything."""
+        return list(self.policy.lora.targets) if self.policy.lora else None
+
+    @property
     def _sends(self) -> bool:
         return self.topology.rank < senders(self.topology.sizes)
 
@@ -96,7 +101,7 @@ class Publication:
         weights, rank, offer = TrainedWeights(self.policy), self.topology.rank, self._offer
         store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
         most = BUFFER_BYTES // weights.dtype.itemsize
-        lists = list(buffers(self.arch, self.policy.lora.targets, sizes=self.topology.sizes, rank=rank, most=most))
+        lists = list(buffers(self.arch, self._targets, sizes=self.topology.sizes, rank=rank, most=most))
         store.set(f"layout/{rank}", json.dumps(layout(lists, str(weights.dtype))))
         return send(self.settings.way, store, rank, offer["address"], weights, lists, beat)
 
@@ -134,7 +139,7 @@ class Publication:
             files.write(weights, self.arch, top.sizes, top.rank, beat=self.beat)
 
         self._together((lambda: files.create(self.model)) if top.rank == 0 else lambda: None)
-        self._together(write if self._sends else lambda: None)
+        self._together(write)
         return {} if checkpoint is None else {"bytes": self.spool.merged.commit(self.work / "merged", checkpoint)}
 
     def _together(self, action: Callable[[], Any]) -> None:

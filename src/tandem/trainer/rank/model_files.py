@@ -1,26 +1,49 @@
-"""Whole weights as a Hugging Face model on the volume, which transformers and vLLM can load as it is.
+"""Tensors of the model's shapes as a Hugging Face model on the volume: weights, which transformers and vLLM can load as
+they are, or the optimizer's state of them.
 
-All ranks write into the same files, each its own parts, so nothing is gathered.
+All ranks write into the same files, each its own parts, so nothing is gathered. Ranks of any topology read them
+(`load_weights`).
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, buffers
+from tandem.families.parts import Part, buffers, senders
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
-from tandem.trainer.rank.publish.weights import TrainedWeights
 
 SHARD_BYTES = 4 * 2**30
+
+
+class Weights:
+    """This rank's tensors, by the names and in the shapes of its weights."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        first = next(iter(tensors.values()))
+        self.dtype, self.device = first.dtype, first.device
+
+    @torch.no_grad()
+    def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
+        """Write the parts one after the other into `buffer`, flat and of `dtype`."""
+        for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
+            tensor = self._tensors[part.parameter]
+            columns = tensor.shape[-1:] if tensor.ndim > 1 else ()
+            source = tensor.view(part.blocks, -1, *columns)[part.at]
+            self._fill(part, source, out.view(source.shape))
+
+    def _fill(self, part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
+        """`source`: the part as it is in this rank's tensor."""
+        out.copy_(source)
 
 
 class ModelFiles:
@@ -47,29 +70,34 @@ class ModelFiles:
                 begin = len(self._headers[file]) + entry["data_offsets"][0]  # type: ignore[index]
                 self._places[name] = file, begin, shapes[name]
 
-    def create(self, base_model: Path) -> None:
+    def create(self, base_model: Path | None = None) -> None:
         """Make the files without the tensors' bytes, and copy the model's other files: configuration and tokenizer."""
-        self._directory.mkdir()
+        self._directory.mkdir(parents=True)
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        for path in base_model.iterdir():
+        for path in base_model.iterdir() if base_model else ():
             if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, self._directory / path.name)
 
-    def write(self, weights: TrainedWeights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
-        """Write this rank's parts of all tensors. `beat` is called now and then."""
+    def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
+        """Write this rank's share of all tensors. `beat` is called now and then. Ranks with the same parts take turns."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         try:
-            for parts in buffers(arch, None, sizes=sizes, rank=rank, most=most):
+            copies = sizes.world // senders(sizes)
+            for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=rank % senders(sizes), most=most)):
+                if number % copies != rank // senders(sizes):
+                    continue
                 beat()
                 lengths = [part.size for part in parts]
                 buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
                 weights.fill(parts, buffer)
                 for part, values in zip(parts, buffer.cpu().split(lengths), strict=True):
                     self._write(opened, part, values.view(part.shape))
+            for fd in opened.values():
+                os.fsync(fd)
         finally:
             for fd in opened.values():
                 os.close(fd)

@@ -1,0 +1,52 @@
+"""The embedding of a row's tokens, and its gradient where it is trained."""
+
+from typing import Any
+
+import torch
+
+from tandem.families.arch import Arch
+from tandem.model import gradients, parallel
+from tandem.model.mcore import GPTModel
+from tandem.model.parallel import Topology
+
+
+def embedded(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
+    """tokens int64 [S] -> [S, 1, hidden]; with sequence parallelism this rank's part of the slots, which divide evenly.
+
+    The vocabulary is cut over tensor-parallel ranks.
+    """
+    # A leaf, so that autograd comes back here.
+    leaf = torch.empty((), requires_grad=gradients.wanted(gpt.embedding.word_embeddings.weight))
+    hidden: torch.Tensor = _Embedded.apply(leaf, tokens, gpt, arch.embedding_scale, topology)
+    return hidden
+
+
+class _Embedded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _leaf: torch.Tensor, tokens: torch.Tensor, gpt: GPTModel, scale: float | None, topology: Topology
+    ) -> torch.Tensor:
+        ctx.weight, ctx.tokens, ctx.topology = gpt.embedding.word_embeddings.weight, tokens, topology
+        hidden: torch.Tensor = gpt.embedding(input_ids=tokens[None], position_ids=None)
+        # The scale is rounded to the dtype, as elsewhere.
+        ctx.scale = None if scale is None else torch.tensor(scale, dtype=hidden.dtype)
+        if ctx.scale is not None:
+            hidden = hidden * ctx.scale
+        if topology.sizes.sequence:
+            hidden = hidden.chunk(topology.sizes.tensor)[topology.place.tensor]
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        topology, rows = ctx.topology, len(ctx.weight)
+        gradient = gradient[:, 0]
+        if topology.sizes.sequence:
+            gradient = parallel.gather(gradient, topology.tensor)
+        if ctx.scale is not None:
+            gradient = gradient * ctx.scale
+        own = ctx.tokens - topology.place.tensor * rows
+        here = (own >= 0) & (own < rows)
+        of_own = torch.where(here[:, None], gradient.float(), 0.0)
+        # Deterministic on CUDA too, where torch sorts the indices.
+        ctx.weight.gradient_sum.index_put_((torch.where(here, own, 0),), of_own, accumulate=True)
+        return None, None, None, None, None

@@ -1,0 +1,236 @@
+"""AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), cut over the ranks that hold the same weights.
+
+Each of these ranks owns an equal range of the weights' memory: it gets the range's summed gradient, has Adam's state of
+it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A weight in
+bfloat16 has a second half: its master value is fp32, whose upper 16 bits, rounded, are the weight, and whose
+`remainder` is what the rounding took away, an int16. So weights and master values take 4 bytes, not 6.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.families.registry import weight_rules
+from tandem.model import parallel
+from tandem.model.device.offload import Offload
+from tandem.model.policy import Policy
+from tandem.model.weights.base_memory import BaseWeights, Section
+from tandem.spool.schema import OptimizerSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+REMAINDER = "remainder"
+_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
+CHUNK = 2**24
+"""Elements that are updated at once: an update takes five times their fp32 size for a while."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A part of a weight that this rank owns."""
+
+    name: str
+    begin: int  # in the weights' memory
+    at: int  # in this rank's state
+    length: int
+    decays: bool
+    counts: bool
+    """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks hold whole, the first
+    does."""
+
+
+class ShardedAdam:
+    """Gradients of all weights, fp32, and Adam's state of those that this rank owns.
+
+    Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay leaves out vectors:
+    norms and biases, as in transformers' Trainer.
+    """
+
+    def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
+        self.settings, self.steps = settings, 0
+        self._policy, self._base, self._topology = policy, base, parallel.current()
+        self._rules = {rule.parameter: rule for rule in weight_rules(policy.arch)}
+        self._gradients = torch.zeros(len(base.memory), dtype=torch.float32, device=base.memory.device)
+        policy.train_base(self._views(self._gradients))
+        self._ranges = list(self._own_ranges())
+        owned = sum(length for _, _, length in self._owned())
+        self.tensors = {name: torch.zeros_like(self._gradients[:owned]) for name in MOMENTS}
+        if base.memory.dtype is not torch.float32:
+            assert base.memory.dtype is torch.bfloat16
+            self.tensors[REMAINDER] = torch.zeros(owned, dtype=torch.int16, device=base.memory.device)
+        self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
+
+    def reset(self, settings: OptimizerSettings) -> None:
+        """Start anew, without a step taken; master values are the weights."""
+        self.settings, self.steps = settings, 0
+        for tensor in self.tensors.values():
+            tensor.zero_()
+
+    def offload(self) -> int:
+        """Free the device memory of gradients and Adam's state; returns the bytes freed. The state goes to host memory.
+
+        Gradients go with it, because publishing weights needs only the weights (R23).
+        """
+        return self._gradient_memory.park([self._gradients]) + self._state_memory.park(self.tensors.values())
+
+    def restore(self) -> None:
+        """Undo `offload`: Adam's state is as it was, gradients are zero."""
+        self._gradient_memory.restore()
+        self._state_memory.restore()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self._gradients.zero_()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the ranks. Afterwards each rank has the sums of what it owns; the rest is undefined."""
+        self._sum_over_tensor_ranks()
+        for section, begin, length in self._owned():
+            group = self._group(section)
+            if group.size() == 1:
+                continue
+            whole, own = self._gradients[section.begin : section.end], self._gradients[begin : begin + length]
+            if whole.is_cuda:
+                dist.reduce_scatter_tensor(own, whole, group=group)
+            else:
+                own.copy_(parallel.scatter_sum(whole, group))
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if any gradient is."""
+        squares = [
+            torch.linalg.vector_norm(self._of(self._gradients, part), dtype=torch.float64).square()
+            for part in self._ranges
+            if part.counts
+        ]
+        square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
+        parallel.all_reduce(square)
+        return float(square.sqrt())
+
+    def non_finite(self) -> list[str]:
+        """Names of the weights whose summed gradients hold NaN or infinity, among those that this rank owns."""
+        return [part.name for part in self._ranges if not self._of(self._gradients, part).isfinite().all()]
+
+    @torch.no_grad()
+    def step(self, norm: float, learning_rate: float) -> None:
+        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and send the weights around."""
+        self.steps += 1
+        scale = min(1.0, self.settings.max_grad_norm / norm) if norm > 0 else 1.0
+        for part in self._ranges:
+            for offset in range(0, part.length, CHUNK):
+                self._update(part, offset, min(CHUNK, part.length - offset), scale, learning_rate)
+        self._gather(self._base.memory)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> dict[str, Tensor]:
+        """One of `tensors` in the shapes of this rank's weights, by their names. A collective.
+
+        They are in the gradients' memory, until the next `zero_grad`.
+        """
+        memory, at = self._like_weights(self.tensors[name].dtype), 0
+        for _, begin, length in self._owned():
+            memory[begin : begin + length] = self.tensors[name][at : at + length]
+            at += length
+        self._gather(memory)
+        return self._views(memory)
+
+    @torch.no_grad()
+    def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
+        """Undo `whole`: `fill` gets such tensors and fills them; this rank keeps what it owns."""
+        memory, at = self._like_weights(self.tensors[name].dtype), 0
+        fill(self._views(memory))
+        for _, begin, length in self._owned():
+            self.tensors[name][at : at + length] = memory[begin : begin + length]
+            at += length
+
+    def _update(self, part: _Range, offset: int, length: int, scale: float, rate: float) -> None:
+        settings, at, begin = self.settings, part.at + offset, part.begin + offset
+        mean, square = (self.tensors[name][at : at + length] for name in MOMENTS)
+        gradient = self._gradients[begin : begin + length] * scale
+        mean.lerp_(gradient, 1 - settings.beta1)
+        square.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+        divisor = square.sqrt().div_(math.sqrt(1 - settings.beta2**self.steps)).add_(settings.eps)
+        weights = self._base.memory[begin : begin + length]
+        remainder = self.tensors[REMAINDER][at : at + length] if REMAINDER in self.tensors else None
+        master = weights if remainder is None else joined(weights, remainder)
+        if part.decays:
+            master.mul_(1 - rate * settings.weight_decay)
+        master.addcdiv_(mean, divisor, value=-rate / (1 - settings.beta1**self.steps))
+        if remainder is not None:
+            split(master, weights, remainder)
+
+    def _sum_over_tensor_ranks(self) -> None:
+        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient: of its heads, and with
+        sequence parallelism of its tokens."""
+        topology = self._topology
+        partial = [
+            gradient
+            for name, gradient in self._views(self._gradients).items()
+            if self._rules[name].cut == "whole" and (topology.sizes.sequence or name.endswith(_OF_HEADS))
+        ]
+        if topology.sizes.tensor > 1 and partial:
+            together = torch.cat([gradient.flatten() for gradient in partial])
+            parallel.all_reduce(together, group=topology.tensor)
+            for gradient, total in zip(partial, together.split([g.numel() for g in partial]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def _gather(self, memory: Tensor) -> None:
+        """Get what the other ranks own."""
+        for section, begin, length in self._owned():
+            if (group := self._group(section)).size() > 1:
+                own = memory[begin : begin + length]
+                own = own if memory.is_cuda else own.clone()
+                dist.all_gather_into_tensor(memory[section.begin : section.end], own, group=group)
+
+    def _group(self, section: Section) -> dist.ProcessGroup:
+        return self._topology.expert_data if section.experts else self._topology.data
+
+    def _owned(self) -> Iterator[tuple[Section, int, int]]:
+        """This rank's range of each section: where it begins in the memory, and its length."""
+        for section in self._base.sections:
+            group = self._group(section)
+            length = (section.end - section.begin) // group.size()
+            yield section, section.begin + group.rank() * length, length
+
+    def _own_ranges(self) -> Iterator[_Range]:
+        at = 0
+        for _, begin, length in self._owned():
+            for name, weight in self._base.parameters.items():
+                first = int(weight.storage_offset())
+                start, end = max(first, begin), min(first + weight.numel(), begin + length)
+                if start < end:
+                    counts = self._rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    decays = len(next(iter(self._rules[name].sources.values()))) > 1
+                    yield _Range(name, start, at + start - begin, end - start, decays, counts)
+            at += length
+
+    def _of(self, memory: Tensor, part: _Range) -> Tensor:
+        return memory[part.begin : part.begin + part.length]
+
+    def _like_weights(self, dtype: torch.dtype) -> Tensor:
+        """The gradients' memory as elements of another dtype, at the weights' places."""
+        return self._gradients.view(dtype)[: len(self._gradients)]
+
+    def _views(self, memory: Tensor) -> dict[str, Tensor]:
+        views = {}
+        for name, weight in self._base.parameters.items():
+            begin = int(weight.storage_offset())
+            views[name] = memory[begin : begin + weight.numel()].view(weight.shape)
+        return views
+
+
+def joined(weights: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master values of bfloat16 weights and their remainders."""
+    bits = weights.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
+    return bits.view(torch.float32)
+
+
+def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """Write master values as bfloat16 weights, rounded to the nearest, ties away from zero, and int16 remainders."""
+    bits = master.view(torch.int32)
+    upper = (bits + 2**15).bitwise_right_shift_(16)
+    weights.view(torch.int16).copy_(upper)
+    remainder.copy_(bits - upper.bitwise_left_shift(16))

@@ -1,0 +1,46 @@
+"""Policies whose weights are all trained, for tests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from policies import load_base
+from tandem.families.registry import read_arch
+from tandem.model import parallel
+from tandem.model.build import build_policy
+from tandem.model.policy import Policy
+from tandem.model.weights.base_memory import BaseWeights
+from tandem.spool.schema import OptimizerSettings
+from tandem.trainer.rank.model_files import ModelFiles, Weights
+from tandem.training.sharded_adam import ShardedAdam
+
+
+@dataclass
+class Full:
+    policy: Policy
+    base: BaseWeights
+    optimizer: ShardedAdam
+
+    def write(self, directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+        """Tensors in the shapes of the weights, as a Hugging Face model. A collective."""
+        weights, top, arch = Weights(tensors), self.policy.topology, self.policy.arch
+        files = ModelFiles(directory, arch, weights.dtype)
+        if top.rank == 0:
+            files.create()
+        parallel.gather_objects(None)
+        files.write(weights, arch, top.sizes, top.rank, beat=lambda: None)
+        parallel.gather_objects(None)
+        return directory
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Their buffers, by the weights' names."""
+        return {name: parameter.gradient_sum for name, parameter in self.policy.base().items()}  # type: ignore[attr-defined]
+
+
+def make_full(model: Path, settings: OptimizerSettings, dtype: torch.dtype = torch.float32) -> Full:
+    arch = read_arch(str(model))
+    base = BaseWeights(arch, dtype, parallel.current().sizes)
+    policy = build_policy(arch, None, dtype=dtype, base=lambda: base.parameters)
+    load_base(policy, model)
+    return Full(policy, base, ShardedAdam(policy, base, settings))

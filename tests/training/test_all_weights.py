@@ -1,0 +1,129 @@
+"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of torch's AdamW."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from full import Full, make_full
+from policies import assert_close
+from tandem.model.layer.blocks import Keep
+from tandem.spool.schema import OptimizerSettings
+from tandem.training.sharded_adam import joined, split
+from tests.model.test_same_gradients import CASES, SEQUENCES, WEIGHTS, packed_row
+from tiny import write_random_model
+
+SUPPORTED = {name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")}
+SUPPORTED["qwen2, tied"] = {"family": "qwen2", "tie_word_embeddings": True}
+SETTINGS = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face model's files."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def their_loss(model) -> torch.Tensor:
+    loss = torch.zeros(())
+    for sequence, weights in zip(SEQUENCES, WEIGHTS, strict=True):
+        logits = model(sequence[None]).logits[0, :-1]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, sequence[1:, None])[:, 0]
+        loss = loss + (logprobs * weights).sum()
+    return loss
+
+
+def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of the model's parameters by the names of its files, as transformers writes them."""
+    other = transformers.AutoModelForCausalLM.from_config(model.config)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(values[name])
+    other.save_pretrained(directory)
+    return tensors(directory)
+
+
+def train(full: Full, steps: int) -> None:
+    for _ in range(steps):
+        full.optimizer.zero_grad()
+        (full.policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
+        full.optimizer.reduce_gradients()
+        full.optimizer.step(full.optimizer.gradient_norm(), SETTINGS.learning_rate)
+
+
+@pytest.mark.parametrize("case", SUPPORTED)
+def test_like_transformers_and_adamw(alone, tmp_path, case):
+    model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    before = saved(theirs, tmp_path / "before", dict(theirs.named_parameters()))
+    named = dict(theirs.named_parameters())
+    decays = [p for name, p in named.items() if p.ndim > 1]
+    rest = [p for name, p in named.items() if p.ndim == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=SETTINGS.learning_rate,
+        betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
+    )  # fmt: skip
+    full = make_full(model, SETTINGS)
+    expected_loss = their_loss(theirs)
+    expected_loss.backward()
+    expected = saved(theirs, tmp_path / "gradients", {name: p.grad for name, p in named.items()})
+    for keep in Keep:
+        for layer in full.policy.gpt.decoder.layers:
+            layer.keep = keep
+        full.optimizer.zero_grad()
+        loss = (full.policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum()
+        loss.backward()
+        assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
+        actual = tensors(full.write(tmp_path / f"ours-{keep}", full.gradients()))
+        assert_close(actual, expected, 1e-5)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in named.values()])
+    assert abs(full.optimizer.gradient_norm() - norm) <= 1e-5 * norm
+    for _ in range(3):
+        adam.zero_grad()
+        their_loss(theirs).backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), SETTINGS.max_grad_norm)
+        adam.step()
+    train(full, 3)
+    expected = saved(theirs, tmp_path / "after", named)
+    actual = tensors(full.write(tmp_path / "ours", dict(full.policy.base())))
+    moved = torch.cat([(expected[name] - before[name]).flatten() for name in expected])
+    difference = torch.cat([(expected[name] - actual[name]).flatten() for name in expected])
+    assert moved.norm() > 0.01
+    assert difference.norm() <= 1e-3 * moved.norm()
+
+
+def test_master_values_in_bf16_lose_nothing():
+    generator = torch.Generator().manual_seed(3)
+    master = torch.randn(10_000, generator=generator) * 10.0 ** torch.randint(-30, 30, (10_000,), generator=generator)
+    weights, remainder = torch.empty(10_000, dtype=torch.bfloat16), torch.empty(10_000, dtype=torch.int16)
+    split(master.clone(), weights, remainder)
+    assert torch.equal(joined(weights, remainder), master)
+    assert torch.equal(weights, master.bfloat16())  # no exact tie is among random values
+    tie = torch.tensor([1.0 + 2.0**-8, -1.0 - 2.0**-8])
+    split(tie.clone(), weights[:2], remainder[:2])
+    assert weights[:2].tolist() == [1.0 + 2.0**-7, -1.0 - 2.0**-7]
+    assert torch.equal(joined(weights[:2], remainder[:2]), tie)
+
+
+def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
+    """Steps of a thousandth of a weight's resolution: the master values are those of a model in fp32, bit for bit."""
+    model = write_random_model(tmp_path / "model", seed=4, spread=1.0)
+    exact, half = make_full(model, SETTINGS), make_full(model, SETTINGS, torch.bfloat16)
+    for name, weight in exact.policy.base().items():
+        weight.data.copy_(half.policy.base()[name])
+    for full in (exact, half):
+        for step in range(20):
+            full.optimizer.zero_grad()
+            for name, gradient in full.gradients().items():
+                gradient.fill_(1.0 if step % 5 else -0.5).mul_(len(name))
+            full.optimizer.reduce_gradients()
+            full.optimizer.step(1.0, 2e-6)
+    remainders = half.optimizer.whole("remainder")
+    for name, weight in exact.policy.base().items():
+        master = joined(half.policy.base()[name].data.flatten(), remainders[name].flatten())
+        assert torch.equal(master, weight.data.flatten()), name
