@@ -87,8 +87,8 @@ class MergedTrainer(Trainer):
         """Rows of every tensor are the float64 merge, rounded once."""
         check = SpotCheck(str(self.model), "float32")
         for _ in range(20):
-            rows = check.rows(EVERYWHERE)
-            assert check.wrong(self.client.merged_rows(rows), rows, adapter, 2.5) == ""
+            expected = check.adapter_rows(adapter, EVERYWHERE)
+            assert expected.wrong(self.client.merged_rows(expected.rows)) == ""
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_new_requests_wait_until_another_publisher_verifies(
     adapter = trainer.step(2)
     manifest = trainer.spool.checkpoints.manifest(trainer.run, 2)
     copies = trainer._publisher._transport.copies
-    path = copies.path(f"{trainer.run}@2", manifest)
+    path = copies.path(f"{trainer.run}@2", manifest, trainer.spool.runs.get(trainer.run))
     copies.copy(path, trainer.spool.checkpoints.path(trainer.run, 2), manifest)
     client.swap_merged(f"{trainer.run}@2", str(path), 2.5, "keep", 60)
     with ThreadPoolExecutor(1) as pool:

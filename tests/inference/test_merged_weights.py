@@ -409,10 +409,11 @@ class Served:
     ) -> str:
         """`of`: the row to look at, of some tensors."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
-        wanted = check.rows(LORA) | of
-        found = [row for _, weights in self.workers for row in weights.rows(wanted)]
+        expected = check.adapter_rows(adapter or self.adapter, LORA)
+        expected.rows |= of
+        found = [row for _, weights in self.workers for row in weights.rows(expected.rows)]
         change(found)
-        return check.wrong(found, wanted, adapter or self.adapter, 2.5)
+        return expected.wrong(found)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

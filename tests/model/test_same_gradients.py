@@ -7,75 +7,16 @@ import torch
 import transformers
 from torch.func import functional_call
 
+from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.registry import read_arch
 from tandem.model.layer.blocks import Keep
-from tandem.model.rows import RowTensors
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
 LORA = LoraShape(rank=3, alpha=1.5)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-GENERATOR = torch.Generator().manual_seed(8)
-PREFIX, FIRST, SECOND, OTHER = (torch.randint(0, 260, (n,), generator=GENERATOR) for n in (20, 15, 12, 18))
-SEQUENCES = [torch.cat([PREFIX, FIRST]), torch.cat([PREFIX, SECOND]), OTHER]
-WEIGHTS = [torch.randn(len(sequence) - 1, generator=GENERATOR) for sequence in SEQUENCES]
-QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-
-CASES = {
-    "llama, linear rope": {
-        "family": "llama",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-    },
-    "mistral": {"family": "mistral", "sliding_window": 7},
-    "qwen2": {"family": "qwen2", "head_dim": 8, **QWEN_WINDOW},
-    "qwen3": {"family": "qwen3", **QWEN_WINDOW},
-    "gemma3": {
-        "family": "gemma3_text",
-        "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "query_pre_attn_scalar": 24,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "tie_word_embeddings": True,
-    },
-    "glm4_moe": {"family": "glm4_moe"},
-    "glm4_moe, unnormalised": {
-        "family": "glm4_moe",
-        "norm_topk_prob": False,
-        "use_qk_norm": False,
-        "attention_bias": False,
-        "first_k_dense_replace": 0,
-    },
-    "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
-    "gpt_oss": {"family": "gpt_oss"},
-    "gpt_oss, truncated": {
-        "family": "gpt_oss",
-        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256,
-        },
-    },
-}  # fmt: skip
-
-
-def packed_row() -> RowTensors:
-    """Two branches after a common prefix, another tree, and padding."""
-    lengths, ends = (20, 15, 12, 18), (47, 35, 47, 65)
-    tokens, padding = torch.cat([PREFIX, FIRST, SECOND, OTHER]), 6
-    subtree_end = torch.cat([torch.full((n,), end) for n, end in zip(lengths, ends, strict=True)])
-    positions = torch.cat([torch.arange(35), torch.arange(20, 32), torch.arange(18)])
-    slots = [torch.arange(35), torch.cat([torch.arange(20), torch.arange(35, 47)]), torch.arange(47, 65)]
-    return RowTensors(
-        tokens=torch.cat([tokens, torch.zeros(padding).long()]),
-        positions=torch.cat([positions, torch.zeros(padding).long()]),
-        subtree_end=torch.cat([subtree_end, torch.arange(65, 65 + padding) + 1]),
-        item_source=torch.cat([one[:-1] for one in slots]),
-        item_token=torch.cat([sequence[1:] for sequence in SEQUENCES]),
-    )
 
 
 def lora_of(case: str) -> LoraShape:

@@ -131,7 +131,7 @@ def test_a_directory_in_place_of_an_adapter_is_damage(tmp_path: Path) -> None:
     make_directory(checkpoint / "adapter_model.safetensors")
     copies = AdapterCopies(tmp_path / "copies")
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
-        copies.copy(copies.path("r@0", manifest), checkpoint, manifest)
+        copies.copy(copies.path("r@0", manifest, spool.runs.get("r")), checkpoint, manifest)
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
         CheckpointArchive(checkpoint, manifest)
     assert spool.checkpoints.size("r") > 0

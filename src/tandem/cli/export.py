@@ -9,6 +9,7 @@ import typer
 from tandem.cli.common import Json, RunArgument, connect, show, size
 from tandem.cli.runs import StepArgument
 from tandem.client.download import check_free
+from tandem.errors import InvalidInput
 from tandem.families.model_config import model_directory
 from tandem.spool.fs import new_ulid
 
@@ -26,7 +27,8 @@ def export(
     ] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights.
+    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights; or the
+    step's own files, where the run trains all weights.
 
     transformers and vLLM load the directory as they load the base model. It appears only when it is complete.
     """
@@ -40,10 +42,18 @@ def export(
     staged = dest.parent / f".{dest.name}.{new_ulid()}.part"
     staged.mkdir()
     try:
-        tandem.download(run, step, staged / "adapter")
-        total = write_merged_model(staged / "model", base, staged / "adapter", spec.lora)
+        manifest = tandem.download(run, step, staged / "step", weights_only=True)
+        if spec.lora is not None:
+            total = write_merged_model(staged / "model", base, staged / "step", spec.lora)
+        else:
+            if not manifest.files:
+                raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
+            (staged / "step" / "manifest.json").unlink()
+            (staged / "step").rename(staged / "model")
+            total = sum(entry.size for entry in manifest.files.values())
         (staged / "model").replace(dest)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     done = {"run": run, "step": step, "dest": str(dest), "base_model": str(base), "bytes": total}
-    show(done, json, lambda _: f"{run}@{step}, merged into {base}, is in {dest} ({size(total)})")
+    made = f"{run}@{step}" if spec.lora is None else f"{run}@{step}, merged into {base},"
+    show(done, json, lambda _: f"{made} is in {dest} ({size(total)})")

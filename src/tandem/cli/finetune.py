@@ -40,6 +40,7 @@ def _command(training: type[SFTTraining | DPOTraining], summary: str) -> Callabl
         checkpoint_every: Annotated[int | None, typer.Option(help="Optimizer steps per job.  \\[default: 100]")] = None,
         sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row.  \\[default: 2048]")] = None,
         too_long: Annotated[str | None, typer.Option(help="refuse, drop or truncate.  \\[default: refuse]")] = None,
+        full: Annotated[bool, typer.Option("--full", help="A new run trains all weights instead of a LoRA.")] = False,
         lora_rank: Annotated[int | None, typer.Option(help="Of a new run; alpha is twice that.")] = None,
         seed: Annotated[int | None, typer.Option(help="Of the order of the examples.  \\[default: 0]")] = None,
         setting: Annotated[
@@ -53,6 +54,7 @@ def _command(training: type[SFTTraining | DPOTraining], summary: str) -> Callabl
             "batch_size": batch_size, "learning_rate": learning_rate, "schedule": schedule, "warmup": warmup,
             "checkpoint_every": checkpoint_every, "sequence_length": sequence_length, "too_long": too_long,
             "lora": None if lora_rank is None else {"rank": lora_rank, "alpha": 2 * lora_rank}, "seed": seed,
+            "trainable": "full" if full else None,
         }  # fmt: skip
 
         def change(settings: dict[str, Any]) -> None:

@@ -7,8 +7,12 @@ import typer
 
 from tandem.cli.common import Json, RunArgument, connect, details, show, size, table, when
 from tandem.client import CheckpointInfo, RunStatus
+from tandem.spool.schema import RunSpec
 
-app = typer.Typer(help="Create runs and look at them. A run is one adapter and all its steps.", no_args_is_help=True)
+app = typer.Typer(
+    help="Create runs and look at them. A run is an adapter or a model, and all its steps.",
+    no_args_is_help=True,
+)
 checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
 
@@ -22,15 +26,22 @@ def create(
         list[str] | None,
         typer.Option(help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all]"),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of a LoRA.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of step 0's weights and of the order of training data.")] = 0,
     base_model: Annotated[str | None, typer.Option(help="The deployment's base model; no other is accepted.")] = None,
     json: Json = False,
 ) -> None:
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
-    lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
-    if target:
-        lora["targets"] = target
-    show(connect().create_run(name, base_model=base_model, lora=lora, seed=seed), json, run_details)
+    if full:
+        if alpha is not None or target:
+            raise typer.BadParameter("--full trains all weights; leave --alpha and --target out")
+        status = connect().create_run(name, base_model=base_model, trainable="full", seed=seed)
+    else:
+        lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
+        if target:
+            lora["targets"] = target
+        status = connect().create_run(name, base_model=base_model, lora=lora, seed=seed)
+    show(status, json, run_details)
 
 
 @app.command("list")
@@ -62,10 +73,16 @@ def delete(
 def _runs_table(runs: list[RunStatus]) -> object:
     rows = [
         (run.spec.name, run.newest_step, run.served.model if run.served else None, len(run.pending),
-         run.spec.lora.rank, size(run.size), when(run.spec.created))
+         run.spec.lora.rank if run.spec.lora else "full", size(run.size), when(run.spec.created))
         for run in runs
     ]  # fmt: skip
     return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "size#", "created"], rows)
+
+
+def _trained(spec: RunSpec) -> str:
+    if spec.lora is None:
+        return "all weights"
+    return f"LoRA, rank {spec.lora.rank}, alpha {spec.lora.alpha:g}, {' '.join(spec.lora.targets)}"
 
 
 def run_details(run: RunStatus) -> object:
@@ -77,7 +94,7 @@ def run_details(run: RunStatus) -> object:
         spec.name,
         [
             ("base model", spec.base_model),
-            ("LoRA", f"rank {spec.lora.rank}, alpha {spec.lora.alpha:g}, {' '.join(spec.lora.targets)}"),
+            ("trains", _trained(spec)),
             ("created", when(spec.created)),
             ("forked from", f"{fork.run}@{fork.step}" if fork else None),
             ("newest step", run.newest_step),

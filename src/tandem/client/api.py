@@ -43,6 +43,7 @@ class Api(Requests):
         name: str,
         *,
         base_model: str | None = None,
+        trainable: Literal["lora", "full"] | None = None,
         lora: LoraShape | Mapping[str, Any] | None = None,
         weights: Literal["adapter", "merged"] | None = None,
         seed: int | None = None,
@@ -50,7 +51,10 @@ class Api(Requests):
         """Create a run, whose step 0 equals the base model. Creating the same run again changes nothing."""
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
-        body = {"name": name, "base_model": base_model, "lora": lora, "weights": weights, "seed": seed}
+        body = {
+            "name": name, "base_model": base_model, "trainable": trainable, "lora": lora, "weights": weights,
+            "seed": seed,
+        }  # fmt: skip
         return await self._call(RunStatus, "POST", "runs", body=body)
 
     async def get_run(self, run: str) -> RunStatus:
@@ -253,13 +257,14 @@ class Api(Requests):
         """A checkpoint's manifest."""
         return await self._call(Manifest, "GET", "runs", run, "checkpoints", str(step))
 
-    async def download(self, run: str, step: int, dest: Path | str) -> Manifest:
-        """Fetch a checkpoint into the new directory `dest`, which PEFT can load; checks each file's SHA-256."""
+    async def download(self, run: str, step: int, dest: Path | str, *, weights_only: bool = False) -> Manifest:
+        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers where the run trains
+        all weights. Checks each file's SHA-256. `weights_only`: without the optimizer's state."""
         backoff = Backoff(self._patience)
         with Download(Path(dest)) as download:
             while True:
                 try:
-                    url = path("runs", run, "checkpoints", str(step), "download")
+                    url = path("runs", run, "checkpoints", str(step), "download") + "?weights_only=1" * weights_only
                     async with self._http.stream(method="GET", url=url) as chunks:
                         async for chunk in chunks:
                             download.write(chunk)

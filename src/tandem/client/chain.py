@@ -19,7 +19,16 @@ from tandem.controller.schemas import JobStatus
 from tandem.data.formats import Examples, open_examples
 from tandem.data.inputs import Input, PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
-from tandem.spool.schema import Event, LoraShape, OptimizerSettings, PreferenceLoss, RunName, Schedule, SFTLoss
+from tandem.spool.schema import (
+    Event,
+    LoraShape,
+    OptimizerSettings,
+    PreferenceLoss,
+    RunName,
+    Schedule,
+    SFTLoss,
+    Trainable,
+)
 
 OnStep = Callable[[int, Event], object]
 
@@ -43,6 +52,7 @@ class TrainingConfig(Input):
     evaluate_every: int = Field(default=1, ge=1, description="compute the held-out loss in every n-th job")
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    trainable: Trainable = Field(default="lora", description="of a run that does not exist yet; full: all weights")
     lora: LoraShape | None = Field(default=None, description="of a run that does not exist yet")
     optimizer: OptimizerSettings = Field(default=OptimizerSettings(), description="Adam's other settings, as in a job")
     seed: Annotated[int, Field(strict=True)] = Field(default=0, description="of the order of the examples")
@@ -161,7 +171,7 @@ class Chain:
             tandem.get_run(self.config.run)
             return False
         except NotFound:
-            tandem.create_run(self.config.run, lora=self.config.lora)
+            tandem.create_run(self.config.run, trainable=self.config.trainable, lora=self.config.lora)
             return True
 
     def _done(self, tandem: Tandem) -> tuple[int, int | None]:

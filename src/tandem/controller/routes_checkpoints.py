@@ -68,10 +68,18 @@ def unpin_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) ->
 
 
 @router.get("/{step}/download", response_class=StreamingResponse, responses={200: _TAR})
-def download_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> StreamingResponse:
+def download_checkpoint(
+    run: RunName,
+    step: Step,
+    deployment: CurrentDeployment,
+    weights_only: Annotated[bool, Query(description="without the optimizer's state")] = False,
+) -> StreamingResponse:
     """A checkpoint as an uncompressed tar archive."""
     deployment.spool.runs.get(run)
     manifest = deployment.spool.checkpoints.manifest(run, step)
+    if weights_only:
+        files = {name: entry for name, entry in manifest.files.items() if not name.startswith("optimizer/")}
+        manifest = manifest.model_copy(update={"files": files})
     archive = CheckpointArchive(deployment.spool.checkpoints.path(run, step), manifest)
     disposition = f'attachment; filename="{archive.name}.tar"'
     headers = {"Content-Length": str(archive.size), "Content-Disposition": disposition}

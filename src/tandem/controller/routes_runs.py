@@ -4,8 +4,8 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 from anyio import to_thread
@@ -79,6 +79,15 @@ def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraS
     return requested.model_copy(update={"targets": default_targets(deployment.arch)})
 
 
+def _check_full(deployment: Deployment) -> None:
+    """Raises InvalidInput where this deployment can't train or serve all weights."""
+    settings = deployment.settings
+    if settings.weights != "merged" or settings.way == "merge":
+        now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
+        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
+        raise InvalidInput(f"a run of all weights reaches vLLM whole, not by {now}; {remedy}", field="trainable")
+
+
 def _check(deployment: Deployment, spec: RunSpec) -> None:
     """Raises InvalidInput for a run that this deployment can't train or serve."""
     settings = deployment.settings
@@ -88,6 +97,8 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
+    if spec.lora is None:
+        _check_full(deployment)
     if spec.weights == "merged":
         for wrong, what in (("fp32", "fp32 weights beside others"), ("turns", "all experts in one tensor")):
             if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
@@ -98,15 +109,22 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
             problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"
             remedy = "delete it first (`tandem run delete`), or use another deployment or TANDEM_WEIGHTS=adapter"
             raise Conflict(f"{problem}; {remedy}", field="weights")
-    if spec.lora.rank > settings.max_lora_rank:
+    check(deployment.arch, Sizes.of(settings))
+    if spec.lora is not None:
+        _check_lora(deployment, spec.lora)
+
+
+def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
+    """Raises InvalidInput for an adapter that this deployment can't serve."""
+    settings = deployment.settings
+    if lora.rank > settings.max_lora_rank:
         problem = (
             f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
         )
         raise InvalidInput(problem, field="lora.rank")
-    check(deployment.arch, Sizes.of(settings))
     if deployment.arch.moe is None:
         return
-    on_experts = [target for target in spec.lora.targets if target in EXPERT_TARGETS]
+    on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
     if on_experts and not settings.expert_lora:
         problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
         remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
@@ -115,21 +133,29 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
 
 @router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})
 def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
-    """Create a run. Its step 0 is made here, on the CPU, from the model's configuration alone."""
-    base = request.base_model or deployment.base_model
+    """Create a run. Its step 0 is made here, on the CPU, from the model's configuration alone.
+
+    Step 0 of a run of all weights has no files: it is the base model.
+    """
+    base, full = request.base_model or deployment.base_model, request.trainable == "full"
+    if full and "lora" in request.model_fields_set:
+        raise InvalidInput("a run of all weights (trainable=full) has no adapter; leave lora out", field="lora")
     spec = RunSpec(
         name=request.name,
         base_model=deployment.base_model if deployment.is_base_model(base) else base,
-        lora=_with_default_targets(deployment, request.lora),
+        trainable=request.trainable,
+        lora=None if full else _with_default_targets(deployment, request.lora),
         weights=request.weights or deployment.settings.weights,
         seed=request.seed,
         created=time.time(),
     )
     _check(deployment, spec)
-    write_adapter = partial(
-        write_identity_adapter, arch=deployment.arch, lora=spec.lora, base_model=spec.base_model, seed=spec.seed
-    )
-    return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_adapter), response)
+
+    def write_files(directory: Path) -> None:
+        if spec.lora is not None:
+            write_identity_adapter(directory, deployment.arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
+
+    return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response)
 
 
 @router.get("")
@@ -203,7 +229,7 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
 
 @router.post("/{run}/fork", status_code=201, responses={200: {"model": RunStatus, "description": "It existed."}})
 def fork_run(run: RunName, request: Fork, response: Response, deployment: CurrentDeployment) -> RunStatus:
-    """Create a run whose step 0 is a checkpoint of this one: adapter and optimizer state."""
+    """Create a run whose step 0 is a checkpoint of this one: weights and optimizer state."""
     source = deployment.spool.runs.get(run)
     origin = Origin(run=run, step=request.step)
     new = source.model_copy(update={"name": request.name, "created": time.time(), "forked_from": origin})

@@ -43,12 +43,15 @@ class Health(Record):
 
 
 class CreateRun(Record):
-    """A new run: LoRA weights on the deployment's base model. Step 0 equals the base model."""
+    """A new run: LoRA weights on the deployment's base model, or all its weights. Step 0 equals the base model."""
 
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
     name: RunName
     base_model: str | None = Field(default=None, description="default: the deployment's")
+    trainable: schema.Trainable = Field(
+        default="lora", description="full: all weights are trained, and `lora` is not given"
+    )
     lora: schema.LoraShape = Field(
         default=schema.LoraShape(),
         description="default targets: all seven; for a mixture of experts those of attention",

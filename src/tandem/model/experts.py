@@ -142,7 +142,7 @@ class Experts(MegatronModule):
         self, part: Part, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor,
         inner: torch.Tensor | None, ends: torch.Tensor,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """The gradients of `adapter(part)`, fp32. Adds those of the weights to their buffers, where these are trained."""
+        """The gradients of `adapter(part)`, fp32. Adds the weight's to its buffer, where it is trained."""
         if gradients.wanted(self._weight(part)):
             gradients.add(self._weight(part), grouped_outer(gradient, rows, ends))
         if of_inner is None or inner is None:

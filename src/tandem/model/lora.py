@@ -145,8 +145,8 @@ class LoraLinear(nn.Module):
     def parameter_gradients(
         self, gradient: torch.Tensor, of_inner: torch.Tensor | None, x: torch.Tensor, inner: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward. Adds those of
-        the layer's own weight and bias to their buffers, where these are trained."""
+        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward. Adds those
+        of the layer's own weight and bias to their buffers, where these are trained."""
         if gradients.wanted(self.base.weight):
             self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:

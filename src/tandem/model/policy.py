@@ -39,8 +39,8 @@ class ItemOutputs:
 class Policy(nn.Module):
     """Built by `tandem.model.build.build_policy`.
 
-    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients. Without
-    `lora` all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
+    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients.
+    Without `lora` all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
 
     After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`). Tensors
     cut over tensor-parallel ranks carry Megatron's attribute `tensor_model_parallel=True`: a global norm counts each
@@ -88,13 +88,14 @@ class Policy(nn.Module):
         }
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on each backward pass adds the gradients of the base weights to `buffers`, fp32, by `base`'s names."""
+        """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by `base`'s names."""
         for name, parameter in self.base().items():
             gradients.attach(parameter, buffers[name])
         # Megatron computes the last norm, so autograd makes its gradient.
         last = self.gpt.decoder.final_layernorm.weight.requires_grad_()
 
         def add(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
             gradients.add(weight, weight.grad)
             weight.grad = None
 

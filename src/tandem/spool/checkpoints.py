@@ -100,12 +100,12 @@ class Checkpoints:
         return manifest
 
     def has(self, run: str, step: int, sha256: str) -> bool:
-        """Whether a file of the run's present checkpoint `step` has this SHA-256, by its manifest."""
+        """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its manifest."""
         try:
             manifest = self.manifest(run, step)
         except (NotFound, CheckpointDamaged):
             return False
-        return any(entry.sha256 == sha256 for entry in manifest.files.values())
+        return manifest.weights_sha256 == sha256
 
     def verify(self, run: str, step: int) -> Manifest:
         """The manifest, after comparing every file with it. CheckpointDamaged names each damaged file."""

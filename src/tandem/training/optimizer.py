@@ -140,6 +140,11 @@ class AdapterOptimizer:
                     parameter.grad.mul_(self.settings.max_grad_norm / norm)
         self._optimizer.step_with_ready_grads()
 
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return self.state().step
+
     def state(self) -> AdamState:
         """Adam's state itself, not a copy."""
         exp_avg, exp_avg_sq, steps = {}, {}, {0}

@@ -87,7 +87,7 @@ class ShardedAdam:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks. Afterwards each rank has the sums of what it owns; the rest is undefined."""
+        """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest is undefined."""
         self._sum_over_tensor_ranks()
         for section, begin, length in self._owned():
             group = self._group(section)
@@ -163,8 +163,8 @@ class ShardedAdam:
             split(master, weights, remainder)
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient: of its heads, and with
-        sequence parallelism of its tokens."""
+        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient: of its heads, and
+        with sequence parallelism of its tokens."""
         topology = self._topology
         partial = [
             gradient

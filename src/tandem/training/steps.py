@@ -27,6 +27,7 @@ from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss,
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
 from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
+from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics
 
 
@@ -47,7 +48,7 @@ class Training:
     job: JobSpec
     batch: PackedBatch
     policy: Policy
-    optimizer: AdapterOptimizer
+    optimizer: AdapterOptimizer | ShardedAdam
     topology: Topology
     device: torch.device
     phases: Phases
@@ -60,7 +61,7 @@ class Training:
         self.plan = plan_steps(
             self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.sizes.data
         )
-        self._steps_before = self.optimizer.state().step  # of earlier jobs
+        self._steps_before = self.optimizer.steps  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}

@@ -151,10 +151,12 @@ class VllmClient:
         scale: float,
         requests: str,
         seconds: float,
-        sources: Sequence[Mapping[str, Any]] = (),
+        sources: Sequence[Mapping[str, Any] | None] = (None,),
     ) -> dict[str, Any]:
-        """Make vLLM's weights the base model's with the adapter at `path`, within `seconds`. New requests wait until
-        `announce_merged`. `sources`: where the workers may get them whole (`worker/landing.py`), before the adapter.
+        """Make vLLM's weights those of `path`, within `seconds`. New requests wait until `announce_merged`.
+
+        `sources`: where the workers may get them, best first: whole (`worker/landing.py`); None: the base model's, with
+        the adapter in the directory `path`, times `scale`. Otherwise `path` only names them.
 
         InferenceUnavailable where the same order can succeed later: running requests did not end in time
         (`requests="wait"`), or the engine did not answer. InferenceRefused where the adapter can't be used.

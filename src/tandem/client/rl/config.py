@@ -7,13 +7,14 @@ from pydantic import Field, model_validator
 from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, Input, PackingSettings
 from tandem.errors import InvalidInput
-from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving
+from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving, Trainable
 
 
 class RunSection(Input):
     """The run; it is created unless it exists."""
 
     name: RunName
+    trainable: Trainable = "lora"
     lora: LoraShape | None = None
     weights: Serving | None = None
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True)

@@ -77,8 +77,14 @@ class Loop:
         try:
             status = await self._tandem.get_run(run.name)
         except NotFound:
-            status = await self._tandem.create_run(run.name, lora=run.lora, weights=run.weights, seed=run.seed)
-        if run.lora and run.lora.model_dump(exclude_unset=True).items() - status.spec.lora.model_dump().items():
+            status = await self._tandem.create_run(
+                run.name, trainable=run.trainable, lora=run.lora, weights=run.weights, seed=run.seed
+            )
+        if status.spec.trainable != run.trainable:
+            problem = f"run {run.name!r} exists with trainable={status.spec.trainable}"
+            raise Conflict(f"{problem}; name another run", field="run.trainable")
+        existing = status.spec.lora.model_dump() if status.spec.lora else {}
+        if run.lora and run.lora.model_dump(exclude_unset=True).items() - existing.items():
             raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
         new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
         if not self._file.exists():

@@ -15,7 +15,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.spool.fs import sha256_file
-from tandem.spool.schema import Manifest
+from tandem.spool.schema import Manifest, RunSpec
 from tandem.system.environment import private_directory
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
@@ -37,9 +37,11 @@ class AdapterCopies:
         """Whether this is the path of one of these copies, whether it exists or not."""
         return Path(path).parent == self._directory
 
-    def path(self, name: str, manifest: Manifest) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not. CheckpointDamaged if the manifest lists no
-        adapter."""
+    def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
+        """The path of this checkpoint's copy, whether it exists or not; of a run of all weights, which have no copy, it
+        only names them. CheckpointDamaged if the manifest lists no adapter."""
+        if run.lora is None:
+            return self._directory / f"{name}-{manifest.weights_sha256[:32]}"
         for file in ADAPTER_FILES:
             if file not in manifest.files:
                 raise CheckpointDamaged(f"checkpoint {manifest.run}@{manifest.step}: its manifest lists no {file}")

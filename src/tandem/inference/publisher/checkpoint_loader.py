@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
-from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.publisher.verify import verify
@@ -91,7 +90,7 @@ class CheckpointLoader:
         served = self._served.get(name)
         try:
             manifest = self.spool.checkpoints.manifest(run.name, step)
-            path = self.transport.copies.path(name, manifest)
+            path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
             if served is not None and self.transport.has(name, served.path):
                 return served  # vLLM serves a verified copy, which the damage on the volume does not change
@@ -133,8 +132,9 @@ class CheckpointLoader:
 
     def _load_and_verify(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
         started = time.monotonic()
-        # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
-        self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
+        if run.lora is not None:
+            # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
+            self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
         parts: dict[str, float] = {}
         if not self.transport.has(name, path):
@@ -150,7 +150,7 @@ class CheckpointLoader:
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
                    "since_checkpoint": time.time() - manifest.created, **parts}  # fmt: skip
         record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
-                        checkpoint=manifest.files[WEIGHTS_FILE].sha256, verified=time.time(),
+                        checkpoint=manifest.weights_sha256, verified=time.time(),
                         mean_abs_logprob_error=result.error, tokens_checked=result.tokens,
                         seconds={part: round(value, 6) for part, value in seconds.items()})  # fmt: skip
         log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)

@@ -1,5 +1,5 @@
 """Makes vLLM's own weights those of a checkpoint. Whole weights come from the job's ranks or from files, if they were
-offered; else vLLM's workers merge the adapter.
+offered; else vLLM's workers merge the adapter, or read a whole model's files.
 
 Its methods are those of `LoraTransport`. vLLM serves one checkpoint at a time.
 """
@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tandem.config import Settings
+from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged
+from tandem.families.model_config import model_directory
 from tandem.inference.publisher.adapter_copies import AdapterCopies
-from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.inference.publisher.spot_check import AdapterRows, ModelRows, SpotCheck
 from tandem.spool import Spool
+from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.logs import Log
@@ -53,21 +55,37 @@ class MergedTransport:
         return self.listed.get(name) == str(path)
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
-        """Swap the weights, and compare rows of every tensor with the publisher's own merge. New requests wait from
-        here to `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
-        scale, seconds = run.lora.alpha / run.lora.rank, self._settings.swap_seconds
-        sources = self._sources(checkpoint)
+        """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
+        `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
+        seconds, sources = self._settings.swap_seconds, list[dict[str, Any] | None](self._sources(run, checkpoint))
+        expected: AdapterRows | ModelRows
+        scale = 0.0
+        if run.lora is None:
+            directory = self._model(run, checkpoint)
+            sources.append({"way": "volume", "directory": str(directory)})
+            expected = self._check.model_rows(directory)
+        else:
+            scale = run.lora.alpha / run.lora.rank
+            sources.append(None)
+            expected = self._check.adapter_rows(path, run.lora)
         answer = self._client.swap_merged(name, str(path), scale, self._settings.swap_requests, seconds, sources)
         for reason in answer["failed"]:
             log.warning("whole weights did not arrive", model=name, transport=answer["transport"], reason=reason)
         self.listed, self.name = {name: str(path)}, answer["transport"]
-        rows = self._check.rows(run.lora)
-        if wrong := self._check.wrong(self._client.merged_rows(rows), rows, path, scale):
+        if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
         return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
 
-    def _sources(self, checkpoint: Manifest) -> list[dict[str, Any]]:
-        """Where vLLM's workers may get whole weights, best first."""
+    def _model(self, run: RunSpec, checkpoint: Manifest) -> Path:
+        """The directory of a run's whole weights; CheckpointDamaged if their files are not those of the manifest."""
+        if not checkpoint.weights_files:  # step 0
+            return model_directory(resolve_model(self._spool.root, run.base_model))
+        directory = self._spool.checkpoints.path(run.name, checkpoint.step)
+        verify_files(directory, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
+        return directory
+
+    def _sources(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
+        """Where vLLM's workers may get whole weights, best first; without the checkpoint's own."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
@@ -76,7 +94,7 @@ class MergedTransport:
             time.sleep(0.1)
         if offer and offer["transport"] != "volume":
             sources.append({**offer, "way": offer["transport"]})
-        if (files := self._spool.merged.find(checkpoint)) is not None:
+        if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
             try:
                 self._spool.merged.verify(files)
                 sources.append({"way": "volume", "directory": str(files)})

@@ -1,11 +1,11 @@
-"""Recomputes merged weights without vLLM's code: one random row of every adapted tensor, bit by bit.
+"""Reads or recomputes weights without vLLM's code: one random row of every tensor that changes, bit by bit.
 
-Log-probs prove what the weights compute. These rows prove what they are: each tensor was written, from the base model,
-with this adapter and this scale.
+Log-probs prove what the weights compute. These rows prove what they are: each tensor was written, from the base model
+with this adapter and this scale, or from this model.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -27,40 +27,74 @@ class SpotCheck:
 
     @cached_property
     def _base(self) -> dict[str, TensorFile]:
-        return {name: file for file in map(TensorFile, weight_files(self._model)) for name in file}
+        return _files(self._model)
 
-    def rows(self, lora: LoraShape) -> dict[str, int]:
-        """A random row of each tensor that adapters of this shape touch."""
+    def adapter_rows(self, adapter: Path, lora: LoraShape) -> "AdapterRows":
+        """Of each tensor that the adapter in this directory touches, merged into the base model."""
         modules = lora_modules(read_arch(self._model), lora)
-        return {f"{module}.weight": random.randrange(rows) for module, (_, rows) in modules.items()}
+        rows = {f"{module}.weight": random.randrange(rows) for module, (_, rows) in modules.items()}
+        return AdapterRows(rows, self._dtype, self._base, TensorFile(adapter / WEIGHTS_FILE), lora.alpha / lora.rank)
 
-    def wrong(self, found: list[Mapping[str, Any]], rows: Mapping[str, int], adapter: Path, scale: float) -> str:
-        """Why the rows that vLLM's workers have are not those of the merged weights, or empty.
+    def model_rows(self, directory: Path) -> "ModelRows":
+        """Of each matrix of the model in this directory."""
+        files = _files(str(directory))
+        shapes = {name: file.shape(name) for name, file in files.items()}
+        rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
+        return ModelRows(rows, self._dtype, files)
+
+
+class ModelRows:
+    """`rows`: the row of each tensor, by name."""
+
+    def __init__(self, rows: dict[str, int], dtype: str, files: Mapping[str, TensorFile]) -> None:
+        self.rows, self._dtype, self._files = rows, dtype, files
+
+    def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
+        """Why the rows that vLLM's workers have are other ones, or empty.
 
         `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
         """
-        weights = TensorFile(adapter / WEIGHTS_FILE)
-        expected = {name: self._row(weights, name, row, scale) for name, row in rows.items()}
+        expected = {name: self.row(name, row) for name, row in self.rows.items()}
         missing = {name: np.ones(row.shape, bool) for name, row in expected.items()}
         for part in found:
             name, begin, end = part["name"], part["begin"], part["end"]
             if sha256(expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
-                return f"row {rows[name]} of {name} is another one"
+                return f"row {self.rows[name]} of {name} is another one"
             missing[name][begin:end] = False
         short = [name for name, columns in missing.items() if columns.any()]
-        return f"no worker has all of row {rows[short[0]]} of {short[0]}" if short else ""
+        return f"no worker has all of row {self.rows[short[0]]} of {short[0]}" if short else ""
 
-    def _row(self, adapter: TensorFile, name: str, row: int, scale: float) -> NDArray[Any]:
-        """base + scale B A of one row, in float64, rounded to float32 and then to the served dtype."""
+    def row(self, name: str, row: int) -> NDArray[Any]:
+        """In the served dtype."""
+        values = self._values(name, row)
+        return values if self._dtype == "float32" else bfloat16(values)
+
+    def _values(self, name: str, row: int) -> NDArray[np.float32]:
+        return _floats(self._files[name][name][row], self._files[name].dtype(name), self._dtype)
+
+
+class AdapterRows(ModelRows):
+    def __init__(
+        self, rows: dict[str, int], dtype: str, base: Mapping[str, TensorFile], adapter: TensorFile, scale: float
+    ) -> None:
+        super().__init__(rows, dtype, base)
+        self._adapter, self._scale = adapter, scale
+
+    def _values(self, name: str, row: int) -> NDArray[np.float32]:
+        """base + scale B A, in float64, rounded to float32."""
         key_a, key_b = peft_keys(name.removesuffix(".weight"))
-        base = _floats(self._base[name][name][row], self._base[name].dtype(name), self._dtype).astype(np.float64)
-        delta = adapter[key_b][row].astype(np.float64) @ adapter[key_a].astype(np.float64)
-        merged = (base + scale * delta).astype(np.float32)
-        return merged if self._dtype == "float32" else bfloat16(merged)
+        delta = self._adapter[key_b][row].astype(np.float64) @ self._adapter[key_a].astype(np.float64)
+        merged: NDArray[np.float32] = (super()._values(name, row) + self._scale * delta).astype(np.float32)
+        return merged
+
+
+def _files(model: str) -> dict[str, TensorFile]:
+    """Each tensor's file."""
+    return {name: file for file in map(TensorFile, weight_files(model)) for name in file}
 
 
 def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
-    """The base weights as vLLM has them, in float32."""
+    """The weights as vLLM has them, in float32."""
     if dtype == "BF16":
         return widened(values)
     floats = values.astype(np.float32)

@@ -164,9 +164,12 @@ def _lora_arguments(settings: Settings) -> list[str]:
 
 
 def _merged_options(settings: Settings, model: str) -> str:
-    """For the worker extension: what adapters may touch, and where the second copy is."""
+    """For the worker extension: which linear layers may change, and where the second copy is. All may (None) where
+    weights come whole, because a run may train everything."""
     moe = read_arch(model).moe
-    targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
+    targets: list[str] | None = None
+    if settings.way == "merge":
+        targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
     return json.dumps({"targets": targets, "second_copy": ordered_copy(settings), "transport": settings.way})
 
 

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -30,13 +30,14 @@ _CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is aliv
 
 @dataclass(frozen=True)
 class Version:
-    """Merged weights: the served name, the path of the adapter, which names its content, the adapter's scale, and how
-    the weights came."""
+    """Weights: the served name; the path of the adapter, or what names the content of whole weights; the adapter's
+    scale; how the weights came, and where they may be got again (`worker/landing.py`)."""
 
     name: str
     path: str
     scale: float = 0.0
     transport: str = "merge"
+    source: dict[str, Any] | None = field(default=None, compare=False)
 
 
 class SwapFailed(Exception):
@@ -173,19 +174,20 @@ class MergedServer:
             if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
             deadline = time.monotonic() + HOLD_SECONDS
-            await self._stage(self.verified, [None], deadline)
+            await self._stage(self.verified, [self.verified.source], deadline)
             seconds = await self._write(state, self.verified, "keep", deadline)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
         return seconds
 
     async def _swap_to(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
         """Stage the weights, then swap. The old ones stay in use until all of the new ones are here."""
-        version = Version(order["name"], order["path"], order["scale"])
+        sources = order.get("sources") or [None]
+        version = Version(order["name"], order["path"], order["scale"], source=sources[-1])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
         async with self._swap:
             try:
-                transport, failed = await self._stage(version, [*order.get("sources", []), None], deadline)
+                transport, failed = await self._stage(version, sources, deadline)
                 version = replace(version, transport=transport)
                 staged = time.monotonic()
                 seconds = await self._write(state, version, order["requests"], deadline)
@@ -203,7 +205,7 @@ class MergedServer:
         """Bring the weights to the workers from the first source that has them; None: merged from the adapter. Returns
         how they came, and why each source before failed."""
         failed: list[str] = []
-        for source in sources:
+        for last, source in enumerate(sources, 1 - len(sources)):
             try:
                 await self._call("tandem_stage", deadline, version.path, version.path, version.scale, source)
                 pause = _POLL_SECONDS
@@ -211,12 +213,12 @@ class MergedServer:
                     await asyncio.sleep(pause)
                     pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
             except SwapFailed as error:
-                if source is None or error.status == 503:
+                if last == 0 or error.status == 503:
                     raise
                 failed.append(str(error))
             else:
                 return ways[0], failed
-        raise AssertionError("the last source is None")
+        raise AssertionError("there is a source")
 
     async def _write(self, state: Any, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap between two steps. If that fails the old weights are in use, or the phase is `torn`."""

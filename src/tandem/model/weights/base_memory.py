@@ -30,8 +30,8 @@ class Section:
 
 
 class BaseWeights:
-    """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and its
-    `sections`.
+    """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and
+    its `sections`.
 
     Ranks of a `group` need the same weights: each reads a share of them from the files, calls `connect` meanwhile, and
     then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).

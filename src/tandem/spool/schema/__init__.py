@@ -18,7 +18,7 @@ from tandem.spool.schema.jobs import (
     RLJob,
     SFTJob,
 )
-from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Origin, RunSpec, Serving
+from tandem.spool.schema.runs import LORA_TARGETS, LoraShape, LoraTarget, Origin, RunSpec, Serving, Trainable
 from tandem.spool.schema.training import Loss, OptimizerSettings, PackedData, PreferenceLoss, RLLoss, Schedule, SFTLoss
 
 __all__ = [
@@ -26,5 +26,5 @@ __all__ = [
     "Hold", "HoldPhase", "Job", "JobError", "JobId", "JobKind", "JobResult", "JobSpec", "JobState", "Lease",
     "LongProbe", "LoraShape", "LoraTarget", "Loss", "Manifest", "OptimizerSettings", "Origin", "PackedData",
     "PreferenceLoss", "Probe", "RLJob", "RLLoss", "RankMemory", "RankProcess", "Record", "RunName", "RunSpec",
-    "RunnerInfo", "SFTJob", "SFTLoss", "Schedule", "Served", "Serving",
+    "RunnerInfo", "SFTJob", "SFTLoss", "Schedule", "Served", "Serving", "Trainable",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Records of a checkpoint: its manifest with the probe, and what vLLM serves."""
 
+from hashlib import sha256
 from itertools import pairwise
 from typing import Literal, Self
 
@@ -37,8 +38,9 @@ class Probe(Record):
     """The trainer's log-probs of fixed token sequences. The publisher compares vLLM's log-probs with them.
 
     `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint, at temperature 1;
-    `previous` is the same under the checkpoint before it, `base` with the adapter switched off. The trainer computes
-    all three, so that the rounding that vLLM doesn't share cancels out of their differences.
+    `previous` is the same under the checkpoint before it, `base` with the adapter switched off; where all weights are
+    trained, as `previous`. The trainer computes all three, so that the rounding that vLLM doesn't share cancels out of
+    their differences.
     """
 
     tokens: list[list[int]]
@@ -60,8 +62,19 @@ class Manifest(Record):
     topology: dict[str, int] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
-    probe: Probe | None = None  # None: the identity adapter, which must equal the base model
+    probe: Probe | None = None  # None: step 0, which must equal the base model
     origin: Origin | None = None
+
+    @property
+    def weights_files(self) -> dict[str, FileEntry]:
+        """Those of the weights: the adapter's file, or the files of a whole model; none: the base model's weights."""
+        return {name: entry for name, entry in self.files.items() if name.endswith(".safetensors") and "/" not in name}
+
+    @property
+    def weights_sha256(self) -> str:
+        """Names the weights' content: the hash of their file; of several or none, the hash of their hashes."""
+        hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
+        return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
     @field_validator("files")
     @classmethod
@@ -82,7 +95,7 @@ class Served(Record):
     model: str  # "<run>@<step>"
     weights: Serving = "adapter"
     transport: str = "lora"  # how the weights reached vLLM
-    checkpoint: str  # SHA-256 of the adapter file
+    checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
     tokens_checked: int

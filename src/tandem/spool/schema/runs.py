@@ -1,4 +1,4 @@
-"""The record of a run: its base model, LoRA shape and origin."""
+"""The record of a run: its base model, what of it is trained, and its origin."""
 
 from typing import Literal, Self
 
@@ -8,6 +8,9 @@ from tandem.spool.schema.base import Record, RunName
 
 Serving = Literal["adapter", "merged"]
 """How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into vLLM's own weights."""
+
+Trainable = Literal["lora", "full"]
+"""What a run trains: a LoRA adapter, or all weights of its base model."""
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,8 +43,15 @@ class RunSpec(Record):
     schema_version: Literal[1] = 1
     name: RunName
     base_model: str = Field(min_length=1)
-    lora: LoraShape = LoraShape()
+    trainable: Trainable = "lora"
+    lora: LoraShape | None = LoraShape()  # None: all weights are trained
     weights: Serving = "adapter"
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None
+
+    @model_validator(mode="after")
+    def _an_adapter_or_all_weights(self) -> Self:
+        if (self.lora is None) != (self.trainable == "full"):
+            raise ValueError("a run of all weights has no lora, and another one has it")
+        return self

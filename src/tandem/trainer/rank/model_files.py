@@ -41,7 +41,7 @@ class Weights:
             source = tensor.view(part.blocks, -1, *columns)[part.at]
             self._fill(part, source, out.view(source.shape))
 
-    def _fill(self, part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
+    def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
         """`source`: the part as it is in this rank's tensor."""
         out.copy_(source)
 
@@ -82,7 +82,7 @@ class ModelFiles:
                 shutil.copyfile(path, self._directory / path.name)
 
     def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
-        """Write this rank's share of all tensors. `beat` is called now and then. Ranks with the same parts take turns."""
+        """Write this rank's share of all tensors. `beat` is called now and then. Ranks with equal parts take turns."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         try:

@@ -31,19 +31,25 @@ from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
-from tandem.trainer.rank import checkpoint
+from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdamState, AdapterOptimizer
 from tandem.training.phases import Phases
+from tandem.training.sharded_adam import ShardedAdam
 
-Checked = checkpoint.Contents[StoredTensor] | None
-"""The checkpoint to start from; None if the kept model has its state, so that its files need not be read."""
+
+@dataclass(frozen=True)
+class Checked:
+    """The checkpoint to start from, whose files are whole."""
+
+    model: Path | None = None  # of a run that trains all weights; None: the base model
+    adapter: checkpoint.Contents[StoredTensor] | None = None
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     policy: Policy
-    optimizer: AdapterOptimizer
+    optimizer: AdapterOptimizer | ShardedAdam
     base: BaseWeights
 
 
@@ -55,7 +61,8 @@ class ModelLoader:
     arch: Arch
     assignment: Assignment
     topology: Topology
-    checked: Future[Checked]
+    checked: Future[Checked | None]
+    """None: the kept model has the checkpoint's state, so its files need not be read."""
     rehearse: Callable[[Policy], None] | None
     """Runs a short pass, because a process's first pass is slow. None: nothing is warmed up."""
 
@@ -113,28 +120,47 @@ class ModelLoader:
         self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
         if self.rehearse is not None:
             self._warm_ups.append(self._warm_up_thread.submit(on_device(self.rehearse), policy))
+        if run.lora is None:
+            return LoadedModel(policy, ShardedAdam(policy, base, self.assignment.job.optimizer), base)
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.job.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
-        """Undo what `RankState.offload` did; the base weights, which it dropped, are read again."""
+        """Undo what `RankState.offload` did; frozen weights, which it dropped, are read again."""
         self._state = self._pool.submit(on_device(self._read_state))
         kept.policy.restore()
-        self._weights_tasks.append(self._read_base_weights(kept.base.own_share))
-        self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
+        if self.assignment.run.lora is not None or self.checked.result() is not None:
+            self._weights_tasks.append(self._read_base_weights(kept.base.own_share))
+            self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
-        self._kept_adam = kept.optimizer.state()
-        kept.optimizer.reset(self.assignment.job.optimizer)
+        if isinstance(kept.optimizer, ShardedAdam):
+            kept.optimizer.settings = self.assignment.job.optimizer
+        else:
+            self._kept_adam = kept.optimizer.state()
+            kept.optimizer.reset(self.assignment.job.optimizer)
         return kept
 
     def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-        model, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
-        return self._pool.submit(load_weights, model, self.arch, parameters, sizes, place)
+        return self._pool.submit(self._read_weights, parameters)
+
+    def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Frozen ones are the base model's, trained ones the checkpoint's."""
+        directory, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
+        if self.assignment.run.lora is None:
+            checked = self.checked.result()
+            directory = (checked and checked.model) or directory
+        load_weights(directory, self.arch, parameters, sizes, place)
 
     def _read_state(self) -> checkpoint.Contents[Tensor] | None:
         checked = self.checked.result()
-        return None if checked is None else checkpoint.read(checked)
+        return checkpoint.read(checked.adapter) if checked and checked.adapter else None
 
     def _load_state(self, model: LoadedModel) -> None:
+        if isinstance(model.optimizer, ShardedAdam):
+            if (checked := self.checked.result()) is not None:
+                model.optimizer.reset(self.assignment.job.optimizer)
+                if checked.model is not None:
+                    model_checkpoint.load_state(checked.model, self.arch, model.optimizer, self.topology)
+            return
         if (saved := self._state.result()) is not None:
             checkpoint.load(saved, model.policy, model.optimizer)
         else:

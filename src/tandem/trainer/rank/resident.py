@@ -15,7 +15,7 @@ from tandem.model import parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
 from tandem.spool import Spool
-from tandem.trainer.rank import checkpoint
+from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.model_loader import Checked, LoadedModel
 from tandem.trainer.rank.rendezvous import Assignment
 
@@ -30,9 +30,9 @@ class RankState:
         self._topology: Topology | None = None
         self.model: LoadedModel | None = None
         self.checkpoint: tuple[str, int, str] | None = None
-        """Run, step and job of the checkpoint that equals the model's adapter and Adam's state."""
+        """Run, step and job of the checkpoint that equals the model's trained weights and Adam's state."""
 
-    def check_checkpoint(self, spool: Spool, assignment: Assignment, arch: Arch) -> Future[Checked]:
+    def check_checkpoint(self, spool: Spool, assignment: Assignment, arch: Arch) -> Future[Checked | None]:
         """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`."""
         run, step = assignment.run, assignment.job.base_step
         kept, self.checkpoint = self.checkpoint, None
@@ -40,11 +40,13 @@ class RankState:
             kept == (run.name, step, spool.checkpoints.manifest(run.name, step).job)
         )
 
-        def check() -> Checked:
+        def check() -> Checked | None:
             if in_memory:
                 spool.checkpoints.verify(run.name, step)
                 return None
-            return checkpoint.check(spool, run.name, step, arch, run.lora)
+            if run.lora is None:
+                return Checked(model_checkpoint.check(spool, run.name, step))
+            return Checked(adapter=checkpoint.check(spool, run.name, step, arch, run.lora))
 
         thread = ThreadPoolExecutor(1)
         result = thread.submit(check)

@@ -5,12 +5,13 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,20 +19,20 @@ from torch import Tensor
 from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
-from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import EventType, Manifest, Probe
-from tandem.trainer.rank import checkpoint, probe
+from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
 from tandem.trainer.rank.publish.publication import Publication
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
+from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.steps import Training
 
 
@@ -105,7 +106,7 @@ class _Session:
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=partial(checkpoint.reference_policy, self._spool, run.name, policy, job.loss.reference_field),
+            reference=partial(self._reference_policy, policy, job.loss.reference_field),
             fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
@@ -129,18 +130,20 @@ class _Session:
         if evaluated := training.evaluate():
             self._event("evaluated", step=self.heartbeat.step, metrics=evaluated)
             metrics |= evaluated
-        publication = self._publication(policy) if run.weights == "merged" and self._settings.way != "merge" else None
+        # A checkpoint of all weights is what the way `volume` would write.
+        sends = run.weights == "merged" and self._settings.way not in ("merge", *["volume"] * (run.lora is None))
+        publication = self._publication(policy) if sends else None
         manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
             if publication is not None:
                 publication.offer()
-            contents = checkpoint.gather(policy, model.optimizer)
-            with ThreadPoolExecutor(1) as writer:  # rank 0 writes while the device computes the probe
-                written = writer.submit(self._write_files, contents) if self._rank == 0 else None
-                now = logprobs()
-                with policy.adapter_disabled():
-                    base = logprobs()
+            with ThreadPoolExecutor(1) as writer:  # rank 0 writes an adapter while the device computes the probe
+                written = self._write(model, writer)
+                now, base = logprobs(), previous
+                if run.lora is not None:
+                    with policy.adapter_disabled():
+                        base = logprobs()
                 of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
             if written is not None:
                 result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
@@ -156,6 +159,25 @@ class _Session:
             f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
         )  # fmt: skip
 
+    def _reference_policy(
+        self, policy: Policy, field: str, reference: int | Literal["base"]
+    ) -> AbstractContextManager[None]:
+        run, spool = self._assignment.run, self._spool
+        if run.lora is None:
+            base_model = Path(self._assignment.model)
+            return model_checkpoint.reference_policy(spool, run.name, base_model, policy, field, reference)
+        return checkpoint.reference_policy(spool, run.name, policy, field, reference)
+
+    def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
+        """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""
+        if isinstance(model.optimizer, ShardedAdam):
+            staged, base_model = staged_checkpoint(self._work), Path(self._assignment.model)
+            beat = partial(self.heartbeat, "checkpoint")
+            model_checkpoint.write(staged, base_model, model.policy, model.optimizer, beat=beat)
+            return writer.submit(dict) if self._rank == 0 else None
+        contents = checkpoint.gather(model.policy, model.optimizer)
+        return writer.submit(self._write_files, contents) if self._rank == 0 else None
+
     def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
         previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
         return checkpoint.write(contents, previous, staged_checkpoint(self._work))
@@ -167,7 +189,7 @@ class _Session:
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
-        self._event("checkpoint", step=manifest.step, sha256=sha256[WEIGHTS_FILE], bytes=size, seconds=seconds)
+        self._event("checkpoint", step=manifest.step, sha256=manifest.weights_sha256, bytes=size, seconds=seconds)
         return manifest
 
     def _event(self, kind: EventType, **data: Any) -> None:

@@ -72,8 +72,9 @@ def attach(worker: Any) -> None:
         copy = automatic_copy(_left_for_kv_cache(worker), weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
     with worker._maybe_get_memory_pool_context(tag="weights"):
-        base_model, targets = worker.model_config.model, frozenset(options["targets"])
-        if options["transport"] == "merge":
+        base_model = worker.model_config.model
+        targets = None if options["targets"] is None else frozenset(options["targets"])
+        if targets is not None:
             worker.tandem_weights = MergedWeights(model, base_model, targets, copy)
         else:
             place = (worker.rank, worker.parallel_config.world_size)

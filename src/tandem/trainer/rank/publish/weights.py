@@ -10,8 +10,8 @@ from tandem.trainer.rank.model_files import Weights
 
 
 class TrainedWeights(Weights):
-    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded once to float32 and then
-    to `dtype`."""
+    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded once to float32 and
+    then to `dtype`."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.base())

@@ -7,12 +7,12 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from full import Full, make_full
 from policies import assert_close
 from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import OptimizerSettings
 from tandem.training.sharded_adam import joined, split
-from tests.model.test_same_gradients import CASES, SEQUENCES, WEIGHTS, packed_row
 from tiny import write_random_model
 
 SUPPORTED = {name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")}

@@ -1,0 +1,112 @@
+"""Checkpoints of a run that trains all weights: in and out of the model and its optimizer.
+
+The directory is a Hugging Face model that transformers and vLLM load as it is. `optimizer/<tensor>/` has the same names
+and shapes: Adam's moments in fp32 and, of bfloat16 weights, the int16 remainders of their master values
+(`ShardedAdam.tensors`). `optimizer/adam.json` says how many steps were taken. Ranks of any topology read all of it.
+Step 0 has no files, because it is the base model.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
+from tandem.families.arch import Arch
+from tandem.model import parallel
+from tandem.model.parallel import Topology
+from tandem.model.policy import Policy
+from tandem.model.weights.base_weights import load_weights
+from tandem.spool import Spool, fs
+from tandem.trainer.rank.model_files import ModelFiles, Weights
+from tandem.training.sharded_adam import ShardedAdam
+
+STEPS_FILE = "optimizer/adam.json"
+
+
+def check(spool: Spool, run: str, step: int) -> Path | None:
+    """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
+
+    Raises CheckpointDamaged if a file is missing, truncated or altered, or if a trained checkpoint has no optimizer
+    state; NotFound if there is no such checkpoint.
+    """
+    manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
+    trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
+    if trained and (STEPS_FILE not in manifest.files or not manifest.weights_files):
+        raise CheckpointDamaged(
+            f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older step"
+        )
+    return directory if trained else None
+
+
+def load_state(directory: Path, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
+    """Fill the optimizer's state from a checkpoint that `check` found whole.
+
+    Raises InvalidInput where its weights were trained in another dtype.
+    """
+    names = {path.name for path in (directory / "optimizer").iterdir() if path.is_dir()}
+    if names != optimizer.tensors.keys():
+        problem = f"{directory} was trained in another dtype: it has {', '.join(sorted(names))} of each weight"
+        raise InvalidInput(f"{problem}, not {', '.join(sorted(optimizer.tensors))}", field="TANDEM_DTYPE")
+    for name in optimizer.tensors:
+
+        def fill(tensors: dict[str, torch.Tensor], source: Path = directory / "optimizer" / name) -> None:
+            load_weights(source, arch, lambda: tensors, topology.sizes, topology.place)
+
+        optimizer.load(name, fill)
+    optimizer.steps = int(json.loads((directory / STEPS_FILE).read_text())["steps"])
+
+
+def write(
+    directory: Path, base_model: Path, policy: Policy, optimizer: ShardedAdam, *, beat: Callable[[], None]
+) -> None:
+    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all ranks.
+
+    `base_model`: has the model's other files. `beat` is called now and then. Raises SpoolUnusable if the volume refuses
+    the files.
+    """
+    topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
+    model = ModelFiles(directory, arch, weights.dtype)
+    state = {
+        name: ModelFiles(directory / "optimizer" / name, arch, tensor.dtype)
+        for name, tensor in optimizer.tensors.items()
+    }
+    with fs.volume_errors(directory):
+        if topology.rank == 0:
+            fs.remove_tree(directory)
+            model.create(base_model)
+            for files in state.values():
+                files.create()
+            (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))
+        parallel.gather_objects(None)
+        model.write(weights, arch, topology.sizes, topology.rank, beat=beat)
+        for name, files in state.items():
+            files.write(Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat)
+        parallel.gather_objects(None)
+
+
+@contextmanager
+def reference_policy(
+    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
+) -> Iterator[None]:
+    """Within the block the policy is the loss's reference: the base model, or another checkpoint of the run. Its own
+    weights wait in host memory, and are back afterwards, bit for bit.
+
+    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
+    """
+    try:
+        directory = None if reference == "base" else check(spool, run, reference)
+    except NotFound as error:
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
+    own = {name: weight.detach().to("cpu", copy=True) for name, weight in policy.base().items()}
+    sizes, place = policy.topology.sizes, policy.topology.place
+    try:
+        load_weights(directory or base_model, policy.arch, policy.base, sizes, place)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in policy.base().items():
+                weight.copy_(own[name])
