@@ -40,8 +40,11 @@ def make_model(directory: Path, family: str = "qwen3") -> Path:
 
 
 def make_run(
-    spool: Spool, model: Path, name: str = "r", *, seed: int = 7, base_model: str | None = None
+    spool: Spool, model: Path, name: str = "r", *, seed: int = 7, base_model: str | None = None, full: bool = False
 ) -> schema.RunSpec:
+    if full:
+        of_all = {"name": name, "base_model": str(model), "trainable": "full", "lora": None, "weights": "merged"}
+        return spool.runs.create(schema.RunSpec(**of_all, seed=seed, created=time.time()), lambda _: None)
     spec = schema.RunSpec(name=name, base_model=base_model or str(model), lora=LORA, seed=seed, created=time.time())
     arch = read_arch(str(model))
     return spool.runs.create(
@@ -145,7 +148,7 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
 def run_two_ranks(spool: Spool, topologies: dict[str, str]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
     """Run jobs of different runs one after the other in the same two ranks, to pay for torch's import once.
 
-    `topologies`: job -> `dp`, `tp` or `cp`. Returns each job's checkpoint and last beats.
+    `topologies`: job -> `dp`, `tp`, `sp` (with `tp`), `cp` or `ep`. Returns each job's checkpoint and last beats.
     """
     jobs = [claim(spool, job_id) for job_id in topologies]
     script = str(Path(__file__).with_name("rank_of_jobs.py"))

@@ -1,4 +1,4 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp or cp> ..."""
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp or ep> ..."""
 
 import os
 import sys
@@ -18,7 +18,9 @@ session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they reh
 parallel.reading_group = lambda: parallel.current().data  # and share the reading
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
-    os.environ["TANDEM_TENSOR_PARALLEL"] = "2" if topology == "tp" else "1"
+    os.environ["TANDEM_TENSOR_PARALLEL"] = "2" if topology in ("tp", "sp") else "1"
+    os.environ["TANDEM_SEQUENCE_PARALLEL"] = "1" if topology == "sp" else "0"
+    os.environ["TANDEM_EXPERT_PARALLEL"] = "2" if topology == "ep" else "1"
     os.environ["TANDEM_CONTEXT_PARALLEL"] = "2" if topology == "cp" else "1"
     if status := worker.main(sys.argv[1], job_id, 1):
         sys.exit(status)

@@ -1,0 +1,203 @@
+"""Jobs that train all weights: they learn, repeat exactly, make models that transformers loads, and do so on several
+ranks."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rank import jobs
+from tandem.model import parallel
+from tandem.spool import Spool
+from tandem.spool.schema import RLLoss, SFTLoss
+from tandem.trainer.rank import worker
+from tandem.trainer.rank.model_checkpoint import STEPS_FILE
+from tandem.trainer.rank.resident import RankState
+
+WEIGHTS = "model-00001-of-00001.safetensors"
+EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
+KINDS = {"dense": "qwen3", "tied": "qwen2", "experts": "qwen3_moe"}
+TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp"), "tied": ("dp", "sp"), "experts": ("dp", "sp", "ep")}
+
+
+@pytest.fixture(autouse=True)
+def by_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
+    monkeypatch.setenv("TANDEM_TRANSPORT", "volume")
+
+
+@pytest.fixture
+def spool(tmp_path: Path, model: Path) -> Spool:
+    spool = Spool.create(tmp_path / "spool")
+    jobs.make_run(spool, model, full=True)
+    return spool
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return {name: (checkpoint / name).read_bytes() for name in names if name != "manifest.json"}
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / WEIGHTS)
+
+
+def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, model: Path) -> None:
+    made = jobs.run_here(spool, jobs.submit_sft(spool, epochs=15, learning_rate=3e-3))
+    steps = jobs.steps_of(spool, "sft")
+    per_epoch = len(steps) // 15
+    first, last = (np.mean([s["loss"] for s in part]) for part in (steps[:per_epoch], steps[-per_epoch:]))
+    assert last < 0.5 * first
+    manifest = spool.checkpoints.verify("r", 1)
+    assert set(manifest.weights_files) == {WEIGHTS}
+    assert {"config.json", "model.safetensors.index.json", STEPS_FILE} < manifest.files.keys()
+    before, after = load_file(model / "model.safetensors"), weights(made)
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)  # every tensor is trained
+    theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    assert manifest.probe is not None
+    for tokens, expected in zip(manifest.probe.tokens, manifest.probe.logprobs, strict=True):
+        ids = torch.tensor(tokens)
+        with torch.no_grad():
+            found = torch.log_softmax(theirs(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+        assert (found - torch.tensor(expected)).abs().max() <= 1e-4
+    assert manifest.probe.base == manifest.probe.previous
+
+
+def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Path, model: Path) -> None:
+    """Which read weights, moments and the number of steps from files."""
+    made = {}
+    for way, main in (("new", worker.main), ("stays", worker.resident())):
+        spool = Spool.create(tmp_path / way)
+        for run in ("a", "b"):
+            jobs.make_run(spool, model, run, full=True)
+        done = [files(jobs.run_here(spool, jobs.submit_sft(spool, "a", "a1", epochs=2), main))]
+        done.append(files(jobs.run_here(spool, jobs.submit_rl(spool, "a", "a2", weight_decay=0.1, beta2=0.9), main)))
+        done.append(files(jobs.run_here(spool, jobs.submit_sft(spool, "b", "b1"), main)))  # starts at the base model
+        done.append(files(jobs.run_here(spool, jobs.submit_sft(spool, "a", "a3"), main)))  # the state in memory is b's
+        spool.checkpoints.rollback("a", 1)
+        done.append(files(jobs.run_here(spool, jobs.submit_sft(spool, "a", "a4"), main)))
+        made[way] = done
+        parallel.destroy()
+    assert made["new"] == made["stays"]
+    assert len({step[WEIGHTS] for step in made["new"]}) == 5
+
+
+def test_in_bf16_jobs_continue_from_master_values(spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of a step each move weights as far as one job of two, though the steps are below bf16's resolution."""
+    monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
+    jobs.make_run(spool, model, "together", full=True)
+    examples = jobs.random_examples(1, 2)
+    settings = {"examples": examples, "learning_rate": 1e-6, "grad_accumulation_sequences": 2}
+    for number in range(3):
+        apart = jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"apart-{number}", **settings))  # type: ignore[arg-type]
+    whole = jobs.run_here(spool, jobs.submit_sft(spool, "together", "together", epochs=3, **settings))  # type: ignore[arg-type]
+    start, end = (load_file(path / "optimizer/remainder" / WEIGHTS) for path in (apart, whole))
+    assert any(tensor.any() for tensor in start.values())
+    assert all(torch.equal(start[name], end[name]) for name in start)
+    assert files(apart) == files(whole)
+
+
+@pytest.mark.parametrize("reference", ["base", 1])
+def test_a_reference_is_another_models_weights(spool: Spool, reference: str | int) -> None:
+    """A job that measures the divergence from it makes the same step as one that does not."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first", epochs=3))
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="second", epochs=3))
+    loss = RLLoss(kl_metric=True, kl_reference=reference)  # type: ignore[arg-type]
+    jobs.run_here(spool, jobs.submit_rl(spool, job_id="third", loss=loss, grad_accumulation_sequences=20))
+    kl = jobs.steps_of(spool, "third")[0]["kl_reference"]
+    assert kl > 1e-3
+    with_reference = weights(spool.checkpoints.path("r", 3))
+    spool.checkpoints.rollback("r", 2)
+    plain = jobs.run_here(spool, jobs.submit_rl(spool, job_id="plain", grad_accumulation_sequences=20))
+    assert all(torch.equal(tensor, with_reference[name]) for name, tensor in weights(plain).items())
+
+
+@pytest.mark.parametrize("damaged", [WEIGHTS, STEPS_FILE, f"optimizer/exp_avg_sq/{WEIGHTS}"])
+def test_a_damaged_file_fails_the_job(spool: Spool, damaged: str) -> None:
+    path = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first")) / damaged
+    path.write_bytes(path.read_bytes()[:-1])
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
+    assert error.type == "checkpoint_damaged"
+    assert damaged in error.message
+
+
+def test_a_missing_state_fails_the_job(spool: Spool) -> None:
+    """Also where the manifest does not name it."""
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    manifest = spool.checkpoints.manifest("r", 1)
+    path = spool.checkpoints.path("r", 1) / "manifest.json"
+    kept = {name: entry for name, entry in manifest.files.items() if not name.startswith("optimizer/")}
+    path.write_text(manifest.model_copy(update={"files": kept}).model_dump_json())
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
+    assert (error.type, STEPS_FILE in error.message) == ("checkpoint_damaged", True)
+
+
+def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
+    monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
+    error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
+    assert (error.type, "another dtype" in error.message) == ("invalid_input", True)
+
+
+def test_the_state_in_memory_is_used(spool: Spool) -> None:
+    state = RankState()
+    main = partial(worker.main, state=state)
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"), main)
+    model = state.model
+    jobs.run_here(spool, jobs.submit_sft(spool, job_id="second"), main)
+    assert state.model is model
+    parallel.destroy()
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
+    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs it, on what two ranks
+    have written."""
+    spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
+    models = {kind: jobs.make_model(tmp_path_factory.mktemp(kind), family) for kind, family in KINDS.items()}
+
+    def submit(topology: str, kind: str, number: int) -> str:
+        run = f"{topology}-{kind}"
+        if number == 1:
+            jobs.make_run(spool, models[kind], run, seed=3, full=True)
+        # The default for two data-parallel ranks is two rows per step.
+        rows = {} if topology in ("dp", "ep") and number == 1 else {"grad_accumulation_sequences": 2}
+        examples, loss = jobs.random_examples(5, 20), SFTLoss(normalisation="trajectory")
+        return jobs.submit_sft(
+            spool, run, f"{run}-{number}", examples=examples, loss=loss, eps=EPS, learning_rate=1e-3, **rows
+        )
+
+    pairs = [(topology, kind) for kind, several in TOPOLOGIES.items() for topology in several]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_WEIGHTS", "merged")
+        patch.setenv("TANDEM_TRANSPORT", "volume")
+        for kind in KINDS:
+            jobs.run_here(spool, submit("one", kind, 1))
+        jobs.run_two_ranks(spool, {submit(topology, kind, 1): topology for topology, kind in pairs})
+        made = {}
+        for topology, kind in [("one", kind) for kind in KINDS] + pairs:
+            job = submit(topology, kind, 2)
+            path = jobs.run_here(spool, job)
+            made[kind, topology] = jobs.steps_of(spool, job, measured=False), path
+    return made
+
+
+@pytest.mark.parametrize(("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several])
+def test_two_ranks_make_what_one_makes(several, kind: str, topology: str) -> None:
+    expected, reference = several[kind, "one"]
+    metrics, path = several[kind, topology]
+    assert len(metrics) == len(expected)
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["optimizer_step"] == theirs["optimizer_step"]
+    for file in (WEIGHTS, f"optimizer/exp_avg/{WEIGHTS}", f"optimizer/exp_avg_sq/{WEIGHTS}"):
+        ours, theirs = load_file(path / file), load_file(reference / file)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert (ours[name] - tensor).norm() <= 2e-4 * tensor.norm(), (file, name)
