@@ -73,3 +73,30 @@ def test_a_vllm_that_starts_again_has_the_newest_step_before_it_answers(stack: L
         2,
         "volume" if stack.environment["TANDEM_TRANSPORT"] == "volume" else "merge",
     )
+
+
+def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack) -> None:
+    """Its step 0 is the base model; later steps come as the adapter's did, and are read from the checkpoint again when
+    vLLM has started again."""
+    way, full = stack.environment["TANDEM_TRANSPORT"], "full"
+    stack.client.delete_run(RUN)
+    stack.client.create_run(full, trainable="full")
+    served = stack.client.wait_served(full, 0, timeout=180)
+    assert (served.weights, served.transport) == ("merged", "volume")
+    for step in (1, 2):
+        train(stack.client, full, 3, learning_rate=1e-3)
+        served = stack.client.wait_served(full, step, timeout=180)
+        assert (served.step, served.transport, served.refused_step) == (step, way, None)
+        assert served.mean_abs_logprob_error < (0.05 if ON_GPUS else 1e-3)
+        print(f"\n{way}: served {served.seconds}")
+    for pid in stack.pids("vllm"):
+        os.kill(pid, signal.SIGKILL)
+
+    def served_again() -> bool:
+        record = Spool(stack.root).served.get(full)
+        return record is not None and record.verified > served.verified
+
+    until("the newest step is served again", served_again, 240, poll=0.2)
+    record = Spool(stack.root).served.get(full)
+    assert record is not None
+    assert (record.step, record.transport) == (2, "volume")
