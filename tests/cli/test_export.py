@@ -14,7 +14,7 @@ from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.merged_model import write_merged_model
 from tandem.model.transfer.merge import merge
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import LoraShape, RunSpec
 from tiny import write_random_model
 
 LORA = LoraShape(rank=4, alpha=10.0)
@@ -115,3 +115,21 @@ def test_the_command(tandem, server, root, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "out")
     status, _, err = tandem("export", "exported", "7", "out", "--base-model", str(base))
     assert (status, "no checkpoint 7" in err, list(tmp_path.iterdir())) == (1, True, [])
+
+
+def test_a_run_of_all_weights_has_the_model_already(tandem, server, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spool, base = server.spool, root / "models/tiny"
+    spec = RunSpec(name="all", base_model=str(base), trainable="full", lora=None, weights="merged", created=0.0)
+    spool.runs.create(spec, lambda _: None)
+    status, _, err = tandem("export", "all", "0", "out")
+    assert status == 1
+    assert "is the base model" in err
+    shutil.copytree(base, root / "staged")
+    (root / "staged/optimizer").mkdir()
+    (root / "staged/optimizer/adam.json").write_text("{}")
+    spool.checkpoints.commit(root / "staged", "all", 1, "a-job")
+    assert tandem("export", "all", "1", "out")[0] == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in base.iterdir()}
+    assert all((tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in base.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -312,3 +312,44 @@ def test_a_model_that_the_trainers_ranks_cannot_cut_is_refused(experts_root):
         pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"),
     ):
         client.create_run("a")
+
+
+def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(tmp_path):
+    root = make_root(tmp_path / "spool")
+    for settings in ({}, {"weights": "merged"}):
+        with Server(root, **settings) as server, Tandem(server.url, KEY) as client:
+            with pytest.raises(InvalidInput, match="TANDEM_TRANSPORT=volume") as refused:
+                client.create_run("all", trainable="full")
+            assert refused.value.field == "trainable"
+            assert client.list_runs() == []
+    with Server(root, weights="merged", transport="volume") as server, Tandem(server.url, KEY) as client:
+        with pytest.raises(InvalidInput) as refused:
+            client.create_run("all", trainable="full", lora={"rank": 2})
+        assert refused.value.field == "lora"
+        spec = client.create_run("all", trainable="full").spec
+        assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
+        assert client.create_run("all", trainable="full").newest_step == 0  # the same again changes nothing
+        assert server.spool.checkpoints.manifest("all", 0).files == {}
+        with pytest.raises(Conflict, match="'all'"):
+            client.create_run("adapter")
+        assert client.train_rl("all", groups(1)).spec.base_step == 0
+
+
+def test_a_fork_of_all_weights_has_them_and_the_optimizer(tmp_path):
+    with Server(make_root(tmp_path / "spool"), weights="merged", transport="volume") as server:
+        client = Tandem(server.url, KEY)
+        client.create_run("all", trainable="full")
+        staged = server.spool.root / "staged"
+        (staged / "optimizer").mkdir(parents=True)
+        (staged / "model.safetensors").write_bytes(b"weights")
+        (staged / "optimizer" / "adam.json").write_text("{}")
+        made = server.spool.checkpoints.commit(staged, "all", 1, "a-job")
+        server.spool.runs.get("all")
+        forked = server.spool.runs.get("all").model_copy(update={"name": "fork"})
+        server.spool.checkpoints.fork("all", 1, forked)
+        manifest = server.spool.checkpoints.manifest("fork", 0)
+        assert manifest.files == made.files
+        assert manifest.weights_sha256 == made.files["model.safetensors"].sha256
+        weights = client.download("fork", 0, tmp_path / "weights", weights_only=True)
+        assert set(weights.files) == {"model.safetensors"}
+        assert {path.name for path in (tmp_path / "weights").rglob("*")} == {"model.safetensors", "manifest.json"}

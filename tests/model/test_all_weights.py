@@ -1,5 +1,11 @@
-"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of torch's AdamW."""
+"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of torch's AdamW.
 
+`BROKEN` lists mistakes that the comparison must see.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,9 +16,12 @@ from safetensors import safe_open
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from full import Full, make_full
 from policies import assert_close
-from tandem.model.layer.blocks import Keep
+from tandem.model import experts, gradients
+from tandem.model.layer import blocks, kernels
+from tandem.model.layer.blocks import Block, Keep
+from tandem.model.layer.moe_block import MoeBlock
 from tandem.spool.schema import OptimizerSettings
-from tandem.training.sharded_adam import joined, split
+from tandem.training.sharded_adam import ShardedAdam, joined, split
 from tiny import write_random_model
 
 SUPPORTED = {name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")}
@@ -56,45 +65,148 @@ def train(full: Full, steps: int) -> None:
         full.optimizer.step(full.optimizer.gradient_norm(), SETTINGS.learning_rate)
 
 
-@pytest.mark.parametrize("case", SUPPORTED)
-def test_like_transformers_and_adamw(alone, tmp_path, case):
-    model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    before = saved(theirs, tmp_path / "before", dict(theirs.named_parameters()))
-    named = dict(theirs.named_parameters())
-    decays = [p for name, p in named.items() if p.ndim > 1]
-    rest = [p for name, p in named.items() if p.ndim == 1]
-    adam = torch.optim.AdamW(
-        [{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=SETTINGS.learning_rate,
-        betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
-    )  # fmt: skip
-    full = make_full(model, SETTINGS)
-    expected_loss = their_loss(theirs)
-    expected_loss.backward()
-    expected = saved(theirs, tmp_path / "gradients", {name: p.grad for name, p in named.items()})
-    for keep in Keep:
+@dataclass(frozen=True)
+class Reference:
+    """What transformers and torch's AdamW compute; tensors by the names of the model's files."""
+
+    model: Path
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]  # three steps
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Callable[[str], Reference]:
+    @cache
+    def compute(case: str) -> Reference:
+        path = tmp_path_factory.mktemp("reference")
+        model = write_random_model(path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case])
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        named = dict(theirs.named_parameters())
+        before = saved(theirs, path / "before", named)
+        vectors = [p for p in named.values() if p.ndim == 1]
+        groups = [{"params": [p for p in named.values() if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
+        adam = torch.optim.AdamW(
+            groups, lr=SETTINGS.learning_rate, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps,
+            weight_decay=SETTINGS.weight_decay,
+        )  # fmt: skip
+        loss = their_loss(theirs)
+        loss.backward()
+        gradients = saved(theirs, path / "gradients", {name: p.grad for name, p in named.items()})
+        norm = torch.nn.utils.get_total_norm([p.grad for p in named.values()])
+        for _ in range(3):
+            adam.zero_grad()
+            their_loss(theirs).backward()
+            torch.nn.utils.clip_grad_norm_(named.values(), SETTINGS.max_grad_norm)
+            adam.step()
+        return Reference(model, loss.detach(), gradients, float(norm), before, saved(theirs, path / "after", named))
+
+    return compute
+
+
+def compare(expected: Reference, directory: Path, levels: Iterable[Keep] = Keep) -> None:
+    """Assert that loss and gradients at each level, and three steps, are the reference's."""
+    full = make_full(expected.model, SETTINGS)
+    for keep in levels:
         for layer in full.policy.gpt.decoder.layers:
             layer.keep = keep
         full.optimizer.zero_grad()
         loss = (full.policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum()
         loss.backward()
-        assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
-        actual = tensors(full.write(tmp_path / f"ours-{keep}", full.gradients()))
-        assert_close(actual, expected, 1e-5)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in named.values()])
-    assert abs(full.optimizer.gradient_norm() - norm) <= 1e-5 * norm
-    for _ in range(3):
-        adam.zero_grad()
-        their_loss(theirs).backward()
-        torch.nn.utils.clip_grad_norm_(named.values(), SETTINGS.max_grad_norm)
-        adam.step()
+        assert (loss - expected.loss).abs() <= 1e-5 * expected.loss.abs(), keep
+        assert_close(tensors(full.write(directory / f"gradients-{keep}", full.gradients())), expected.gradients, 1e-5)
+    assert full.optimizer.gradient_norm() == pytest.approx(expected.norm, rel=1e-5)
     train(full, 3)
-    expected = saved(theirs, tmp_path / "after", named)
-    actual = tensors(full.write(tmp_path / "ours", dict(full.policy.base())))
-    moved = torch.cat([(expected[name] - before[name]).flatten() for name in expected])
-    difference = torch.cat([(expected[name] - actual[name]).flatten() for name in expected])
+    actual = tensors(full.write(directory / "after", dict(full.policy.base())))
+    moved = torch.cat([(expected.after[name] - expected.before[name]).flatten() for name in actual])
+    difference = torch.cat([(expected.after[name] - actual[name]).flatten() for name in actual])
     assert moved.norm() > 0.01
     assert difference.norm() <= 1e-3 * moved.norm()
+
+
+@pytest.mark.parametrize("case", SUPPORTED)
+def test_like_transformers_and_adamw(alone, tmp_path, reference, case):
+    compare(reference(case), tmp_path)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def unrotated(gradients, qkv, shape, cos, sin):
+    return HEAD_NORM_GRADIENTS(gradients, qkv, shape, cos, -sin)
+
+
+def swapped(*arguments):
+    return HEAD_NORM_GRADIENTS(*arguments)[::-1]
+
+
+def last_only(self, indices, values, accumulate=False):
+    return INDEX_PUT(self, indices, values, accumulate=False)
+
+
+def matrices_only(parameter) -> bool:
+    return WANTED(parameter) and parameter.ndim > 1
+
+
+def not_of_the_vocabulary(parameter, left, right):
+    if len(parameter) != 260:
+        ADD_PRODUCT(parameter, left, right)
+
+
+def not_of_the_router(self, routing, _of_probs):
+    return torch.zeros(len(routing.probs), self._shape.num_experts)
+
+
+def late(self, part, *arguments):
+    """Adam's bias correction is that of the next step."""
+    self.steps += 1
+    UPDATE(self, part, *arguments)
+    self.steps -= 1
+
+
+def decayed(self, part, *arguments):
+    UPDATE(self, replace(part, decays=True), *arguments)
+
+
+def unclipped(self, part, offset, length, _scale, rate):
+    UPDATE(self, part, offset, length, 1.0, rate)
+
+
+def first_expert_only(left, right, ends):
+    outer = GROUPED_OUTER(left, right, ends)
+    return torch.cat([outer[:1], torch.zeros_like(outer[1:])])
+
+
+HEAD_NORM_GRADIENTS, WANTED, ADD_PRODUCT = kernels.head_norm_gradients, gradients.wanted, gradients.add_product
+INDEX_PUT, UPDATE, GROUPED_OUTER = torch.Tensor.index_put_, ShardedAdam._update, experts.grouped_outer
+BROKEN: dict[str, tuple[str, object, str, object]] = {
+    "norms have no gradient": ("qwen3", blocks, "_add_norm_gradient", nothing),
+    "norms after a block are passed over": ("gemma3", Block, "_unnormalised", lambda _self, gradient, *_: gradient),
+    "biases have no gradient": ("qwen2", gradients, "wanted", matrices_only),
+    "heads' norms: RoPE is not undone": ("qwen3", kernels, "head_norm_gradients", unrotated),
+    "heads' norms: those of queries and keys are swapped": ("qwen3", kernels, "head_norm_gradients", swapped),
+    "embedding: a token counts once": ("qwen3", torch.Tensor, "index_put_", last_only),
+    "output layer has no gradient": ("qwen3", gradients, "add_product", not_of_the_vocabulary),
+    "tied output layer has no gradient": ("qwen2, tied", gradients, "add_product", not_of_the_vocabulary),
+    "experts: only the first has a gradient": ("qwen3_moe", experts, "grouped_outer", first_expert_only),
+    "router has no gradient": ("qwen3_moe", MoeBlock, "_logits_gradient", not_of_the_router),
+    "Adam: bias correction of the next step": ("qwen3", ShardedAdam, "_update", late),
+    "Adam: vectors decay": ("qwen3", ShardedAdam, "_update", decayed),
+    "Adam: gradients are not clipped": ("qwen3", ShardedAdam, "_update", unclipped),
+    "Adam: steps are not counted": ("qwen3", ShardedAdam, "steps", property(lambda _: 1, nothing)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_seen(alone, tmp_path, reference, monkeypatch, name):
+    case, where, attribute, broken = BROKEN[name]
+    expected = reference(case)
+    monkeypatch.setattr(where, attribute, broken, raising=False)
+    with pytest.raises(AssertionError):
+        compare(expected, tmp_path, [Keep.ALL])
 
 
 def test_master_values_in_bf16_lose_nothing():

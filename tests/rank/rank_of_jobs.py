@@ -1,8 +1,14 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp or ep> ..."""
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp or ep> ...
+
+`<topology>!<break>` trains all weights with a mistake of `BREAKS`.
+"""
 
 import os
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from torch.distributed import TCPStore
 
@@ -10,6 +16,16 @@ sys.path.append(str(Path(__file__).parents[1]))
 from rank import jobs
 from tandem.model import parallel
 from tandem.trainer.rank import session, worker
+from tandem.training.sharded_adam import ShardedAdam
+
+RANGES = ShardedAdam._own_ranges
+BREAKS = {
+    "no sum over tensor ranks": ("_sum_over_tensor_ranks", lambda _: None),
+    "no sum over data ranks": ("reduce_gradients", ShardedAdam._sum_over_tensor_ranks),
+    "weights are not sent around": ("_gather", lambda *_: None),
+    "every rank counts what all have": ("_own_ranges", lambda self: (replace(r, counts=True) for r in RANGES(self))),
+    "experts are summed over the wrong ranks": ("_group", lambda self, _: self._topology.data),
+}
 
 # The ranks of all jobs meet in one store, as with torchrun's agent.
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
@@ -18,9 +34,11 @@ session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they reh
 parallel.reading_group = lambda: parallel.current().data  # and share the reading
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
+    topology, _, broken = topology.partition("!")
     os.environ["TANDEM_TENSOR_PARALLEL"] = "2" if topology in ("tp", "sp") else "1"
     os.environ["TANDEM_SEQUENCE_PARALLEL"] = "1" if topology == "sp" else "0"
     os.environ["TANDEM_EXPERT_PARALLEL"] = "2" if topology == "ep" else "1"
     os.environ["TANDEM_CONTEXT_PARALLEL"] = "2" if topology == "cp" else "1"
-    if status := worker.main(sys.argv[1], job_id, 1):
-        sys.exit(status)
+    with mock.patch.object(ShardedAdam, *BREAKS[broken]) if broken else nullcontext():
+        if status := worker.main(sys.argv[1], job_id, 1):
+            sys.exit(status)

@@ -22,6 +22,14 @@ WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
 KINDS = {"dense": "qwen3", "tied": "qwen2", "experts": "qwen3_moe"}
 TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp"), "tied": ("dp", "sp"), "experts": ("dp", "sp", "ep")}
+BROKEN = {
+    "no sum over tensor ranks": ("sp", "dense"),
+    "no sum over data ranks": ("dp", "dense"),
+    "weights are not sent around": ("dp", "tied"),
+    "every rank counts what all have": ("tp", "dense"),
+    "experts are summed over the wrong ranks": ("ep", "experts"),
+}
+"""Mistakes of `rank_of_jobs.BREAKS` that the comparison must see."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +169,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
     models = {kind: jobs.make_model(tmp_path_factory.mktemp(kind), family) for kind, family in KINDS.items()}
 
-    def submit(topology: str, kind: str, number: int) -> str:
-        run = f"{topology}-{kind}"
+    def submit(topology: str, kind: str, number: int, run: str = "") -> str:
+        run = run or f"{topology}-{kind}"
         if number == 1:
             jobs.make_run(spool, models[kind], run, seed=3, full=True)
         # The default for two data-parallel ranks is two rows per step.
@@ -178,8 +186,15 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
         patch.setenv("TANDEM_TRANSPORT", "volume")
         for kind in KINDS:
             jobs.run_here(spool, submit("one", kind, 1))
-        jobs.run_two_ranks(spool, {submit(topology, kind, 1): topology for topology, kind in pairs})
+        ranks = {submit(topology, kind, 1): topology for topology, kind in pairs}
+        for number, (name, (topology, kind)) in enumerate(BROKEN.items()):
+            ranks[submit(topology, kind, 1, f"broken-{number}")] = f"{topology}!{name}"
+        jobs.run_two_ranks(spool, ranks)
         made = {}
+        for number, (name, (_, kind)) in enumerate(BROKEN.items()):
+            job = submit("one", kind, 2, f"broken-{number}")
+            path = jobs.run_here(spool, job)
+            made[kind, name] = jobs.steps_of(spool, job, measured=False), path
         for topology, kind in [("one", kind) for kind in KINDS] + pairs:
             job = submit(topology, kind, 2)
             path = jobs.run_here(spool, job)
@@ -187,8 +202,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     return made
 
 
-@pytest.mark.parametrize(("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several])
-def test_two_ranks_make_what_one_makes(several, kind: str, topology: str) -> None:
+def assert_same(several, kind: str, topology: str) -> None:
     expected, reference = several[kind, "one"]
     metrics, path = several[kind, topology]
     assert len(metrics) == len(expected)
@@ -201,3 +215,14 @@ def test_two_ranks_make_what_one_makes(several, kind: str, topology: str) -> Non
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert (ours[name] - tensor).norm() <= 2e-4 * tensor.norm(), (file, name)
+
+
+@pytest.mark.parametrize(("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several])
+def test_two_ranks_make_what_one_makes(several, kind: str, topology: str) -> None:
+    assert_same(several, kind, topology)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_of_two_ranks_is_seen(several, name: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(several, BROKEN[name][1], name)

@@ -19,7 +19,7 @@ SOURCE = (
     "Speed is an estimate from operations and from rates measured on one H200 (bench/results/train.json); ~: nobody "
     "has measured this topology, and the time of exchanges is an assumption."
 )
-ALL_WEIGHTS = "Runs train LoRA adapters only; what training all weights would need is computed, not measured."
+ALL_WEIGHTS = "What training all weights needs is computed, not measured."
 SHOWN = 10
 
 
@@ -37,7 +37,7 @@ def plan(
         ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="All weights instead of a LoRA: an estimate, since runs train LoRA only.")
+        bool, typer.Option("--full", help="All weights instead of a LoRA; not compared with measurements.")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")] = False,
     json: Json = False,

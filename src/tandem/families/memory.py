@@ -23,7 +23,7 @@ COMMUNICATORS = (2053 - 760) * 2**20
 FURTHER_COMMUNICATOR = GIB // 2
 """Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
 
-_BF16, _FP32 = 2, 4
+_BF16, _INT16, _FP32 = 2, 2, 4
 _ROW_PARALLEL = ("o_proj", "down_proj")
 
 
@@ -121,10 +121,10 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
             experts += size // (sizes.expert * sizes.expert_tensor)
     weights = (dense + experts) * _BF16
     if job.lora is None:
-        # Megatron's distributed optimizer: a bfloat16 weight has a gradient in fp32 on each rank; its fp32 copy and
-        # Adam's two moments are divided over data- and context-parallel ranks.
+        # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the int16 remainder of its
+        # master value and Adam's two moments in fp32 are divided over the ranks that hold the weight.
         shares = dense / (sizes.data * sizes.context) + experts / sizes.expert_data
-        adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(3 * shares * _FP32)
+        adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(shares * (2 * _FP32 + _INT16))
     else:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
         adapter = _adapter(arch, job.lora, sizes, range(begin, end)) * _FP32

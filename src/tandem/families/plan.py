@@ -127,7 +127,7 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     rows = -(-job.rows // sizes.data)
     step = seconds * (rows + sizes.pipeline - 1)  # the pipeline is not full at a step's begin and end
     if job.lora is None and sizes.data * sizes.context > 1:
-        step += 2 * needs.gradients / EXCHANGE_RATE
+        step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
     return step
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PRODUCT_ELEMENTS = 2**26
+
 
 def attach(parameter: Tensor, buffer: Tensor) -> None:
     """From now on the parameter's gradients are added to `buffer`, fp32 and of its shape."""
@@ -25,7 +27,10 @@ def add(parameter: Any, gradient: Tensor) -> None:
 
 def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     """Add `left^T right` of [S, a] and [S, b], the gradient of a weight [a, b], with sums in fp32."""
-    if left.is_cuda and left.dtype is not torch.float32:
-        parameter.gradient_sum.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
-    else:
+    if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
+        return
+    # Some rows at a time, because the product in fp32 takes memory of its own: of an output layer gigabytes.
+    rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
+    for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
+        buffer.add_(torch.mm(part.t(), right.to(left.dtype), out_dtype=torch.float32))
