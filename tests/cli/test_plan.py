@@ -17,7 +17,7 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
     assert abs(sum(parts) - first["gib"]["total"]) < 0.05
     full = json.loads(command(*arguments, "--full", "--json")[1])
     assert full["topologies"][0]["gib"]["adapter"] == 0
-    assert "Runs train LoRA adapters only" in full["source"]
+    assert "computed, not measured" in full["source"]
     status, _, err = command(*arguments, "--full", "--target", "q_proj")
     assert (status, "use one" in err) == (1, True)
     status, out, _ = command(*arguments)

@@ -65,7 +65,7 @@ class FakeStack:
     async def get_run(self, run: str) -> SimpleNamespace:
         self.mark()
         pending = sum(job.state in ("queued", "running") for job in self.jobs.values())
-        spec = SimpleNamespace(lora=LoraShape())
+        spec = SimpleNamespace(trainable="lora", lora=LoraShape())
         shared = self.shared_gpus
         return SimpleNamespace(newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec)
 

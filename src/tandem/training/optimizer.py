@@ -160,10 +160,10 @@ class AdapterOptimizer:
         """Continue from a copy of `saved`, this rank's shards of all parameters."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
-        for parameter in self.parameters.values():
-            self._adam_of[parameter].state[parameter] = {"step": torch.tensor(float(saved.step))}
+        moments = {}
         for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
-            _, copies = allocate(shapes, torch.float32, where)
-            torch._foreach_copy_(list(copies.values()), [shards[name] for name in shapes])
-            for name, parameter in self.parameters.items():
-                self._adam_of[parameter].state[parameter][moment] = copies[name]
+            _, moments[moment] = allocate(shapes, torch.float32, where)
+            torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
+        for name, parameter in self.parameters.items():
+            state = {moment: copies[name] for moment, copies in moments.items()}
+            self._adam_of[parameter].state[parameter] = {"step": torch.tensor(float(saved.step)), **state}

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.families.registry import weight_rules
 from tandem.model import parallel
 from tandem.model.device.offload import Offload
 from tandem.model.policy import Policy
@@ -52,7 +51,6 @@ class ShardedAdam:
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
         self.settings, self.steps = settings, 0
         self._policy, self._base, self._topology = policy, base, parallel.current()
-        self._rules = {rule.parameter: rule for rule in weight_rules(policy.arch)}
         self._gradients = torch.zeros(len(base.memory), dtype=torch.float32, device=base.memory.device)
         policy.train_base(self._views(self._gradients))
         self._ranges = list(self._own_ranges())
@@ -169,7 +167,7 @@ class ShardedAdam:
         partial = [
             gradient
             for name, gradient in self._views(self._gradients).items()
-            if self._rules[name].cut == "whole" and (topology.sizes.sequence or name.endswith(_OF_HEADS))
+            if self._base.rules[name].cut == "whole" and (topology.sizes.sequence or name.endswith(_OF_HEADS))
         ]
         if topology.sizes.tensor > 1 and partial:
             together = torch.cat([gradient.flatten() for gradient in partial])
@@ -202,8 +200,8 @@ class ShardedAdam:
                 first = int(weight.storage_offset())
                 start, end = max(first, begin), min(first + weight.numel(), begin + length)
                 if start < end:
-                    counts = self._rules[name].cut != "whole" or self._topology.place.tensor == 0
-                    decays = len(next(iter(self._rules[name].sources.values()))) > 1
+                    counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
                     yield _Range(name, start, at + start - begin, end - start, decays, counts)
             at += length
 

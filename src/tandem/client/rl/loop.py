@@ -77,15 +77,11 @@ class Loop:
         try:
             status = await self._tandem.get_run(run.name)
         except NotFound:
-            status = await self._tandem.create_run(
-                run.name, trainable=run.trainable, lora=run.lora, weights=run.weights, seed=run.seed
-            )
-        if status.spec.trainable != run.trainable:
-            problem = f"run {run.name!r} exists with trainable={status.spec.trainable}"
-            raise Conflict(f"{problem}; name another run", field="run.trainable")
-        existing = status.spec.lora.model_dump() if status.spec.lora else {}
-        if run.lora and run.lora.model_dump(exclude_unset=True).items() - existing.items():
-            raise Conflict(f"run {run.name!r} exists with {status.spec.lora!r}; name another run", field="run.lora")
+            status = await self._tandem.create_run(**run.model_dump(exclude_unset=True))
+        wanted, existing = run.lora.model_dump(exclude_unset=True) if run.lora else {}, status.spec.lora
+        differs = wanted.items() - (existing.model_dump() if existing else {}).items()
+        if differs or run.trainable != status.spec.trainable:
+            raise Conflict(f"run {run.name!r} exists with {existing or 'all weights'}; name another", field="run.lora")
         new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
         if not self._file.exists():
             self.record.lines.clear()  # they are of another training

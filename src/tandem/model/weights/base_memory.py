@@ -44,6 +44,7 @@ class BaseWeights:
         """
         check(arch, sizes)
         rules = sorted(weight_rules(arch), key=lambda rule: rule.experts is not None)
+        self.rules = {rule.parameter: rule for rule in rules}
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
         own = [rule.parameter for rule in rules if rule.fp32]
         shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
