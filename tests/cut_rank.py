@@ -171,8 +171,8 @@ def _own_positions(row, topology):
     return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
 
 
-def _first_slots(*arguments, deal=None, **options):
-    return TREE_PARAMS(*arguments, deal=deal and replace(deal, slots=torch.arange(len(deal.slots))), **options)
+def _first_slots(ends, kernel, rotation, window=None, deal=None):
+    return TREE_PARAMS(ends, kernel, rotation, window, deal and replace(deal, slots=torch.arange(len(deal.slots))))
 
 
 def _gradient_of_all(ctx, gradient):

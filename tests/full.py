@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
+from safetensors import safe_open
 
 from policies import load_base
 from tandem.families.registry import read_arch
@@ -44,3 +46,22 @@ def make_full(model: Path, settings: OptimizerSettings, dtype: torch.dtype = tor
     policy = build_policy(arch, None, dtype=dtype, base=lambda: base.parameters)
     load_base(policy, model)
     return Full(policy, base, ShardedAdam(policy, base, settings))
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face model's files."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of the model's parameters by the names of its files, as transformers writes them."""
+    other = transformers.AutoModelForCausalLM.from_config(model.config)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(values[name])
+    other.save_pretrained(directory)
+    return tensors(directory)

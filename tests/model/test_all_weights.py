@@ -4,38 +4,26 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
-from full import Full, make_full
+from full import Full, make_full, saved, tensors
+from oracle.breaks import BREAKS
 from policies import assert_close
-from tandem.model import experts, gradients
-from tandem.model.layer import blocks, kernels
-from tandem.model.layer.blocks import Block, Keep
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import OptimizerSettings
-from tandem.training.sharded_adam import ShardedAdam, joined, split
+from tandem.training.sharded_adam import joined, split
 from tiny import write_random_model
 
 SUPPORTED = {name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")}
 SUPPORTED["qwen2, tied"] = {"family": "qwen2", "tie_word_embeddings": True}
 SETTINGS = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face model's files."""
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
 
 
 def their_loss(model) -> torch.Tensor:
@@ -45,16 +33,6 @@ def their_loss(model) -> torch.Tensor:
         logprobs = torch.log_softmax(logits, -1).gather(-1, sequence[1:, None])[:, 0]
         loss = loss + (logprobs * weights).sum()
     return loss
-
-
-def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of the model's parameters by the names of its files, as transformers writes them."""
-    other = transformers.AutoModelForCausalLM.from_config(model.config)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            parameter.copy_(values[name])
-    other.save_pretrained(directory)
-    return tensors(directory)
 
 
 def train(full: Full, steps: int) -> None:
@@ -131,79 +109,29 @@ def test_like_transformers_and_adamw(alone, tmp_path, reference, case):
     compare(reference(case), tmp_path)
 
 
-def nothing(*_: object) -> None:
-    pass
-
-
-def unrotated(gradients, qkv, shape, cos, sin):
-    return HEAD_NORM_GRADIENTS(gradients, qkv, shape, cos, -sin)
-
-
-def swapped(*arguments):
-    return HEAD_NORM_GRADIENTS(*arguments)[::-1]
-
-
-def last_only(self, indices, values, accumulate=False):
-    return INDEX_PUT(self, indices, values, accumulate=False)
-
-
-def matrices_only(parameter) -> bool:
-    return WANTED(parameter) and parameter.ndim > 1
-
-
-def not_of_the_vocabulary(parameter, left, right):
-    if len(parameter) != 260:
-        ADD_PRODUCT(parameter, left, right)
-
-
-def not_of_the_router(self, routing, _of_probs):
-    return torch.zeros(len(routing.probs), self._shape.num_experts)
-
-
-def late(self, part, *arguments):
-    """Adam's bias correction is that of the next step."""
-    self.steps += 1
-    UPDATE(self, part, *arguments)
-    self.steps -= 1
-
-
-def decayed(self, part, *arguments):
-    UPDATE(self, replace(part, decays=True), *arguments)
-
-
-def unclipped(self, part, offset, length, _scale, rate):
-    UPDATE(self, part, offset, length, 1.0, rate)
-
-
-def first_expert_only(left, right, ends):
-    outer = GROUPED_OUTER(left, right, ends)
-    return torch.cat([outer[:1], torch.zeros_like(outer[1:])])
-
-
-HEAD_NORM_GRADIENTS, WANTED, ADD_PRODUCT = kernels.head_norm_gradients, gradients.wanted, gradients.add_product
-INDEX_PUT, UPDATE, GROUPED_OUTER = torch.Tensor.index_put_, ShardedAdam._update, experts.grouped_outer
-BROKEN: dict[str, tuple[str, object, str, object]] = {
-    "norms have no gradient": ("qwen3", blocks, "_add_norm_gradient", nothing),
-    "norms after a block are passed over": ("gemma3", Block, "_unnormalised", lambda _self, gradient, *_: gradient),
-    "biases have no gradient": ("qwen2", gradients, "wanted", matrices_only),
-    "heads' norms: RoPE is not undone": ("qwen3", kernels, "head_norm_gradients", unrotated),
-    "heads' norms: those of queries and keys are swapped": ("qwen3", kernels, "head_norm_gradients", swapped),
-    "embedding: a token counts once": ("qwen3", torch.Tensor, "index_put_", last_only),
-    "output layer has no gradient": ("qwen3", gradients, "add_product", not_of_the_vocabulary),
-    "tied output layer has no gradient": ("qwen2, tied", gradients, "add_product", not_of_the_vocabulary),
-    "experts: only the first has a gradient": ("qwen3_moe", experts, "grouped_outer", first_expert_only),
-    "router has no gradient": ("qwen3_moe", MoeBlock, "_logits_gradient", not_of_the_router),
-    "Adam: bias correction of the next step": ("qwen3", ShardedAdam, "_update", late),
-    "Adam: vectors decay": ("qwen3", ShardedAdam, "_update", decayed),
-    "Adam: gradients are not clipped": ("qwen3", ShardedAdam, "_update", unclipped),
-    "Adam: steps are not counted": ("qwen3", ShardedAdam, "steps", property(lambda _: 1, nothing)),
+BROKEN = {
+    "norms have no gradient": "qwen3",
+    "norms after a block are passed over": "gemma3",
+    "biases have no gradient": "qwen2",
+    "heads' norms: RoPE is not undone": "qwen3",
+    "heads' norms: those of queries and keys are swapped": "qwen3",
+    "embedding: a token counts once": "qwen3",
+    "output layer has no gradient": "qwen3",
+    "tied output layer has no gradient": "qwen2, tied",
+    "experts: only the first has a gradient": "qwen3_moe",
+    "router has no gradient": "qwen3_moe",
+    "Adam: bias correction of the next step": "qwen3",
+    "Adam: vectors decay": "qwen3",
+    "Adam: gradients are not clipped": "qwen3",
+    "Adam: steps are not counted": "qwen3",
 }
+"""Mistakes of `oracle.breaks` and the case that shows each."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mistake_is_seen(alone, tmp_path, reference, monkeypatch, name):
-    case, where, attribute, broken = BROKEN[name]
-    expected = reference(case)
+    expected = reference(BROKEN[name])
+    where, attribute, broken = BREAKS[name].patch
     monkeypatch.setattr(where, attribute, broken, raising=False)
     with pytest.raises(AssertionError):
         compare(expected, tmp_path, [Keep.ALL])

@@ -1,0 +1,176 @@
+"""What the oracle compares: models, topologies, what is trained, and packed rows, all drawn from a seed."""
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tandem.model.rows import RowTensors, padded
+from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tiny import SHAPE
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
+VOCABULARY = SHAPE["vocab_size"]
+
+
+@dataclass
+class Node:
+    """Tokens that follow those of the nodes above; each child goes on in its own way."""
+
+    tokens: list[int]
+    children: list["Node"] = field(default_factory=list)
+
+
+@dataclass
+class Item:
+    """A token with a loss: its weight, and where it is in which whole sequence."""
+
+    slot: int
+    source: int
+    token: int
+    weight: float
+    sequence: int
+    position: int
+
+
+@dataclass
+class Row:
+    """A packed row, and the sequences that are in it."""
+
+    tensors: RowTensors
+    items: list[Item]
+    sequences: list[list[int]]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.tensor([item.weight for item in self.items])
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    family: str
+    config: dict[str, Any]  # beside `tiny.SHAPE`
+    sizes: dict[str, Any]  # of `Sizes`
+    lora: LoraShape | None  # None: all weights
+    keep: int
+    temperature: float
+
+    def __str__(self) -> str:
+        sizes = "-".join(f"{name}{int(size)}" for name, size in self.sizes.items() if size not in (1, False))
+        trained = "full" if self.lora is None else f"r{self.lora.rank}x{len(self.lora.targets)}"
+        return f"{self.seed}:{self.family}-{trained}-keep{self.keep}-{sizes or 'alone'}"
+
+    @property
+    def world(self) -> int:
+        return self.sizes["tensor"] * self.sizes["context"] * self.sizes["data"]
+
+    def rows(self) -> list[Row]:
+        """Two for each data-parallel rank, equally long, as those of a job."""
+        rng = random.Random(f"rows {self.seed}")
+        # Ranks deal a row in blocks of 128 slots.
+        least = 300 if self.sizes["context"] > 1 else 40
+        rows = [_row(rng, least) for _ in range(2 * self.sizes["data"])]
+        longest = max(len(row.tensors.tokens) for row in rows)
+        return [replace(row, tensors=padded(row.tensors, longest)) for row in rows]
+
+
+def draw(seed: int) -> Case:
+    rng = random.Random(seed)
+    mixture = rng.random() < 0.45
+    family = rng.choice(MIXTURES if mixture else DENSE)
+    world = rng.choice((1, 2, 2, 4, 4, 8))
+    tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
+    context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
+    sizes = {"tensor": tensor, "context": context, "data": world // tensor // context}
+    sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
+    if mixture:
+        sizes["expert"] = rng.choice([size for size in (1, 2, 4) if world % size == 0])
+        sizes["expert_tensor"] = rng.choice([size for size in (1, 2) if world // sizes["expert"] % size == 0])
+    lora = None
+    if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
+        targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
+        chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
+        rank = rng.randint(1, 6)
+        lora = LoraShape(rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen))
+    kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
+    return Case(seed, family, _config(rng, family), sizes, lora, kept, temperature)
+
+
+def _config(rng: random.Random, family: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_hidden_layers": rng.randint(1, 3), "num_key_value_heads": 4, "num_attention_heads": rng.choice((4, 8)),
+        "head_dim": rng.choice((8, 16)), "hidden_size": rng.choice((32, 48)), "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }  # fmt: skip
+    window = rng.randint(3, 9)
+    match family:
+        case "llama" if rng.random() < 0.5:
+            scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            config["rope_parameters"] = {
+                "rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling,
+            }  # fmt: skip
+        case "mistral":
+            config["sliding_window"] = rng.choice((None, window))
+        case "qwen2" | "qwen3" | "qwen3_moe" if rng.random() < 0.5:
+            config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": rng.randint(0, 2)}
+        case "gemma3_text":
+            kinds = ("sliding_attention", "full_attention")
+            config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
+            config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((8, 24))}
+        case "glm4_moe":
+            config |= {
+                "use_qk_norm": rng.random() < 0.5,
+                "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
+            }
+    if family == "qwen3_moe":
+        config["norm_topk_prob"] = rng.random() < 0.7
+    if family == "gpt_oss":
+        config["tie_word_embeddings"] = False
+    return config
+
+
+def _tree(rng: random.Random, depth: int = 0) -> Node:
+    node = Node([rng.randrange(VOCABULARY) for _ in range(rng.randint(2 if depth == 0 else 1, 9))])
+    if depth < 3 and rng.random() < 0.6:
+        node.children = [_tree(rng, depth + 1) for _ in range(rng.randint(2, 3))]
+    return node
+
+
+def _row(rng: random.Random, least: int) -> Row:
+    tokens: list[int] = []
+    positions: list[int] = []
+    ends: dict[int, int] = {}
+    items: list[Item] = []
+    sequences: list[list[int]] = []
+
+    def add(node: Node, path: list[int], parent: int | None) -> None:
+        """`path`: the tokens above; `parent`: the slot of the last of them."""
+        first, sequence = len(tokens), len(sequences)
+        for number, token in enumerate(node.tokens):
+            source = parent if number == 0 else first + number - 1
+            if source is not None and rng.random() < 0.8:
+                at = len(path) + number
+                items.append(Item(first + number, source, token, rng.gauss(0.5, 1.0), sequence, at))
+            tokens.append(token)
+            positions.append(len(path) + number)
+        whole = path + node.tokens
+        for child in node.children:
+            add(child, whole, first + len(node.tokens) - 1)
+        if not node.children:
+            sequences.append(whole)
+        ends.update(dict.fromkeys(range(first, first + len(node.tokens)), len(tokens)))
+
+    while len(tokens) < least or not items:
+        add(_tree(rng), [], None)
+    used, padding = len(tokens), rng.randint(0, 6)
+    tensors = RowTensors(
+        tokens=torch.tensor(tokens + [0] * padding),
+        positions=torch.tensor(positions + [0] * padding),
+        subtree_end=torch.tensor([ends[slot] for slot in range(used)] + [used + i + 1 for i in range(padding)]),
+        item_source=torch.tensor([item.source for item in items]),
+        item_token=torch.tensor([item.token for item in items]),
+    )
+    return Row(tensors, items, sequences)

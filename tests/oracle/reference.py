@@ -1,0 +1,103 @@
+"""What transformers, PEFT and torch's AdamW compute for a case: each sequence alone, on one rank, nothing packed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+from torch.func import functional_call
+
+from full import saved
+from oracle.cases import Case
+from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
+from policies import merged
+from tandem.families.registry import read_arch
+from tandem.model.weights.checkpoint_tensors import read_adapter
+
+
+@dataclass(frozen=True)
+class Reference:
+    loss: float
+    scale: float  # the sum of the loss's terms without their signs
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+class Model:
+    """`parameters`: what is trained; by PEFT key, or by transformers' own names where that is everything."""
+
+    def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
+        self._case = case
+        self.base = transformers.AutoModelForCausalLM.from_pretrained(
+            directory / "model", dtype=dtype, experts_implementation="eager"
+        )
+        self.parameters = dict(self.base.named_parameters())
+        if case.lora is None:
+            self._run = lambda tokens: self.base(tokens[None]).logits[0]
+            return
+        self.base.requires_grad_(False)
+        lora, arch = case.lora, read_arch(str(directory / "model"))
+        adapter = read_adapter(directory / "adapter", arch, lora, torch.device("cpu"))
+        if any(".experts." in key for key in adapter):  # PEFT can't adapt experts
+            self.parameters = {key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()}
+            self._run = lambda tokens: functional_call(
+                self.base, merged(self.base, self.parameters, lora), (tokens[None],)
+            ).logits[0]
+        else:
+            theirs = peft.PeftModel.from_pretrained(self.base, directory / "adapter", is_trainable=True).to(dtype)
+            self.parameters = {
+                name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name
+            }
+            self._run = lambda tokens: theirs(tokens[None]).logits[0]
+
+    def loss(self) -> tuple[torch.Tensor, float]:
+        terms = []
+        for row in self._case.rows():
+            for number, tokens in enumerate(row.sequences):
+                items = [item for item in row.items if item.sequence == number]
+                if not items:
+                    continue
+                logits = self._run(torch.tensor(tokens)) / self._case.temperature
+                at = torch.tensor([item.position - 1 for item in items])
+                log_p = torch.log_softmax(logits[at], -1)
+                own = log_p.gather(-1, torch.tensor([[item.token] for item in items]))[:, 0]
+                entropy = -(log_p.exp() * log_p).sum(-1)
+                weights = torch.tensor([item.weight for item in items], dtype=own.dtype)
+                terms.append(weights * (own + ENTROPY * entropy))
+        together = torch.cat(terms)
+        return together.sum(), float(together.detach().abs().sum())
+
+    def named(self, values: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+        """By the names of the model's files, or PEFT's keys."""
+        if self._case.lora is None:
+            return saved(self.base, directory, values)
+        return {name: value.detach().clone() for name, value in values.items()}
+
+
+def compute(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    model = Model(case, directory, dtype)
+    trained = model.parameters
+    # Adapters decay as a whole; of all weights vectors do not.
+    decays = [p for p in trained.values() if p.ndim > 1]
+    rest = [p for p in trained.values() if p.ndim == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=SETTINGS.learning_rate,
+        betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
+    )  # fmt: skip
+    before = model.named(trained, directory / f"{dtype}-before")
+    first: tuple[float, float, float, dict[str, torch.Tensor]] | None = None
+    for _ in range(STEPS):
+        adam.zero_grad()
+        loss, scale = model.loss()
+        loss.backward()
+        gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+        if first is None:
+            norm = float(torch.nn.utils.get_total_norm(gradients.values()))
+            first = float(loss), scale, norm, model.named(gradients, directory / f"{dtype}-gradients")
+        torch.nn.utils.clip_grad_norm_(trained.values(), SETTINGS.max_grad_norm)
+        adam.step()
+    assert first is not None
+    return Reference(*first, before, model.named(trained, directory / f"{dtype}-after"))

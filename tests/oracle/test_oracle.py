@@ -1,0 +1,132 @@
+"""The oracle: generated models, topologies and rows against transformers, PEFT and torch's AdamW in fp32.
+
+Loss, every gradient (1e-5, relative in norm) and three optimizer steps (1e-3 of what moved). A float64 reference
+decides where fp32 itself is that far off. `breaks.py` has the mistakes that it must see. One case: `--all-cases -k
+<seed>:`.
+"""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle import oracle_rank, reference
+from oracle.breaks import BREAKS
+from oracle.cases import Case, draw
+from policies import write_random_adapter
+from tiny import write_random_model
+
+SEEDS, SAMPLE = 160, 10
+BROKEN_SAMPLE = (
+    "siblings are seen", "data ranks' gradients are not summed", "cp: keys in the ranks' order",
+    "etp: no sum of the adapters' gradients", "sp: norms' gradients of the ranks' tokens are not summed",
+    "each rank's vocabulary begins at 0",
+)  # fmt: skip
+GRADIENTS, WEIGHTS = 1e-5, 1e-3
+
+
+@cache
+def case_of(name: str) -> int:
+    """The first seed that shows a break, of at most four ranks."""
+    shows = BREAKS[name].shows
+    return next(seed for seed in count() if (case := draw(seed)).world <= 4 and shows(case))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A few of both, always the same ones; with --all-cases all."""
+    every = metafunc.config.option.all_cases
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(SEEDS if every else SAMPLE), ids=lambda seed: str(draw(seed)))
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", sorted(BREAKS) if every else BROKEN_SAMPLE)
+
+
+class Oracle:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._made: dict[int, reference.Reference] = {}
+
+    def make(self, case: Case) -> None:
+        directory = self.directory / str(case.seed)
+        if directory.exists():
+            return
+        wide = 0.5 if case.family in ("glm4_moe", "gpt_oss", "gemma3_text") else 1.0
+        model = write_random_model(directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config)
+        if case.lora is not None:
+            write_random_adapter(directory / "adapter", model, case.lora, seed=case.seed)
+
+    def run(self, orders: list[tuple[int, str | None]]) -> None:
+        by_world: dict[str, list[tuple[int, str | None]]] = defaultdict(list)
+        for seed, broken in orders:
+            self.make(draw(seed))
+            by_world[str(draw(seed).world)].append((seed, broken))
+        command = [sys.executable, oracle_rank.__file__, str(self.directory), json.dumps(by_world)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+    def ours(self, seed: int, broken: str | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(self.directory / f"{seed}.{broken}.pt", weights_only=False)
+        return found
+
+    def theirs(self, seed: int, dtype: torch.dtype = torch.float32) -> reference.Reference:
+        if dtype is torch.float64:
+            return reference.compute(draw(seed), self.directory / str(seed), dtype)
+        if seed not in self._made:
+            self._made[seed] = reference.compute(draw(seed), self.directory / str(seed))
+        return self._made[seed]
+
+    def problems(self, seed: int, broken: str | None = None) -> list[str]:
+        """What differs from the reference, or nothing."""
+        ours, theirs = self.ours(seed, broken), self.theirs(seed)
+        found = []
+        if abs(ours["loss"] - theirs.loss) > GRADIENTS * theirs.scale:
+            found.append(f"loss {ours['loss']}, not {theirs.loss}")
+        if abs(ours["norm"] - theirs.norm) > GRADIENTS * theirs.norm:
+            found.append(f"norm {ours['norm']}, not {theirs.norm}")
+        assert ours["gradients"].keys() == theirs.gradients.keys()
+        far = [name for name in theirs.gradients if self._far(ours["gradients"][name], theirs.gradients[name])]
+        if far:
+            exact = self.theirs(seed, torch.float64).gradients
+            for name in far:
+                one, other, true = (of[name].double() for of in (ours["gradients"], theirs.gradients, exact))
+                if (one - true).norm() > 3 * max((other - true).norm(), GRADIENTS * true.norm()):
+                    found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
+        moved, apart = ([(of[name] - theirs.after[name]).flatten() for name in theirs.after]
+                        for of in (theirs.before, ours["after"]))  # fmt: skip
+        if torch.cat(apart).norm() > WEIGHTS * torch.cat(moved).norm():
+            found.append(f"after {oracle_rank.STEPS} steps: {torch.cat(apart).norm() / torch.cat(moved).norm():.1e}")
+        return found
+
+    @staticmethod
+    def _far(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return bool((one - other).norm() > GRADIENTS * other.norm())
+
+
+@pytest.fixture(scope="module")
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """Has run all cases and mistakes that are selected, each number of ranks in one start."""
+    orders: dict[tuple[int, str | None], None] = {}
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            values = item.callspec.params
+            orders[(values["seed"], None) if "seed" in values else (case_of(values["name"]), values["name"])] = None
+    oracle = Oracle(tmp_path_factory.mktemp("oracle"))
+    oracle.run(list(orders))
+    return oracle
+
+
+@pytest.mark.timeout(3000)
+def test_like_transformers_peft_and_adamw(oracle: Oracle, seed: int) -> None:
+    assert oracle.problems(seed) == []
+
+
+@pytest.mark.timeout(3000)
+def test_a_mistake_is_seen(oracle: Oracle, name: str) -> None:
+    assert oracle.problems(case_of(name), name), f"{name} in {draw(case_of(name))}"
