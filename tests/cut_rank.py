@@ -5,9 +5,7 @@ compute rows of DIRECTORY/model with DIRECTORY/adapter, and leave the results in
 """
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +15,7 @@ from unittest import mock
 import torch
 
 from policies import make_policy
+from ranks import fork_ranks
 from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
@@ -256,20 +255,8 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict
 
 
 def main(directory: Path, by_world: dict[str, list[dict[str, object]]]) -> None:
-    """Ranks are forked from this process, which has imported everything."""
     for world, topologies in by_world.items():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        fork = multiprocessing.get_context("fork")
-        ranks = [
-            fork.Process(target=run, args=(rank, int(world), port, directory, topologies)) for rank in range(int(world))
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert not any(rank.exitcode for rank in ranks), world
+        fork_ranks(int(world), run, directory, topologies)
 
 
 if __name__ == "__main__":

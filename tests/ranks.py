@@ -1,18 +1,38 @@
 """Ranks as processes of their own, as torchrun would start them, for what a test has one rank do."""
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
+    """`run(rank, count, port, *arguments)` in each of `count` processes at once, all of which succeed.
+
+    They are forked from this process, which has imported everything.
+    """
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [fork.Process(target=run, args=(rank, count, port, *arguments)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert not any(rank.exitcode for rank in ranks), count
 
 
 def run_ranks(count: int, *arguments: str) -> list[str]:
     """Run `python <arguments>` as each of `count` ranks at once; what each wrote to stdout. All of them succeed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {
-        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

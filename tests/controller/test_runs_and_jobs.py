@@ -344,9 +344,7 @@ def test_a_fork_of_all_weights_has_them_and_the_optimizer(tmp_path):
         (staged / "model.safetensors").write_bytes(b"weights")
         (staged / "optimizer" / "adam.json").write_text("{}")
         made = server.spool.checkpoints.commit(staged, "all", 1, "a-job")
-        server.spool.runs.get("all")
-        forked = server.spool.runs.get("all").model_copy(update={"name": "fork"})
-        server.spool.checkpoints.fork("all", 1, forked)
+        client.fork("all", 1, "fork")
         manifest = server.spool.checkpoints.manifest("fork", 0)
         assert manifest.files == made.files
         assert manifest.weights_sha256 == made.files["model.safetensors"].sha256

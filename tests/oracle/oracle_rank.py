@@ -5,9 +5,7 @@ DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three op
 """
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +21,7 @@ from full import make_full, tensors
 from oracle.breaks import BREAKS
 from oracle.cases import Case, draw
 from policies import make_policy
+from ranks import fork_ranks
 from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.layer.blocks import Keep
@@ -120,21 +119,10 @@ def run(rank: int, world: int, port: int, directory: Path, orders: list[tuple[in
 
 
 def main(directory: Path, by_world: dict[str, list[tuple[int, str | None]]]) -> None:
-    """Ranks are forked from this process, which has imported everything. They do a few cases, because Gloo's threads of
-    one case stay until the process ends."""
-    fork = multiprocessing.get_context("fork")
+    """Ranks do a few cases, because Gloo's threads of one case stay until the process ends."""
     starts = [(world, list(orders)) for world, several in by_world.items() for orders in batched(several, 6)]
     for number, (world, orders) in enumerate(starts):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (int(world), port, directory, orders, number)
-        ranks = [fork.Process(target=run, args=(rank, *arguments)) for rank in range(int(world))]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert not any(rank.exitcode for rank in ranks), world
+        fork_ranks(int(world), run, directory, orders, number)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,13 @@ def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[s
     return [{name: value for name, value in step.items() if not name.startswith(varies)} for step in steps]
 
 
+def first_and_last_epoch(spool: Spool, job_id: str, epochs: int) -> tuple[float, float]:
+    """The mean loss of the steps of each."""
+    losses = [step["loss"] for step in steps_of(spool, job_id)]
+    per_epoch = len(losses) // epochs
+    return float(np.mean(losses[:per_epoch])), float(np.mean(losses[-per_epoch:]))
+
+
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     return load_file(checkpoint / "adapter_model.safetensors")
 

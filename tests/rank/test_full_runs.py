@@ -4,7 +4,6 @@ ranks."""
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,9 +55,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, model: Path) -> None:
     made = jobs.run_here(spool, jobs.submit_sft(spool, epochs=15, learning_rate=3e-3))
-    steps = jobs.steps_of(spool, "sft")
-    per_epoch = len(steps) // 15
-    first, last = (np.mean([s["loss"] for s in part]) for part in (steps[:per_epoch], steps[-per_epoch:]))
+    first, last = jobs.first_and_last_epoch(spool, "sft", 15)
     assert last < 0.5 * first
     manifest = spool.checkpoints.verify("r", 1)
     assert set(manifest.weights_files) == {WEIGHTS}

@@ -28,8 +28,7 @@ from tandem.trainer.rank.probe import choose_long
 def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None:
     made = jobs.run_here(spool, jobs.submit_sft(spool, epochs=15, learning_rate=2e-2))
     steps = jobs.steps_of(spool, "sft")
-    per_epoch = len(steps) // 15
-    first, last = (np.mean([s["loss"] for s in part]) for part in (steps[:per_epoch], steps[-per_epoch:]))
+    first, last = jobs.first_and_last_epoch(spool, "sft", 15)
     assert last < 0.5 * first
     manifest = spool.checkpoints.verify("r", 1)
     assert manifest.job == "sft"

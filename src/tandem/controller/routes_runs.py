@@ -85,7 +85,7 @@ def _check_full(deployment: Deployment) -> None:
     if settings.weights != "merged" or settings.way == "merge":
         now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
         remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
-        raise InvalidInput(f"a run of all weights reaches vLLM whole, not by {now}; {remedy}", field="trainable")
+        raise InvalidInput(f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable")
 
 
 def _check(deployment: Deployment, spec: RunSpec) -> None:

@@ -1,6 +1,6 @@
-"""Gradients of base weights, where a run trains all weights. Layers add them to fp32 buffers; autograd makes none.
+"""Gradients of base weights, where a run trains all weights. Layers add them to fp32 buffers.
 
-autograd would give each gradient in the weight's dtype, as a tensor of its own for every row.
+Only the last norm's comes from autograd, which would give each in the weight's dtype, as a new tensor for every row.
 """
 
 from typing import Any
@@ -33,4 +33,11 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     # Some rows at a time, because the product in fp32 takes memory of its own: of an output layer gigabytes.
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
-        buffer.add_(torch.mm(part.t(), right.to(left.dtype), out_dtype=torch.float32))
+        buffer.add_(product(part, right))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left^T right` of [S, a] and [S, b], fp32: summed over [S]."""
+    if left.is_cuda and left.dtype is not torch.float32:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return left.t() @ right

@@ -151,7 +151,7 @@ class LoraLinear(nn.Module):
             self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter()]
-        whole_a, of_b = _outer(of_inner, x), _outer(gradient, inner).mul_(self.scale)
+        whole_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner).mul_(self.scale)
         if self.sequence:  # each rank has that of its own tokens
             parallel.all_reduce(whole_a if self.column else of_b, group=self.group)
         of_a = whole_a.split(self.rank)
@@ -221,10 +221,3 @@ def target_blocks(
 def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
     """One after the other: gate, up; or a single output."""
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=dim)
-
-
-def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left^T right, fp32: summed over [S]."""
-    if left.is_cuda and left.dtype is not torch.float32:
-        return torch.mm(left.t(), right, out_dtype=torch.float32)
-    return left.t() @ right

@@ -17,6 +17,9 @@ from tandem.model.device.offload import Offload
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam has of each parameter, in fp32, as torch and the checkpoints name it."""
+
 
 class NonFinite(TandemError):
     """A loss or a gradient is NaN or infinite. The step was not applied."""
@@ -161,7 +164,7 @@ class AdapterOptimizer:
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {}
-        for moment, shards in (("exp_avg", saved.exp_avg), ("exp_avg_sq", saved.exp_avg_sq)):
+        for moment, shards in zip(MOMENTS, (saved.exp_avg, saved.exp_avg_sq), strict=True):
             _, moments[moment] = allocate(shapes, torch.float32, where)
             torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
         for name, parameter in self.parameters.items():

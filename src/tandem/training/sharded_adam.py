@@ -19,12 +19,22 @@ from tandem.model.device.offload import Offload
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights, Section
 from tandem.spool.schema import OptimizerSettings
+from tandem.training.optimizer import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 REMAINDER = "remainder"
 _OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 CHUNK = 2**24
 """Elements that are updated at once: an update takes five times their fp32 size for a while."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """This rank's part of a section of the weights' memory."""
+
+    group: dist.ProcessGroup  # the ranks that hold the section; each owns an equal part
+    section: slice  # in the memory
+    memory: slice
+    state: slice  # in each of `ShardedAdam.tensors`
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,9 @@ class ShardedAdam:
         self._policy, self._base, self._topology = policy, base, parallel.current()
         self._gradients = torch.zeros(len(base.memory), dtype=torch.float32, device=base.memory.device)
         policy.train_base(self._views(self._gradients))
+        self._owned = list(self._own_parts())
         self._ranges = list(self._own_ranges())
-        owned = sum(length for _, _, length in self._owned())
+        owned = self._owned[-1].state.stop
         self.tensors = {name: torch.zeros_like(self._gradients[:owned]) for name in MOMENTS}
         if base.memory.dtype is not torch.float32:
             assert base.memory.dtype is torch.bfloat16
@@ -87,20 +98,19 @@ class ShardedAdam:
     def reduce_gradients(self) -> None:
         """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest is undefined."""
         self._sum_over_tensor_ranks()
-        for section, begin, length in self._owned():
-            group = self._group(section)
-            if group.size() == 1:
+        for owned in self._owned:
+            if owned.group.size() == 1:
                 continue
-            whole, own = self._gradients[section.begin : section.end], self._gradients[begin : begin + length]
+            whole, own = self._gradients[owned.section], self._gradients[owned.memory]
             if whole.is_cuda:
-                dist.reduce_scatter_tensor(own, whole, group=group)
+                dist.reduce_scatter_tensor(own, whole, group=owned.group)
             else:
-                own.copy_(parallel.scatter_sum(whole, group))
+                own.copy_(parallel.scatter_sum(whole, owned.group))
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if any gradient is."""
         squares = [
-            torch.linalg.vector_norm(self._of(self._gradients, part), dtype=torch.float64).square()
+            torch.linalg.vector_norm(self._gradient(part), dtype=torch.float64).square()
             for part in self._ranges
             if part.counts
         ]
@@ -110,7 +120,7 @@ class ShardedAdam:
 
     def non_finite(self) -> list[str]:
         """Names of the weights whose summed gradients hold NaN or infinity, among those that this rank owns."""
-        return [part.name for part in self._ranges if not self._of(self._gradients, part).isfinite().all()]
+        return [part.name for part in self._ranges if not self._gradient(part).isfinite().all()]
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
@@ -128,21 +138,19 @@ class ShardedAdam:
 
         They are in the gradients' memory, until the next `zero_grad`.
         """
-        memory, at = self._like_weights(self.tensors[name].dtype), 0
-        for _, begin, length in self._owned():
-            memory[begin : begin + length] = self.tensors[name][at : at + length]
-            at += length
+        memory = self._like_weights(self.tensors[name].dtype)
+        for owned in self._owned:
+            memory[owned.memory] = self.tensors[name][owned.state]
         self._gather(memory)
         return self._views(memory)
 
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
         """Undo `whole`: `fill` gets such tensors and fills them; this rank keeps what it owns."""
-        memory, at = self._like_weights(self.tensors[name].dtype), 0
+        memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
-        for _, begin, length in self._owned():
-            self.tensors[name][at : at + length] = memory[begin : begin + length]
-            at += length
+        for owned in self._owned:
+            self.tensors[name][owned.state] = memory[owned.memory]
 
     def _update(self, part: _Range, offset: int, length: int, scale: float, rate: float) -> None:
         settings, at, begin = self.settings, part.at + offset, part.begin + offset
@@ -164,12 +172,14 @@ class ShardedAdam:
         """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient: of its heads, and
         with sequence parallelism of its tokens."""
         topology = self._topology
+        if topology.sizes.tensor == 1:
+            return
         partial = [
             gradient
             for name, gradient in self._views(self._gradients).items()
             if self._base.rules[name].cut == "whole" and (topology.sizes.sequence or name.endswith(_OF_HEADS))
         ]
-        if topology.sizes.tensor > 1 and partial:
+        if partial:
             together = torch.cat([gradient.flatten() for gradient in partial])
             parallel.all_reduce(together, group=topology.tensor)
             for gradient, total in zip(partial, together.split([g.numel() for g in partial]), strict=True):
@@ -177,36 +187,39 @@ class ShardedAdam:
 
     def _gather(self, memory: Tensor) -> None:
         """Get what the other ranks own."""
-        for section, begin, length in self._owned():
-            if (group := self._group(section)).size() > 1:
-                own = memory[begin : begin + length]
+        for owned in self._owned:
+            if owned.group.size() > 1:
+                own = memory[owned.memory]
                 own = own if memory.is_cuda else own.clone()
-                dist.all_gather_into_tensor(memory[section.begin : section.end], own, group=group)
+                dist.all_gather_into_tensor(memory[owned.section], own, group=owned.group)
 
     def _group(self, section: Section) -> dist.ProcessGroup:
         return self._topology.expert_data if section.experts else self._topology.data
 
-    def _owned(self) -> Iterator[tuple[Section, int, int]]:
-        """This rank's range of each section: where it begins in the memory, and its length."""
+    def _own_parts(self) -> Iterator[_Owned]:
+        at = 0
         for section in self._base.sections:
             group = self._group(section)
             length = (section.end - section.begin) // group.size()
-            yield section, section.begin + group.rank() * length, length
-
-    def _own_ranges(self) -> Iterator[_Range]:
-        at = 0
-        for _, begin, length in self._owned():
-            for name, weight in self._base.parameters.items():
-                first = int(weight.storage_offset())
-                start, end = max(first, begin), min(first + weight.numel(), begin + length)
-                if start < end:
-                    counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
-                    decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
-                    yield _Range(name, start, at + start - begin, end - start, decays, counts)
+            begin = section.begin + group.rank() * length
+            own = slice(begin, begin + length), slice(at, at + length)
+            yield _Owned(group, slice(section.begin, section.end), *own)
             at += length
 
-    def _of(self, memory: Tensor, part: _Range) -> Tensor:
-        return memory[part.begin : part.begin + part.length]
+    def _own_ranges(self) -> Iterator[_Range]:
+        for owned in self._owned:
+            begin, end = owned.memory.start, owned.memory.stop
+            for name, weight in self._base.parameters.items():
+                first = int(weight.storage_offset())
+                start, stop = max(first, begin), min(first + weight.numel(), end)
+                if start < stop:
+                    counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
+                    at = owned.state.start + start - begin
+                    yield _Range(name, start, at, stop - start, decays, counts)
+
+    def _gradient(self, part: _Range) -> Tensor:
+        return self._gradients[part.begin : part.begin + part.length]
 
     def _like_weights(self, dtype: torch.dtype) -> Tensor:
         """The gradients' memory as elements of another dtype, at the weights' places."""

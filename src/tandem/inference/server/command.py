@@ -170,7 +170,7 @@ def _merged_options(settings: Settings, model: str) -> str:
     targets: list[str] | None = None
     if settings.way == "merge":
         targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
-    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings), "transport": settings.way})
+    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings)})
 
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:

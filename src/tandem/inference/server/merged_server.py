@@ -205,7 +205,7 @@ class MergedServer:
         """Bring the weights to the workers from the first source that has them; None: merged from the adapter. Returns
         how they came, and why each source before failed."""
         failed: list[str] = []
-        for last, source in enumerate(sources, 1 - len(sources)):
+        for number, source in enumerate(sources, 1):
             try:
                 await self._call("tandem_stage", deadline, version.path, version.path, version.scale, source)
                 pause = _POLL_SECONDS
@@ -213,7 +213,7 @@ class MergedServer:
                     await asyncio.sleep(pause)
                     pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
             except SwapFailed as error:
-                if last == 0 or error.status == 503:
+                if number == len(sources) or error.status == 503:
                     raise
                 failed.append(str(error))
             else:

@@ -48,20 +48,20 @@ class BaseWeights:
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
         own = [rule.parameter for rule in rules if rule.fp32]
         shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
-        experts = [rule.parameter for rule in rules if rule.experts is not None]
+        experts = {rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None}
         apart = bool(experts) and sizes.experts_apart
         if apart:  # what comes before the experts divides by the number of ranks too
             step = ALIGNMENT // dtype.itemsize
-            used = sum(-(-math.prod(shape) // step) for name, shape in shapes.items() if name not in experts)
             before = {name: shape for name, shape in shapes.items() if name not in experts}
-            shapes = before | {_GAP: (-used % sizes.world * step,)} | {name: shapes[name] for name in experts}
+            used = sum(-(-math.prod(shape) // step) for shape in before.values())
+            shapes = before | {_GAP: (-used % sizes.world * step,)} | experts
         self.group = group
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
         self.memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT * sizes.world)
         self.parameters |= {name: self.parameters[name].view(torch.float32) for name in own}
         self.parameters.pop(_GAP, None)
-        first = int(self.parameters[experts[0]].storage_offset()) if apart else len(self.memory)
+        first = int(self.parameters[next(iter(experts))].storage_offset()) if apart else len(self.memory)
         self.sections = [Section(0, first, experts=False)]
         if apart:
             self.sections.append(Section(first, len(self.memory), experts=True))

@@ -53,5 +53,5 @@ class RunSpec(Record):
     @model_validator(mode="after")
     def _an_adapter_or_all_weights(self) -> Self:
         if (self.lora is None) != (self.trainable == "full"):
-            raise ValueError("a run of all weights has no lora, and another one has it")
+            raise ValueError("trainable=full needs lora=null, and trainable=lora needs a LoRA shape")
         return self

@@ -28,10 +28,9 @@ from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
-from tandem.training.optimizer import AdamState, AdapterOptimizer
+from tandem.training.optimizer import MOMENTS, AdamState, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
 """As safetensors has them."""
 _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
@@ -61,7 +60,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
                 "roll the run back to an older step"
             )
         return Contents(adapter, None)
-    moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in _MOMENTS}
+    moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in MOMENTS}
     optimizer = check_tensors(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
@@ -91,7 +90,7 @@ def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -
     def shards(moment: str) -> dict[str, Tensor]:
         return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
 
-    optimizer.load_state(AdamState(int(adam["step"]), *map(shards, _MOMENTS)))
+    optimizer.load_state(AdamState(int(adam["step"]), *map(shards, MOMENTS)))
 
 
 @torch.no_grad()
@@ -99,7 +98,7 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all tensor-parallel ranks, on the CPU. A collective of all ranks."""
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
-    for moment, shards in zip(_MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
+    for moment, shards in zip(MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
         for name, shard in shards.items():
             tensors |= {f"{key}.{moment}": whole for key, whole in policy.gather(name, shard).items()}
     return Contents(policy.adapter_tensors(), tensors)

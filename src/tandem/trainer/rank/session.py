@@ -130,9 +130,9 @@ class _Session:
         if evaluated := training.evaluate():
             self._event("evaluated", step=self.heartbeat.step, metrics=evaluated)
             metrics |= evaluated
-        # A checkpoint of all weights is what the way `volume` would write.
-        sends = run.weights == "merged" and self._settings.way not in ("merge", *["volume"] * (run.lora is None))
-        publication = self._publication(policy) if sends else None
+        # The checkpoint has what vLLM reads: with `merge` the adapter, and of all weights with `volume` the model.
+        in_checkpoint = self._settings.way == ("volume" if run.lora is None else "merge")
+        publication = self._publication(policy) if run.weights == "merged" and not in_checkpoint else None
         manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
