@@ -210,7 +210,7 @@ def _logits(job: Training, sizes: Sizes) -> int:
     """`logprobs.working_bytes`, with a loss on every slot."""
     slots, _ = _tokens(job, sizes)
     chunk = min(slots * job.arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    return (2 * chunk + 4 * slots * job.arch.hidden_size) * _BF16
+    return (chunk + 4 * slots * job.arch.hidden_size) * _BF16
 
 
 def _context(sizes: Sizes) -> int:

@@ -42,10 +42,10 @@ def item_logprobs(
 
 
 def working_bytes(items: int, weight: torch.Tensor) -> int:
-    """What `item_logprobs` and its backward pass take for a while: two chunks of logits, and four tensors of the items'
-    hidden states or their gradients."""
+    """What `item_logprobs` and its backward pass take for a while on a GPU: one chunk of logits, and four tensors of
+    the items' hidden states or their gradients."""
     vocabulary, hidden = weight.shape
-    return (2 * min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
+    return (min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
 
 
 class _Statistics(torch.autograd.Function):
@@ -64,6 +64,7 @@ class _Statistics(torch.autograd.Function):
         for chunk in _chunks(len(targets), len(weight)):
             logits = linear(hidden[chunk], weight)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
+            del logits  # before the next chunk's exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
@@ -81,6 +82,7 @@ class _Statistics(torch.autograd.Function):
             torch.mm(of_logits, weight, out=of_hidden[chunk])
             if gradients.wanted(ctx.parameter):
                 gradients.add_product(ctx.parameter, of_logits, hidden[chunk])
+            del of_logits  # before the next chunk's exist
         parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, None, None, None, None
 

@@ -13,8 +13,8 @@ from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 
-HEADROOM = 0.04
-"""Part of the memory that stays free: the allocator can't use every gap."""
+HEADROOM, LEAST_HEADROOM = 0.04, 2**29
+"""Part of the memory, and at least so many bytes, that stay free: the allocator can't use every gap."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
@@ -32,7 +32,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
             total * torch.cuda.get_per_process_memory_fraction(),
         )
         head = working_bytes(len(row.item_token), policy.head)
-        budget = (1 - HEADROOM) * most - torch.cuda.memory_allocated() - max(transient, head)
+        budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
         levels = choose(kept, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
@@ -80,12 +80,17 @@ def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
     """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep."""
     layer, inputs = policy.gpt.decoder.layers[0], policy.decoder_inputs(row)
     hidden = inputs.pop("hidden_states").detach().requires_grad_()
-    kept, before = {}, torch.cuda.memory_allocated()
-    memory.reset_peaks()
-    for level in Keep:
-        layer.keep = level
+
+    def passes(level: Keep) -> int:
+        """Bytes that are kept between a forward pass and its backward pass."""
+        layer.keep, before = level, torch.cuda.memory_allocated()
         output, _ = layer(hidden, **inputs)
-        kept[level] = torch.cuda.memory_allocated() - before
+        between = torch.cuda.memory_allocated()
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
-        del output
+        return between - before
+
+    passes(Keep.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
+    before = torch.cuda.memory_allocated()
+    memory.reset_peaks()
+    kept = {level: passes(level) for level in Keep}
     return kept, memory.stats()["allocated_peak"] - before - kept[Keep.ALL]
