@@ -1,7 +1,7 @@
 """Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on the same rows.
 
     python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none auto-fp8 peft]
-                          [--limit 40] [--steps 5] [--ranks 1]
+                          [--trainable lora] [--limit 40] [--steps 5] [--ranks 1]
 
 Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q, k, v and o), and
 every token but each sequence's first is trained. A row is one sequence (`8192`), several (`4x1024`), or `tree`: a group
@@ -9,8 +9,9 @@ of 16 completions of 512 tokens after one prompt of 2048, which Tandem computes 
 be used.
 
 Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and token, and 3.5
-times the forward of causal attention. Recomputation is not counted. A step is forward, backward and Adam; with
-`--ranks 2`, of data-parallel ranks that compute a row each. Each way runs in processes of its own.
+times the forward of causal attention; with `--trainable full` 6 FLOPs per weight and token. Recomputation is not
+counted. A step is forward, backward and Adam; with `--ranks 2`, of data-parallel ranks that compute a row each. Each
+way runs in processes of its own.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def shape_of(row: str) -> tuple[list[int], int]:
     return lengths, sum(lengths)
 
 
-def model_flops(arch: Arch, lengths: list[int]) -> float:
+def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
     """Of one forward and backward pass; see the module's text."""
     hidden, tokens = arch.hidden_size, sum(lengths)
     mlp = 3 * hidden * arch.ffn_hidden_size
@@ -60,23 +61,28 @@ def model_flops(arch: Arch, lengths: list[int]) -> float:
         mlp = 3 * hidden * arch.moe.ffn_hidden_size * arch.moe.experts_per_token + hidden * arch.moe.num_experts
     weights = arch.num_layers * (hidden * (2 * arch.query_size + 2 * arch.kv_size) + mlp) + hidden * arch.vocab_size
     attention = sum(2 * length**2 * arch.query_size for length in lengths) * arch.num_layers
-    return 4.0 * weights * tokens + 3.5 * attention
+    return (6.0 if trainable == "full" else 4.0) * weights * tokens + 3.5 * attention
 
 
-def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]) -> Callable[[], None]:
+def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...] | None) -> Callable[[], None]:
+    """`targets`: of LoRA; None trains all weights."""
     from tandem.model import device, parallel, recompute
     from tandem.model.build import build_policy
     from tandem.model.rows import RowTensors
+    from tandem.model.weights.base_memory import BaseWeights
     from tandem.spool.schema import OptimizerSettings
     from tandem.training.optimizer import AdapterOptimizer
+    from tandem.training.sharded_adam import ShardedAdam
 
     device.activate("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     parallel.init_parallel()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    arch = arch_from_config(config)
+    base = BaseWeights(arch, torch.bfloat16, parallel.current().sizes)
     policy = build_policy(
-        arch_from_config(config), LoraShape(rank=16, alpha=32.0, targets=targets), dtype=torch.bfloat16,
-        recompute="full" if way.startswith("full") else "none",
+        arch, LoraShape(rank=16, alpha=32.0, targets=targets) if targets else None, dtype=torch.bfloat16,
+        recompute="full" if way.startswith("full") else "none", base=lambda: base.parameters,
     )  # fmt: skip
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -99,17 +105,17 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     )  # fmt: skip
     if way.endswith("fp8"):
         policy.quantise_base()
+    settings = OptimizerSettings(learning_rate=1e-5)
+    optimizer = AdapterOptimizer(policy, settings) if targets else ShardedAdam(policy, base, settings)
     if way.startswith("auto"):
         levels = recompute.fit(policy, tensors)
         print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
-
-    optimizer = AdapterOptimizer(policy, OptimizerSettings(learning_rate=1e-5))
 
     def step() -> None:
         optimizer.zero_grad()
         policy(tensors).logprobs.mean().backward()
         optimizer.reduce_gradients()
-        optimizer.step(optimizer.gradient_norm(), optimizer.settings.learning_rate)
+        optimizer.step(optimizer.gradient_norm(), settings.learning_rate)
 
     return step
 
@@ -150,8 +156,10 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.limit * 2**30 / total)
     targets = ATTENTION if arguments.targets == "attention" else DENSE
-    make = peft_step if way.startswith("peft") else tandem_step
-    step = make(config, row, way, targets)
+    if way.startswith("peft"):
+        step = peft_step(config, row, way, targets)
+    else:
+        step = tandem_step(config, row, way, None if arguments.trainable == "full" else targets)
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -172,11 +180,12 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             file=sys.stderr,
         )
     return {
-        "model": arguments.model, "targets": arguments.targets, "row": row, "way": way, "limit GiB": arguments.limit,
-        "ranks": arguments.ranks, "tokens/s": arguments.ranks * sum(lengths) / median,
+        "model": arguments.model, "trainable": arguments.trainable, "targets": arguments.targets, "row": row,
+        "way": way, "limit GiB": arguments.limit, "ranks": arguments.ranks,
+        "tokens/s": arguments.ranks * sum(lengths) / median,
         "effective tokens/s": arguments.ranks * effective / median, "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "TFLOP/s per GPU": model_flops(arch_from_config(config), lengths) / median / 1e12,
+        "TFLOP/s per GPU": model_flops(arch_from_config(config), lengths, arguments.trainable) / median / 1e12,
     }  # fmt: skip
 
 
@@ -184,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--targets", choices=["all", "attention"], default="all")
+    parser.add_argument("--trainable", choices=["lora", "full"], default="lora")
     parser.add_argument("--rows", nargs="+", default=["8192"])
     parser.add_argument("--ways", nargs="+", default=["full", "auto", "none", "peft-checkpoint", "peft"])
     parser.add_argument("--limit", type=float, default=0.0)
@@ -207,7 +217,7 @@ def main() -> None:
             if arguments.ranks > 1:
                 command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
             command += ["-m", "bench.train", "--child", "--rows", row, "--ways", way]
-            for name in ("model", "targets", "limit", "steps", "ranks"):
+            for name in ("model", "trainable", "targets", "limit", "steps", "ranks"):
                 command += [f"--{name}", str(getattr(arguments, name))]
             command += ["--profile"] if arguments.profile else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)

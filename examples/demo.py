@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tandem.config import Settings
 from tandem.errors import Conflict
+from tandem.system.gpus import Devices
 from tandem.system.ports import reserve
 from tandem.system.processes import die_with_parent
 
@@ -72,6 +74,17 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
             why = f"ended with {process.poll()}" if process.poll() is not None else f"not ready after {timeout:.0f} s"
             raise SystemExit(f"The stack {why}; waiting for {waiting[0]}. End of {log}:\n{tail}")
         time.sleep(0.5)
+
+
+def gpus_of_both(device: str) -> dict[str, str]:
+    """Variables that give trainer and vLLM a GPU each, or have them share the only one; none where the caller's
+    environment says it."""
+    names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
+    if device == "cpu" or any(name in os.environ for name in names):
+        return {}
+    if len(Devices(Settings(device="cuda"), "trainer").uuids) == 1:
+        return {"TANDEM_GPU_MODE": "shared"}
+    return {"TANDEM_TRAINER_DEVICES": "1", "TANDEM_INFERENCE_DEVICES": "0"}
 
 
 def free_port(given: int | None, usual: int, option: str) -> int:
@@ -134,6 +147,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--weights", choices=["adapter", "merged"], default="adapter", help="how vLLM serves the run")
+    parser.add_argument("--trainable", choices=["lora", "full"], default="lora", help="full implies --weights merged")
+    parser.add_argument("--transport", choices=["volume", "nccl", "ipc"], default="volume", help="for --trainable full")
     parser.add_argument("--controller-port", type=int, help="by default 8080, or a free one if that is taken")
     parser.add_argument("--inference-port", type=int, help="by default 8000, or a free one if that is taken")
     parser.add_argument("--with-parent", action="store_true", help="end when the program ends that started this one")
@@ -156,9 +171,14 @@ def main() -> None:
         "TANDEM_BASE_MODEL": "models/tiny",
         "TANDEM_DEVICE": arguments.device,
         "TANDEM_ENFORCE_EAGER": "1",  # ready sooner, which is what a demo wants
-        "TANDEM_GPU_MEMORY_UTILIZATION": "0.3",  # with CUDA, trainer and vLLM may find themselves on one GPU
+        **gpus_of_both(arguments.device),
         "TANDEM_LAUNCH": "fork",
         "TANDEM_WEIGHTS": arguments.weights,
+        **(
+            {"TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": arguments.transport}
+            if arguments.trainable == "full"
+            else {}
+        ),
         "TANDEM_API_KEY": secrets.token_urlsafe(16),
         "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
         "TANDEM_CONTROLLER_PORT": str(controller_port),
@@ -189,7 +209,13 @@ def main() -> None:
             seconds["start"] = time.monotonic() - begin
             tell_time = time.monotonic()
             report = asyncio.run(
-                yes_no_maybe.train(RUN, rl_steps=arguments.rl_steps, samples=arguments.samples, tell=tell)
+                yes_no_maybe.train(
+                    RUN,
+                    trainable=arguments.trainable,
+                    rl_steps=arguments.rl_steps,
+                    samples=arguments.samples,
+                    tell=tell,
+                )
             )
             seconds["sft"] = report.pop("sft_seconds")
             seconds["rl"] = time.monotonic() - tell_time - seconds["sft"]

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 
@@ -20,6 +20,8 @@ from tandem.client import AsyncTandem, turn_from_openai
 from tandem.errors import NothingToLearn
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+LEARNING_RATES = {"lora": 1e-3, "full": 1e-3}
+"""Of the RL steps; SFT begins with five times as much."""
 QUESTIONS = [
     "Is the sky blue?",
     "Is water wet?",
@@ -97,6 +99,7 @@ def sft_examples() -> list[dict[str, Any]]:
 async def train(
     run: str,
     *,
+    trainable: Literal["lora", "full"] = "lora",
     rl_steps: int = 15,
     group_size: int = 16,
     samples: int = 200,
@@ -110,17 +113,20 @@ async def train(
         max_retries=5,
     )
     task = Task(sampler)
-    packing = {"sequence_length": 256}
+    packing, unit = {"sequence_length": 256}, LEARNING_RATES[trainable]
     async with AsyncTandem() as tandem:
-        await tandem.create_run(run, lora={"rank": 16, "alpha": 32})
+        if trainable == "full":
+            await tandem.create_run(run, trainable="full")
+        else:
+            await tandem.create_run(run, lora={"rank": 16, "alpha": 32})
         await tandem.wait_served(run, 0)
         step, sft_seconds = 0, time.monotonic()
-        for learning_rate, epochs in [(5e-3, 30), (5e-4, 30)]:  # coarse, then fine
+        for rate, epochs in [(5.0, 30), (0.5, 30)]:  # coarse, then fine
             job = await tandem.train_sft(
                 run,
                 examples=sft_examples(),
                 packing=packing,
-                optimizer={"learning_rate": learning_rate, "epochs": epochs, "grad_accumulation_sequences": 64},
+                optimizer={"learning_rate": rate * unit, "epochs": epochs, "grad_accumulation_sequences": 64},
                 wait="served",
             )
             step += 1
@@ -141,7 +147,7 @@ async def train(
                     groups=groups,
                     base_step=step,
                     packing=packing,
-                    optimizer={"learning_rate": 1e-3, "grad_accumulation_sequences": 64},
+                    optimizer={"learning_rate": unit, "grad_accumulation_sequences": 64},
                     wait="served",
                 )
             except NothingToLearn:  # every answer of every group earned the same
@@ -189,6 +195,9 @@ async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="a new name for the run, such as my-run")
+    parser.add_argument(
+        "--trainable", choices=["lora", "full"], default="lora", help="full needs TANDEM_WEIGHTS=merged"
+    )
     parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
 
@@ -196,5 +205,5 @@ if __name__ == "__main__":
         shown = f"reward {row['reward']:.3f}" if "reward" in row else f"loss {row['metrics']['loss']:.3f}"
         print(f"{what:<8} {arguments.run}@{row['step']}: {shown}", flush=True)
 
-    report = asyncio.run(train(arguments.run, rl_steps=arguments.rl_steps, tell=tell))
+    report = asyncio.run(train(arguments.run, trainable=arguments.trainable, rl_steps=arguments.rl_steps, tell=tell))
     print(f"mean reward of 200 samples: {report['sft_reward']:.3f} after SFT, {report['rl_reward']:.3f} after RL")

@@ -5,7 +5,7 @@ import pytest
 from fake_nvml import MIB, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.system.gpus import FREE_BYTES, Devices, nccl_path
+from tandem.system.gpus import FREE_BYTES, Devices, check_apart, nccl_path
 from tandem.system.nvml import DriverFailed
 
 A, B, C = "GPU-aaaa1111", "GPU-bbbb2222", "GPU-bbcc3333"
@@ -54,6 +54,21 @@ def test_in_use_and_not_answering_are_both_not_free(three, caplog):
     assert [record.fields["error"] for record in caplog.records] == [
         f"{B}: nvmlDeviceGetMemoryInfo: GPU is lost", "NVML does not start: Timeout; check the driver with `nvidia-smi`"
     ]  # fmt: skip
+
+
+def test_a_gpu_for_both_is_refused_unless_it_is_shared(three):
+    def sides(trainer: list[str], inference: list[str], **more: object) -> Settings:
+        return Settings(device="cuda", trainer_devices=trainer, inference_devices=inference, **more)
+
+    for trainer, inference in ([], []), ([], ["2"]), (["0"], []), (["GPU-aaaa1111"], ["0"]):
+        with pytest.raises(InvalidInput, match=r"TANDEM_GPU_MODE: dedicated, but .* both use GPU-"):
+            check_apart(sides(trainer, inference))
+    check_apart(sides(["1", "2"], []))  # vLLM takes the first one
+    check_apart(sides(["1"], ["0", "2"], inference_tensor_parallel=2))
+    check_apart(sides([], [], gpu_mode="shared"))
+    check_apart(Settings(device="cpu"))
+    three.set(gpu(A), nvmlInit=TIMEOUT)
+    check_apart(sides([], []))
 
 
 def test_bytes_up_to_the_floor_are_no_trouble(three):

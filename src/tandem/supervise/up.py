@@ -41,7 +41,7 @@ from tandem.supervise.supervisord import Status
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
-from tandem.system.gpus import nccl_path
+from tandem.system.gpus import check_apart, nccl_path
 from tandem.system.tail import last_lines
 
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
@@ -65,6 +65,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         # Containers of one group share the volume, whatever their users.
         os.umask(0o002)
     programs = PROGRAMS[role] if programs is None else programs
+    if {"runner", "vllm"} <= {program.name for program in programs}:
+        check_apart(settings)
     root = Spool.create(settings.root).root
     if any(program.name == "vllm" for program in programs):
         settings.model_path()

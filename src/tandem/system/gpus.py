@@ -86,6 +86,22 @@ class Devices:
         return used
 
 
+def check_apart(settings: Settings) -> None:
+    """Raise InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU: jobs would wait
+    for ever until vLLM gives it back. A driver that does not answer is no reason to refuse."""
+    if settings.gpu_mode == "shared":
+        return
+    with suppress(DriverFailed):
+        trainer = Devices(settings, "trainer")
+        inference = Devices(settings, "inference", most=settings.inference_tensor_parallel)
+        if both := ", ".join(uuid for uuid in trainer.uuids if uuid in inference.uuids):
+            problem = f"dedicated, but trainer and vLLM would both use {both}"
+            remedy = (
+                "set TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared"
+            )
+            raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_GPU_MODE")
+
+
 def over(used: Mapping[str, int | None], floor: Floor = None) -> dict[str, int | None]:
     """The devices of `used` that are not free: FREE_BYTES or more are in use beyond the floor, or they don't answer."""
     left = beyond(used, floor)

@@ -32,7 +32,8 @@ def register() -> None:
 
 @functools.cache
 def _install_merged_weights() -> None:
-    """Workers attach Tandem's merged weights after they load the model. The engine tends to requests after a swap."""
+    """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory pool for weights: a
+    sleeping engine offloads only what is in it. The engine tends to requests after a swap."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -44,8 +45,16 @@ def _install_merged_weights() -> None:
     load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
 
     def load_and_attach(worker: Any, *args: Any, **kwargs: Any) -> None:
+        runner = worker.model_runner
+        load = runner.load_model
+
+        def load_with_copy(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            extension.attach(worker)
+
+        runner.load_model = load_with_copy
         load_model(worker, *args, **kwargs)
-        extension.attach(worker)
+        del runner.load_model
 
     def call_or_swap(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         if method == "tandem_swap":

@@ -61,7 +61,8 @@ class MergedWorker:
 
 def attach(worker: Any) -> None:
     """Give a worker that has just loaded its model its second copy of the weights, and have vLLM count the copy as part
-    of the model, so that it does not plan that memory for the KV cache."""
+    of the model, so that it does not plan that memory for the KV cache. Tensors of the device come from the allocator's
+    current memory pool."""
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
     model = runner.get_model()
@@ -71,14 +72,13 @@ def attach(worker: Any) -> None:
         weights = sum(parameter.nbytes for parameter in model.parameters())
         copy = automatic_copy(_left_for_kv_cache(worker), weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
-    with worker._maybe_get_memory_pool_context(tag="weights"):
-        base_model = worker.model_config.model
-        targets = None if options["targets"] is None else frozenset(options["targets"])
-        if targets is not None:
-            worker.tandem_weights = MergedWeights(model, base_model, targets, copy)
-        else:
-            place = (worker.rank, worker.parallel_config.world_size)
-            worker.tandem_weights = LandingWeights(model, base_model, targets, copy, place)
+    base_model = worker.model_config.model
+    targets = None if options["targets"] is None else frozenset(options["targets"])
+    if targets is not None:
+        worker.tandem_weights = MergedWeights(model, base_model, targets, copy)
+    else:
+        place = (worker.rank, worker.parallel_config.world_size)
+        worker.tandem_weights = LandingWeights(model, base_model, targets, copy, place)
     if on_gpu:
         runner.model_memory_usage += worker.tandem_weights.device_bytes
 
