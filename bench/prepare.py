@@ -13,9 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -92,8 +90,8 @@ def prepare_slice(body: bytes, tokenizer_path: Path, out: Path) -> tuple[float, 
 _examples = TypeAdapter(list[SFTExample])
 
 
-def measure(file: Path, tokenizer_path: Path, size: int, in_flight: int, out: Path) -> dict[str, Any]:
-    """Seconds and counts of all slices of `size` examples, of which `in_flight` are prepared at a time."""
+def measure(file: Path, tokenizer_path: Path, size: int, out: Path) -> dict[str, Any]:
+    """Seconds and counts of all slices of `size` examples, one after the other, as `tandem train sft` submits them."""
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     load_tokenizer(str(tokenizer_path))
@@ -104,10 +102,9 @@ def measure(file: Path, tokenizer_path: Path, size: int, in_flight: int, out: Pa
     seconds["find the lines"] = time.perf_counter() - begin
     order = np.random.default_rng(0).permutation(len(examples))
 
-    def one(start: int) -> None:
+    for start in range(0, len(order), size):
         laps = [time.perf_counter()]
-        with reading:
-            records = [examples[int(i)][1] for i in order[start : start + size]]
+        records = [examples[int(i)][1] for i in order[start : start + size]]
         laps.append(time.perf_counter())
         body = to_json(records)
         laps.append(time.perf_counter())
@@ -115,13 +112,8 @@ def measure(file: Path, tokenizer_path: Path, size: int, in_flight: int, out: Pa
         parts = dict(
             zip(("read, convert", "write JSON", "prepare"), np.diff([*laps, time.perf_counter()]), strict=True)
         )
-        with lock:
-            counts.update(found)
-            seconds.update(parts | {"parse, validate": parsing, "prepare": parts["prepare"] - parsing})
-
-    lock, reading = Lock(), Lock()
-    with ThreadPoolExecutor(in_flight) as threads:
-        list(threads.map(one, range(0, len(order), size)))
+        counts.update(found)
+        seconds.update(parts | {"parse, validate": parsing, "prepare": parts["prepare"] - parsing})
     whole, cpu = time.perf_counter() - begin, time.process_time() - cpu
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     parts = {f"{part}, s": float(value) for part, value in seconds.items()}
@@ -135,13 +127,13 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=100_000)
     parser.add_argument("--slice", type=int, default=3200)
     parser.add_argument("--characters", type=int, default=1250)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # a template, slices in flight, where its files are
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a template, and where its files are
     arguments = parser.parse_args()
     if arguments.one:
-        template, in_flight, directory = arguments.one[0], int(arguments.one[1]), Path(arguments.one[2])
+        template, directory = arguments.one[0], Path(arguments.one[1])
         with tempfile.TemporaryDirectory() as out:
-            row = measure(directory / "data.jsonl", directory / template, arguments.slice, in_flight, Path(out))
-        print(json.dumps({"template": template, "in flight": in_flight, "slice": arguments.slice} | row))
+            row = measure(directory / "data.jsonl", directory / template, arguments.slice, Path(out))
+        print(json.dumps({"template": template, "slice": arguments.slice} | row))
         return
     import trl
 
@@ -151,10 +143,10 @@ def main() -> None:
         for name in ("qwen3", "qwen3_training"):
             template = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
             write_tokenizer(Path(temporary) / name, texts, template.read_text())
-            for in_flight in ("1", "2"):  # each in a process of its own, for its memory
-                command = [sys.executable, "-m", "bench.prepare", "--slice", str(arguments.slice), "--one", name]
-                done = subprocess.run([*command, in_flight, temporary], check=True, capture_output=True, text=True)
-                rows.append({"examples": arguments.examples} | json.loads(done.stdout.splitlines()[-1]))
+            # In a process of its own, for its memory.
+            command = [sys.executable, "-m", "bench.prepare", "--slice", str(arguments.slice), "--one", name, temporary]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rows.append({"examples": arguments.examples} | json.loads(done.stdout.splitlines()[-1]))
     report("prepare", "Preparing an SFT from JSON lines", rows)
 
 

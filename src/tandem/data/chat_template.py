@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.data.encoder import Encoder
 from tandem.data.examples import Message
 from tandem.data.packed_format import Float32, Int32
 from tandem.errors import InvalidInput
@@ -96,11 +97,7 @@ class Renderer:
     """A tokenizer with what is computed from it once."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self.backend is not None:  # a tokenizer.json may ask for these
-            self.backend.no_truncation()
-            self.backend.no_padding()
+        self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
         special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.endings = tuple(special.values())
         # Tokenizers take the leftmost special token, and of several the longest.
@@ -110,15 +107,7 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        self._tails: dict[str, list[int]] = {}
-
-    def encode_all(self, texts: list[str]) -> list[list[int]]:
-        if self.backend is None:
-            return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_all([text])[0]
+        self._tails: dict[str, Int32] = {}
 
     def text(self, prompt: str, completion: str, name: str) -> Plan:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
@@ -206,9 +195,8 @@ class Renderer:
             raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, encoded: list[int]) -> list[Rendered]:
+    def finish(self, plan: Plan, ids: Int32) -> list[Rendered]:
         """The sequences of a plan, from the tokens of its text."""
-        ids = np.array(encoded, np.int32)
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
         spans = [match.span() for match in self.marks.finditer(plan.text)]
         ends = [end for _, end in spans] if len(spans) == len(at) else []
@@ -220,7 +208,7 @@ class Renderer:
             before = bisect_right(ends, position) - 1
             first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
             tail = self._tail(plan.text[start:position])
-            return first + len(tail) if ids[first : first + len(tail)].tolist() == tail else None
+            return first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
 
         trained: list[int] = []
         for start, end in ((index(start), index(end)) for start, end in plan.spans):
@@ -229,14 +217,14 @@ class Renderer:
             trained.extend(range(start, end))
         return [_rendered(plan, ids, trained, plan.names[-1])]
 
-    def _tail(self, text: str) -> list[int]:
+    def _tail(self, text: str) -> Int32:
         if len(text) > _TAIL_CHARACTERS:
-            return self.encode(text)
+            return self.encoder.encode(text)
         tail = self._tails.get(text)  # several threads may be here
         if tail is None:
             if len(self._tails) >= _REMEMBERED_TAILS:
                 self._tails = {}
-            tail = self._tails[text] = self.encode(text)
+            tail = self._tails[text] = self.encoder.encode(text)
         return tail
 
     def _apart(self, plan: Plan) -> list[Rendered]:
@@ -244,15 +232,15 @@ class Renderer:
         trained text is tokenised alone."""
         found = []
         for (start, end), name in zip(plan.spans, plan.names, strict=True):
-            prompt, whole = self.encode(plan.text[:start]), self.encode(plan.text[:end])
-            if whole[: len(prompt)] != prompt:
+            prompt, whole = self.encoder.encode(plan.text[:start]), self.encoder.encode(plan.text[:end])
+            if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = plan.text[start:end]
-                alone = self.encode(completion)
+                alone = self.encoder.encode(completion)
                 if plan.marked or self.tokenizer.decode(alone, clean_up_tokenization_spaces=False) != completion:
                     problem = "a token spans the border between context and trained text, so the mask is ambiguous"
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
-                whole = prompt + alone
-            found.append(_rendered(plan, np.array(whole, np.int32), range(len(prompt), len(whole)), name))
+                whole = np.concatenate([prompt, alone])
+            found.append(_rendered(plan, whole, range(len(prompt), len(whole)), name))
         return found
 
 

@@ -1,8 +1,7 @@
 """Turns examples and pairs into tokens, and says which of them are trained (`tandem.data.chat_template` says how)."""
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import batched, chain, pairwise
+from itertools import batched, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from tandem.data.packed_format import Int32
 from tandem.data.prefix_tree import common_prefix
 from tandem.errors import InvalidInput
 
-# The template renders one chunk while another thread tokenises the chunk before it, which leaves Python to others.
-CHUNK = 256
+_CHUNK = 256  # examples that are tokenised together
 type _Planned = list[Plan] | Rendered | InvalidInput
 type PairTokens = tuple[Int32, Int32, Int32]
 
@@ -124,14 +122,10 @@ def _split(pair: PreferencePair, field: str, chosen: Any, rejected: Any) -> Pair
 def _finished(tokenizer: Any, planned: Iterable[_Planned]) -> list[list[Rendered] | InvalidInput]:
     """The sequences of what is planned."""
     found: list[list[Rendered] | InvalidInput] = []
-    with ThreadPoolExecutor(1) as beside:
-        waiting: tuple[Any, Any] = (), None
-        for chunk in chain(batched(planned, CHUNK), [()]):
-            texts = [plan.text for plans in chunk if isinstance(plans, list) for plan in plans]
-            encoded = beside.submit(renderer(tokenizer).encode_all, texts) if texts else None
-            encodings = iter(waiting[1].result() if waiting[1] else ())
-            found += [_sequences(tokenizer, plans, encodings) for plans in waiting[0]]
-            waiting = chunk, encoded
+    for chunk in batched(planned, _CHUNK):
+        texts = [plan.text for plans in chunk if isinstance(plans, list) for plan in plans]
+        encodings = iter(renderer(tokenizer).encoder.encode_all(texts) if texts else ())
+        found += [_sequences(tokenizer, plans, encodings) for plans in chunk]
     return found
 
 
