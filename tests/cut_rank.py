@@ -7,6 +7,7 @@ compute rows of DIRECTORY/model with DIRECTORY/adapter, and leave the results in
 import json
 import os
 import sys
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -71,17 +72,21 @@ def compute(policy: Policy) -> dict[str, object]:
     for step in range(2):
         optimizer.zero_grad()
         losses = torch.zeros(ROWS, dtype=torch.float64)
+        ahead = deque()
         for number in range(topology.place.data, ROWS, topology.sizes.data):
             outputs = policy(row(number, arch), temperature=0.8)
             weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
             loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
-            loss.backward()
-            losses[number] = loss.item() if topology.place.context == 0 else 0.0
-        parallel.all_reduce(losses, group=topology.data)
+            ahead.append(loss)
+            if len(ahead) > policy.stage.ahead:
+                ahead.popleft().backward()
+            losses[number] = loss.item() if topology.place.context == 0 and policy.stage.last else 0.0
+        while ahead:
+            ahead.popleft().backward()
+        for group in (topology.data, topology.pipeline):
+            parallel.all_reduce(losses, group=group)
         optimizer.reduce_gradients()
-        gradients: dict[str, torch.Tensor] = {}
-        for name, parameter in policy.lora_parameters().items():
-            gradients |= policy.gather(name, parameter.grad)
+        gradients = policy.whole({name: parameter.grad for name, parameter in policy.lora_parameters().items()})
         norm = optimizer.gradient_norm()
         result |= {f"loss{step}": losses, f"norm{step}": norm, f"gradients{step}": gradients}
         optimizer.step(norm, SETTINGS.learning_rate)

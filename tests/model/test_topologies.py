@@ -24,16 +24,18 @@ from tiny import write_random_model
 SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
 SP: dict[str, Any] = {"tensor": 2, "sequence": True}
 CP: dict[str, Any] = {"context": 2}
-DENSE = {1: [{}], 2: [SP, SP, CP, CP]}
+PP: dict[str, Any] = {"pipeline": 2}
+DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP], 4: [{**SP, **PP}, PP]}
 MIXTURE = {
     1: [{}],
     4: [
         {}, {"expert": 4}, {"expert": 2, "expert_tensor": 2}, SP, {**SP, "expert": 2},
         {**SP, "expert": 2, "expert_tensor": 2}, {**SP, "expert": 2, "expert_tensor": 2}, {"expert_tensor": 2},
         {"context": 4}, {**CP, "expert": 4}, {**SP, **CP, "expert": 2}, CP,
+        {**PP, "expert": 2}, {**SP, **PP}, {**CP, **PP},
     ],
 }  # fmt: skip
-BIASED = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}, CP]}
+BIASED = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}, CP, PP]}
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "qwen3": DENSE,
     "qwen3_moe": MIXTURE,
@@ -118,7 +120,7 @@ def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world
 
 
 @pytest.mark.parametrize(
-    ("family", "world", "first", "second"), [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3_moe", 4, 5, 6)]
+    ("family", "world", "first", "second"), [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3", 2, 4, 5), ("qwen3_moe", 4, 5, 6)]
 )
 def test_two_runs_have_the_same_bits(results, family, world, first, second):
     for one, other in zip(results[family, world][first], results[family, world][second], strict=True):
@@ -163,7 +165,7 @@ def test_a_mistake_is_seen(results, family, world, index, name):
     [
         ("qwen3", Sizes(data=2, expert=2), "has no experts", "TANDEM_EXPERT_PARALLEL=1 "),
         ("qwen3", Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
-        ("qwen3", Sizes(pipeline=2), "TANDEM_PIPELINE_PARALLEL=2", "TANDEM_PIPELINE_PARALLEL=1"),
+        ("qwen3", Sizes(pipeline=4), "2 layers", "TANDEM_PIPELINE_PARALLEL=2"),
         ("qwen3", Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
         ("qwen3_moe", Sizes(tensor=2), "TANDEM_SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
         ("qwen3_moe", Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),

@@ -68,6 +68,11 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def layer_of(key: str) -> int:
+    """The decoder layer that has the tensor of PEFT key `key`, counted from 0."""
+    return int(key.partition(".layers.")[2].partition(".")[0])
+
+
 def stacked_name(key: str) -> str:
     """The policy's name of the parameter that holds the tensor of PEFT key `key`: the key itself, or, for an expert's
     tensor, the key with `*` for the expert's number. Such a parameter stacks the tensors of all experts in order."""

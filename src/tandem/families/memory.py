@@ -10,7 +10,7 @@ from math import prod
 from tandem.families.adapter import lora_modules
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
+from tandem.families.topology import Sizes, on_stage
 from tandem.spool.schema import LoraShape
 
 GIB = 2**30
@@ -103,18 +103,10 @@ def memory(job: Training, sizes: Sizes) -> Memory:
 
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     arch = job.arch
-    begin, end = (arch.num_layers * index // sizes.pipeline for index in (stage, stage + 1))
-    first, last = stage == 0, stage == sizes.pipeline - 1
+    layers, last = sizes.layers(arch.num_layers, stage), stage == sizes.pipeline - 1
     dense = experts = 0
     for rule in weight_rules(arch):
-        layer = re.search(r"layers\.(\d+)\.", rule.parameter)
-        if layer:
-            here = begin <= int(layer[1]) < end
-        elif rule.parameter.startswith("embedding."):
-            here = first or (last and arch.tie_embeddings)
-        else:
-            here = last
-        size = sum(map(prod, rule.sources.values())) if here else 0
+        size = sum(map(prod, rule.sources.values())) if on_stage(rule.parameter, arch, sizes, stage) else 0
         if rule.experts is None:
             dense += size // (1 if rule.cut == "whole" else sizes.tensor)
         else:
@@ -127,12 +119,12 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(shares * (2 * _FP32 + _INT16))
     else:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
-        adapter = _adapter(arch, job.lora, sizes, range(begin, end)) * _FP32
+        adapter = _adapter(arch, job.lora, sizes, layers) * _FP32
         gradients, optimizer = adapter, 2 * adapter
     working, again = _layer(job, sizes)
     in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
     return Memory(
-        weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=end - begin, in_flight=in_flight,
+        weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=len(layers), in_flight=in_flight,
         logits=_logits(job, sizes) if last else 0, layer=working, layer_again=again, context=_context(sizes),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
+from tandem.families.topology import Sizes, on_stage
 from tandem.families.weight_rules import WeightRule
 
 
@@ -33,8 +33,12 @@ class Part:
         return math.prod(self.shape)
 
 
-def senders(sizes: Sizes) -> int:
-    """The first so many ranks send."""
+def senders(sizes: Sizes) -> list[int]:
+    """The ranks that send: the first ones of each pipeline stage."""
+    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in range(senders_of_stage(sizes))]
+
+
+def senders_of_stage(sizes: Sizes) -> int:
     return max(sizes.tensor, sizes.experts)
 
 
@@ -61,11 +65,14 @@ def layout(lists: Sequence[Sequence[Part]], dtype: str) -> list[object]:
 def parts(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[Part]:
     """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one head group or one
     expert."""
-    place = sizes.place(rank)
+    place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
         ranks, cut = sizes.tensor if rule.experts is None else sizes.experts, rule.parts(sizes)
         whole = rule.cut == "whole" and index % ranks != rank
         if rank >= ranks or whole or not any(chosen(name, targets) for name in rule.sources):
+            continue
+        # The first stage that has it: the last one has a tied table too.
+        if place.pipeline != next(s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)):
             continue
         cut_rows = cut if rule.cut == "rows" else 1
         blocks = max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert

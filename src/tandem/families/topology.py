@@ -1,6 +1,7 @@
 """How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in them. No torch."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -89,6 +90,10 @@ class Sizes:
             expert_data=expert_rest // self.expert,
         )
 
+    def layers(self, count: int, stage: int) -> range:
+        """Which of `count` layers a pipeline stage has."""
+        return range(count * stage // self.pipeline, count * (stage + 1) // self.pipeline)
+
     def manifest(self) -> dict[str, int]:
         """What a checkpoint's manifest records."""
         return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
@@ -108,6 +113,14 @@ class Sizes:
     def settings(self) -> str:
         """`variables` in a line."""
         return " ".join(f"{name}={size}" for name, size in self.variables().items())
+
+
+def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
+    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first stage and the last."""
+    if layer := re.search(r"layers\.(\d+)\.", parameter):
+        return int(layer[1]) in sizes.layers(arch.num_layers, stage)
+    first, last = stage == 0, stage == sizes.pipeline - 1
+    return (first or (last and arch.tie_embeddings)) if parameter.startswith("embedding.") else last
 
 
 def check(arch: Arch, sizes: Sizes) -> None:
@@ -131,8 +144,8 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ):
         if size % sizes.tensor:
             return "tensor_parallel", f"{size} {parts} don't divide over {ranks}"
-    if sizes.pipeline > 1:
-        return "pipeline_parallel", f"pipeline parallelism (TANDEM_PIPELINE_PARALLEL={sizes.pipeline}) is not built"
+    if sizes.pipeline > arch.num_layers:
+        return "pipeline_parallel", f"{arch.num_layers} layers don't divide over {sizes.pipeline} pipeline stages"
     if sizes.sequence and sizes.tensor == 1:
         return "sequence_parallel", "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1"
     if moe is None:

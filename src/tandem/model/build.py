@@ -19,6 +19,7 @@ from tandem.model.layer.kernels import HeadShape
 from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.layer.norm import OffsetNorm
 from tandem.model.lora import AdapterSwitch, LoraLinear
+from tandem.model.pipeline import Pipeline
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool.schema import LoraShape
@@ -37,7 +38,7 @@ def build_policy(
     recompute: Recompute = "none",
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """This tensor-parallel rank's part of the policy, on this process's device. Its base weights are uninitialised, its
+    """This rank's part of the policy, on this process's device. Its base weights are uninitialised, its
     adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
     Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting: the model is made in
@@ -55,28 +56,33 @@ def build_policy(
     """
     sizes = parallel.current().sizes
     check(arch, sizes)
+    stage = Pipeline(parallel.current())
+    layers = sizes.layers(arch.num_layers, parallel.current().place.pipeline)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
         _transformer_config(arch, dtype, sizes),
-        _layer_spec(arch),
+        _layer_spec(arch, layers),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
         # A row holds many sequences, so `Policy` gives the layers each slot's own rotation.
         position_embedding_type="none",
+        pre_process=stage.first,
+        post_process=stage.last,
     )
+    gpt.decoder.pre_process = True  # on every stage it takes the hidden states as an argument
     gpt.to(dtype).requires_grad_(False)
     switch = AdapterSwitch()
-    for index, layer in enumerate(gpt.decoder.layers):
+    for index, layer in zip(layers, gpt.decoder.layers, strict=True):
         _add_blocks(layer, index, arch, lora, switch)
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
-    policy = Policy(gpt, arch, lora, switch, inv_freq=rope_frequencies(arch))
+    policy = Policy(gpt, arch, lora, switch, stage, inv_freq=rope_frequencies(arch))
     policy.place(base() if base is not None else BaseWeights(arch, dtype, sizes).parameters)
     return policy
 
 
 def _add_blocks(layer: Any, index: int, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch) -> None:
-    """Give layer `index` its adapters, and the blocks that compute it."""
+    """Give layer `index`, counted over all stages, its adapters, and the blocks that compute it."""
     adapted = partial(LoraLinear, lora=lora, switch=switch)
     if arch.post_norms:
         for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
@@ -237,7 +243,7 @@ def _norm(arch: Arch) -> Any:
     return OffsetNorm if arch.offset_norms else mcore.WrappedTorchNorm
 
 
-def _layer_spec(arch: Arch) -> mcore.TransformerBlockSubmodules:
+def _layer_spec(arch: Arch, layers: range) -> mcore.TransformerBlockSubmodules:
     norm = _norm(arch)
     qk_norm = norm if arch.qk_norm else mcore.IdentityOp
     column, row = mcore.ColumnParallelLinear, mcore.RowParallelLinear
@@ -259,6 +265,6 @@ def _layer_spec(arch: Arch) -> mcore.TransformerBlockSubmodules:
     first = arch.num_layers if arch.moe is None else arch.moe.dense_layers
     specs = [
         mcore.ModuleSpec(module=DecoderLayer, submodules=layer(mlp=dense if index < first else mixture))
-        for index in range(arch.num_layers)
+        for index in layers
     ]
     return mcore.TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

@@ -33,6 +33,11 @@ class Topology:
     experts: dist.ProcessGroup
     """The ranks that the experts are cut over: expert_tensor and expert together, in the order of their ranks."""
     expert_data: dist.ProcessGroup
+    # The pipeline's ranks again, for hidden states and for their gradients. Where there is one stage, all four are it.
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    ends: dist.ProcessGroup
+    """The pipeline's first rank and its last, which both hold a tied table."""
 
 
 _current: Topology | None = None
@@ -90,6 +95,7 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
         create_gloo_process_groups=False,
     )
     state = parallel_state
+    pipelines = [list(range(first, world_size, sizes.stage)) for first in range(sizes.stage)]
     _current = Topology(
         sizes=sizes,
         rank=dist.get_rank(),
@@ -104,8 +110,21 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
         expert=state.get_expert_model_parallel_group(),
         experts=state.get_expert_tensor_and_model_parallel_group(),
         expert_data=state.get_expert_data_parallel_group(),
+        forward=_own_group(pipelines, timeout),
+        backward=_own_group(pipelines, timeout),
+        ends=_own_group([[ranks[0], ranks[-1]] for ranks in pipelines], timeout),
     )
     return _current
+
+
+def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """A new group of this rank's pipeline; the pipeline's own where it is one rank. `groups`: of all pipelines."""
+    own: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    if own.size() > 1:
+        for ranks in groups:
+            group = dist.new_group(ranks, timeout=timeout)
+            own = group if dist.get_rank() in ranks else own
+    return own
 
 
 def reading_group() -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.errors import InvalidInput
-from tandem.families.adapter import adapter_shapes, peft_keys, stacked_name
+from tandem.families.adapter import adapter_shapes, layer_of, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
 from tandem.model import device, fp8, gradients, parallel
@@ -23,9 +23,13 @@ from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
 from tandem.model.mcore import GPTModel
+from tandem.model.pipeline import Pipeline
 from tandem.model.rows import RowTensors, dealt, padded
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
+
+TABLE = "embedding.word_embeddings.weight"
+"""The embedding's `WeightRule`; with `Arch.tie_embeddings` the output layer's too."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,20 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch, *, inv_freq: torch.Tensor
-    ) -> None:
+        self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch, stage: Pipeline, *,
+        inv_freq: torch.Tensor,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
-        self._switch = switch
+        self._switch, self.stage = switch, stage
         self.topology = parallel.current()
+        self._layers = self.topology.sizes.layers(arch.num_layers, self.topology.place.pipeline)
         self._inv_freq = inv_freq
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
         for key in adapter_shapes(arch, lora) if lora else ():
-            self._keys.setdefault(stacked_name(key), []).append(key)
+            if layer_of(key) in self._layers:
+                self._keys.setdefault(stacked_name(key), []).append(key)
         self._lora = self._find_lora()
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
 
@@ -82,15 +89,26 @@ class Policy(nn.Module):
         """The base weights, by the names of their `WeightRule`s."""
         adapted = {id(tensor.parameter) for tensor in self._lora.values()}
         return {
-            name.replace(".base.", "."): parameter
+            self._base_name(name.replace(".base.", ".")): parameter
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
+
+    def _base_name(self, name: str) -> str:
+        """The `WeightRule`'s name of this stage's parameter: Megatron counts the layers of each stage from 0, and has a
+        tied table of the last stage in its output layer."""
+        if name == "output_layer.weight" and self.arch.tie_embeddings:
+            return TABLE
+        head, layers, rest = name.partition("decoder.layers.")
+        index, dot, rest = rest.partition(".")
+        return f"{head}{layers}{int(index) + self._layers.start}{dot}{rest}" if layers else name
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by `base`'s names."""
         for name, parameter in self.base().items():
             gradients.attach(parameter, buffers[name])
+        if not self.stage.last:
+            return
         # Megatron computes the last norm, so autograd makes its gradient.
         last = self.gpt.decoder.final_layernorm.weight.requires_grad_()
 
@@ -154,12 +172,27 @@ class Policy(nn.Module):
             )
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of the tensor-parallel ranks."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, parameter in self.lora_parameters().items():
-            whole |= self.gather(name, parameter.data)
+        """`whole` of the adapter."""
+        return self.whole({name: parameter.data for name, parameter in self.lora_parameters().items()})
+
+    def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every rank's `local`, by LoRA
+        parameter. A collective of all ranks that hold one copy of the model."""
         assert self.lora is not None
-        return {key: whole[key] for key in adapter_shapes(self.arch, self.lora)}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in local.items():
+            found |= self.gather(name, tensor)
+        shapes, sizes = adapter_shapes(self.arch, self.lora), self.topology.sizes
+        for stage in range(sizes.pipeline if sizes.pipeline > 1 else 0):
+            layers = sizes.layers(self.arch.num_layers, stage)
+            of_stage = {key: shape for key, shape in shapes.items() if layer_of(key) in layers}
+            memory, views = allocate(of_stage, torch.float32, torch.device("cpu"))
+            if stage == self.topology.place.pipeline:
+                for key, view in views.items():
+                    view.copy_(found[key])
+            dist.broadcast(memory, group=self.topology.pipeline, group_src=stage)
+            found |= views
+        return {key: found[key] for key in shapes}
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
         """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks."""
@@ -207,17 +240,27 @@ class Policy(nn.Module):
             self._switch.on = before
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """log p and entropy of every item at `temperature`; logits are computed at the items' sources only."""
-        row = dealt(row, self.topology)
-        return self._outputs(row, self.gpt.decoder(**self.decoder_inputs(row))[:, 0], temperature)
+        """log p and entropy of every item at `temperature`; logits are computed at the items' sources only.
+
+        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`). Every stage must go
+        back from them, in the order of the forward passes, which may be `Pipeline.ahead` further.
+        """
+        items, row = len(row.item_token), self._laid_out(row)
+        hidden = self.gpt.decoder(self._first_hidden(row), **self.decoder_inputs(row))[:, 0]
+        if self.stage.last:
+            return self._outputs(row, hidden, temperature)
+        zeros = self.stage.sent(hidden, items)
+        return ItemOutputs(zeros, zeros.detach())
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
         the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
-        decoder = self.gpt.decoder
-        hidden, _ = decoder.layers[0](**self.decoder_inputs(row))
-        self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
+        decoder, row = self.gpt.decoder, self._laid_out(row)
+        hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
+        hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
+        if self.stage.last:
+            self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
         """`hidden`: the final hidden states [S, hidden] (`sequence`: of this rank's tokens)."""
@@ -235,14 +278,31 @@ class Policy(nn.Module):
             logprobs, entropy = row.deal.together(logprobs), row.deal.together(entropy)
         return ItemOutputs(logprobs, entropy)
 
-    def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
-        """The arguments of the decoder, and of each of its layers."""
-        sizes, place = self.topology.sizes, self.topology.place
-        row = dealt(row, self.topology)
+    def _laid_out(self, row: RowTensors) -> RowTensors:
+        """What this rank has of the row, in slots that tensor-parallel ranks can divide."""
+        sizes, row = self.topology.sizes, dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
-        hidden = embedded(self.gpt, row.tokens, self.arch, self.topology)
-        rotations = [rotation(row.positions, each, hidden.dtype, self.arch.rope_factor) for each in self._inv_freq]
+        return row
+
+    def _first_hidden(self, row: RowTensors) -> torch.Tensor:
+        """[S, 1, hidden] that the first layer of this stage gets. `row`: laid out."""
+        if self.stage.first:
+            return embedded(self.gpt, row.tokens, self.arch, self.topology)
+        like = self.no_hidden(row)
+        return self.stage.received(tuple(like.shape), like.dtype, like.device)
+
+    def no_hidden(self, row: RowTensors) -> torch.Tensor:
+        """Zeros in the shape of what a layer gets."""
+        sizes, row = self.topology.sizes, self._laid_out(row)
+        slots = len(row.tokens) // (sizes.tensor if sizes.sequence else 1)
+        return torch.zeros(slots, 1, self.arch.hidden_size, dtype=self.config.params_dtype, device=row.tokens.device)
+
+    def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
+        """The arguments of the decoder, and of each of its layers, beside the hidden states."""
+        sizes, place = self.topology.sizes, self.topology.place
+        row, dtype = self._laid_out(row), self.config.params_dtype
+        rotations = [rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
             params.windowed = tree_params(
@@ -251,7 +311,7 @@ class Policy(nn.Module):
         params.experts = row.slot_experts
         if sizes.sequence and row.slot_experts is not None:
             params.experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        return {"hidden_states": hidden, "attention_mask": None, "packed_seq_params": params}
+        return {"attention_mask": None, "packed_seq_params": params}
 
     @property
     def head(self) -> torch.Tensor:
@@ -261,7 +321,7 @@ class Policy(nn.Module):
 
     def _find_lora(self) -> dict[str, LoraTensor]:
         tensors: dict[str, LoraTensor] = {}
-        for index, layer in enumerate(self.gpt.decoder.layers):
+        for index, layer in zip(self._layers, self.gpt.decoder.layers, strict=True):
             for name, module in layer.named_modules():
                 if not isinstance(module, (LoraLinear, Experts)):
                     continue

@@ -4,7 +4,6 @@ Levels change neither results nor their bits, only memory and time.
 """
 
 import torch
-import torch.distributed as dist
 
 from tandem.model import device, parallel
 from tandem.model.device import memory
@@ -21,7 +20,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a training step. On the
-    CPU everything is kept. A collective of all ranks, which choose the same.
+    CPU everything is kept. A collective of all ranks; those of a pipeline stage choose the same.
     """
     layers = policy.gpt.decoder.layers
     if device.is_cuda():
@@ -31,14 +30,15 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
             torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
             total * torch.cuda.get_per_process_memory_fraction(),
         )
-        head = working_bytes(len(row.item_token), policy.head)
+        head = working_bytes(len(row.item_token), policy.head) if policy.stage.last else 0
         budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
-        levels = choose(kept, len(layers), budget)
+        in_flight = 1 + policy.stage.ahead
+        levels = choose({level: in_flight * size for level, size in kept.items()}, len(layers), budget)
     else:
         levels = [Keep.ALL] * len(layers)
-    agreed = torch.tensor(levels, device="cpu")
-    parallel.all_reduce(agreed, dist.ReduceOp.MIN)
-    levels = [Keep(level) for level in agreed.tolist()]
+    stage = policy.topology.place.pipeline
+    of_stage = [theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage]
+    levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level
     return levels
@@ -79,7 +79,7 @@ def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
     """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep."""
     layer, inputs = policy.gpt.decoder.layers[0], policy.decoder_inputs(row)
-    hidden = inputs.pop("hidden_states").detach().requires_grad_()
+    hidden = policy.no_hidden(row).requires_grad_()
 
     def passes(level: Keep) -> int:
         """Bytes that are kept between a forward pass and its backward pass."""

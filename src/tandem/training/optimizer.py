@@ -112,6 +112,8 @@ class AdapterOptimizer:
             for grad in part.get_grads_for_grad_norm():
                 square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
         parallel.all_reduce(square, group=topology.tensor)
+        square = square.cpu()
+        parallel.all_reduce(square, group=topology.pipeline)
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.model import parallel
 from tandem.model.device.offload import Offload
-from tandem.model.policy import Policy
+from tandem.model.policy import TABLE, Policy
 from tandem.model.weights.base_memory import BaseWeights, Section
 from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import MOMENTS
@@ -48,7 +48,7 @@ class _Range:
     decays: bool
     counts: bool
     """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks hold whole, the first
-    does."""
+    does; of a tied table, the first stage."""
 
 
 class ShardedAdam:
@@ -98,6 +98,7 @@ class ShardedAdam:
     def reduce_gradients(self) -> None:
         """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest is undefined."""
         self._sum_over_tensor_ranks()
+        self._sum_over_stages()
         for owned in self._owned:
             if owned.group.size() == 1:
                 continue
@@ -185,6 +186,12 @@ class ShardedAdam:
             for gradient, total in zip(partial, together.split([g.numel() for g in partial]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 
+    def _sum_over_stages(self) -> None:
+        """Of a tied table: the first stage has the embedding's part of the gradient, the last the output layer's."""
+        stage = self._policy.stage
+        if self._policy.arch.tie_embeddings and stage.first != stage.last:
+            parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
+
     def _gather(self, memory: Tensor) -> None:
         """Get what the other ranks own."""
         for owned in self._owned:
@@ -214,6 +221,7 @@ class ShardedAdam:
                 start, stop = max(first, begin), min(first + weight.numel(), end)
                 if start < stop:
                     counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    counts = counts and (name != TABLE or self._policy.stage.first)
                     decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
                     at = owned.state.start + start - begin
                     yield _Range(name, start, at, stop - start, decays, counts)

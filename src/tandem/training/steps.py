@@ -5,6 +5,7 @@ checked, clipped and applied. Losses are divided by the denominator of all ranks
 the sum is the gradient of the whole step's loss (R20).
 """
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -68,7 +69,8 @@ class Training:
         self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
         self._fitted = False
-        self._reports = self.topology.place.context == 0  # of the ranks that share a row, the first counts it
+        # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the last.
+        self._reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
         """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
@@ -112,7 +114,7 @@ class Training:
                 of_row = self._loss(self.batch.row(index), denominator).sums
                 if counts and self._reports:
                     sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
-            totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
+            totals = self._over_rows(sums, dist.ReduceOp.SUM)
         found = {"loss": totals["loss"], "tokens": totals["items"]}
         if totals["pairs"]:
             found |= {f"pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
@@ -141,15 +143,22 @@ class Training:
         sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
         for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data):
             old, reference = self._old_logprobs.get(index), self._reference_logprobs[index]
+            if not self.policy.stage.last:
+                continue
             if old is None:
                 old = self._tensor(self.batch.row(index).item_logprob)
             sums["items"] += len(old)
             sums["nats"] += (old.double() - reference.double()).sum().cpu()
-        totals = all_reduce(sums, dist.ReduceOp.SUM, self.topology.data, self.device)
+        totals = self._over_rows(sums, dist.ReduceOp.SUM)
         return totals["nats"] / totals["items"]
 
+    def _over_rows(self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+        """Values of this rank's rows, reduced over all rows."""
+        totals = all_reduce(values, op, self.topology.data, self.device)
+        return all_reduce(totals, op, self.topology.pipeline, torch.device("cpu"))
+
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
-        phases, optimizer, group = self.phases, self.optimizer, self.topology.data
+        phases, optimizer = self.phases, self.optimizer
         with phases.phase("forward_backward"):
             optimizer.zero_grad()
             phases.watch.begin_step()
@@ -157,10 +166,7 @@ class Training:
         with phases.phase("optimizer"):
             optimizer.reduce_gradients()
             norm = optimizer.gradient_norm()
-            means = item_metrics(
-                all_reduce(sums, dist.ReduceOp.SUM, group, self.device),
-                all_reduce(maxima, dist.ReduceOp.MAX, group, self.device),
-            )
+            means = item_metrics(self._over_rows(sums, dist.ReduceOp.SUM), self._over_rows(maxima, dist.ReduceOp.MAX))
             self._check_finite(step, means, norm)
             self._check_sampler(step, means)
             optimizer.step(norm, rate := self.job.optimizer.rate(step))
@@ -206,19 +212,24 @@ class Training:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
+        ahead = deque[Tensor]()  # losses whose backward pass is still to come
         for index, counts in self.plan.micro_steps(step, self.topology.place.data):
             self.phases.announce("forward_backward")
             if self.fit:
                 self.fit, self._fitted = False, True
                 recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
             output = self._loss(self.batch.row(index), denominator if counts else None)
-            output.loss.backward()
+            ahead.append(output.loss)
+            if len(ahead) > self.policy.stage.ahead:
+                ahead.popleft().backward()
             told = counts and self._reports
             for name, value in output.sums.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + (value if told else 0.0)
             for name, value in output.maxima.items():
                 least = torch.full_like(value, -torch.inf)
                 maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
+        while ahead:
+            ahead.popleft().backward()
         return sums, maxima
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:

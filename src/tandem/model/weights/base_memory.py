@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check
+from tandem.families.topology import Sizes, check, on_stage
 from tandem.model import device, parallel
 from tandem.model.device.allocation import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
@@ -43,7 +43,9 @@ class BaseWeights:
         Raises InvalidInput if the model can't be cut so.
         """
         check(arch, sizes)
-        rules = sorted(weight_rules(arch), key=lambda rule: rule.experts is not None)
+        stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0
+        own_rules = (rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage))
+        rules = sorted(own_rules, key=lambda rule: rule.experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
         own = [rule.parameter for rule in rules if rule.fp32]

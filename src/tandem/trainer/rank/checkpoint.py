@@ -95,12 +95,11 @@ def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -
 
 @torch.no_grad()
 def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state of all tensor-parallel ranks, on the CPU. A collective of all ranks."""
+    """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A collective of all ranks."""
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
     for moment, shards in zip(MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
-        for name, shard in shards.items():
-            tensors |= {f"{key}.{moment}": whole for key, whole in policy.gather(name, shard).items()}
+        tensors |= {f"{key}.{moment}": whole for key, whole in policy.whole(shards).items()}
     return Contents(policy.adapter_tensors(), tensors)
 
 

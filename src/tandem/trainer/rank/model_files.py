@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, buffers, senders
+from tandem.families.parts import Part, buffers, senders_of_stage
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES
@@ -86,9 +86,10 @@ class ModelFiles:
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         try:
-            copies = sizes.world // senders(sizes)
-            for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=rank % senders(sizes), most=most)):
-                if number % copies != rank // senders(sizes):
+            in_stage, different = rank % sizes.stage, senders_of_stage(sizes)
+            sender = rank - in_stage + in_stage % different
+            for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=sender, most=most)):
+                if number % (sizes.stage // different) != in_stage // different:
                     continue
                 beat()
                 lengths = [part.size for part in parts]

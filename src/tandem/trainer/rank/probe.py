@@ -68,7 +68,7 @@ def score_long(policy: Policy, tokens: list[int], row_length: int, device: torch
     targets = torch.tensor(positions, device=device)
     row = replace(row_tensors([tokens], row_length, device), item_source=targets - 1,
                   item_token=torch.tensor([tokens[position] for position in positions], device=device))  # fmt: skip
-    values = policy(row, temperature=1.0).logprobs.float().cpu().tolist()
+    values = _scores(policy, row).tolist()
     return LongProbe(tokens=tokens, positions=positions, logprobs=values)
 
 
@@ -77,9 +77,14 @@ def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
-        values = policy(row_tensors(together, row_length, device), temperature=1.0).logprobs.float().cpu()
+        values = _scores(policy, row_tensors(together, row_length, device))
         out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
+
+
+def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
+    """The items' log-probs in fp32, on every rank, on the CPU."""
+    return policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
 
 
 def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:

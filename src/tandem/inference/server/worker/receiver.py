@@ -29,12 +29,12 @@ def receive(
     store = PrefixStore(source["prefix"], joined)
     store.set("workers", str(workers))
     sizes = Sizes(**source["sizes"])
-    ranks = range(senders(sizes))
+    ranks = senders(sizes)
     lists = [
         list(buffers(arch, source["targets"], sizes=sizes, rank=rank, most=BUFFER_BYTES // dtype.itemsize))
         for rank in ranks
     ]
-    for sender, parts_of in enumerate(lists):
+    for sender, parts_of in zip(ranks, lists, strict=True):
         if (theirs := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
             raise ValueError(f"rank {sender} would send {theirs}, this vLLM expects {layout(parts_of, str(dtype))}")
     beat()

@@ -94,7 +94,7 @@ class Publication:
 
     @property
     def _sends(self) -> bool:
-        return self.topology.rank < senders(self.topology.sizes)
+        return self.topology.rank in senders(self.topology.sizes)
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
         """Send this rank's parts; returns their bytes, and the seconds that they were on their way."""

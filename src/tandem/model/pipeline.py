@@ -1,0 +1,96 @@
+"""Carries hidden states to the next pipeline stage, and their gradients back.
+
+Stages exchange rows within the policy's own forward and backward passes, so a training step is the same loop on every
+stage. A stage that runs a few rows ahead before its first backward pass keeps the later stages busy (`ahead`): the
+schedule 1F1B of PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.model.parallel import Topology
+
+
+class _Lane:
+    """Sends tensors one after the other to the rank that is `step` stages further, which receives them in this order.
+
+    Each direction has a process group of its own: NCCL runs what is queued in a group in order, so a send that waits
+    for its receiver would stop the other direction.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, step: int) -> None:
+        self._group, self._step = group, step
+        self._sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until it is done
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if self._sending is not None:
+            self._sending[0].wait()
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=self._group.rank() + self._step)
+        self._sending = work, tensor
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=where)
+        dist.recv(tensor, group=self._group, group_src=self._group.rank() - self._step)
+        return tensor
+
+
+class Pipeline:
+    """This rank's stage."""
+
+    def __init__(self, topology: Topology) -> None:
+        stage, stages = topology.place.pipeline, topology.sizes.pipeline
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.ahead = stages - 1 - stage
+        """How many rows the stage computes before its first backward pass, beside the one that it goes back through."""
+        self._group = topology.pipeline
+        if stages > 1:
+            self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
+
+    def received(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+        """The hidden states that the stage before sends. Going back, it gets their gradient."""
+        hidden = self._forward.receive(shape, dtype, where)
+        if not torch.is_grad_enabled():
+            return hidden
+        got: torch.Tensor = _Received.apply(hidden.requires_grad_(), self._backward)
+        return got
+
+    def sent(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
+        """Send hidden states to the next stage; returns zeros [items], fp32. Going back from them, whatever their
+        gradient, the next stage sends that of `hidden`."""
+        zeros: torch.Tensor = _Sent.apply(hidden, items, self._forward, self._backward)
+        return zeros
+
+    def from_last(self, values: torch.Tensor) -> torch.Tensor:
+        """The last stage's values, on every stage, which all give tensors of this shape. Through host memory."""
+        if self.first and self.last:
+            return values
+        shared = values.detach().cpu()
+        dist.broadcast(shared, group=self._group, group_src=self._group.size() - 1)
+        return shared.to(values.device)
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, back: _Lane) -> torch.Tensor:
+        ctx.back = back
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.back.send(gradient)
+        return None, None
+
+
+class _Sent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, items: int, there: _Lane, back: _Lane) -> torch.Tensor:
+        there.send(hidden)
+        ctx.back, ctx.like = back, (tuple(hidden.shape), hidden.dtype, hidden.device)
+        return torch.zeros(items, dtype=torch.float32, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
+        return ctx.back.receive(*ctx.like), None, None, None
