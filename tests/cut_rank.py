@@ -26,6 +26,7 @@ from tandem.model import policy as policy_module
 from tandem.model.experts import Experts
 from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.lora import LoraLinear
+from tandem.model.pipeline import _Lane, _Received
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape, OptimizerSettings
@@ -86,7 +87,7 @@ def compute(policy: Policy) -> dict[str, object]:
         for group in (topology.data, topology.pipeline):
             parallel.all_reduce(losses, group=group)
         optimizer.reduce_gradients()
-        gradients = policy.whole({name: parameter.grad for name, parameter in policy.lora_parameters().items()})
+        gradients = policy.adapter.whole({name: parameter.grad for name, parameter in policy.lora_parameters().items()})
         norm = optimizer.gradient_norm()
         result |= {f"loss{step}": losses, f"norm{step}": norm, f"gradients{step}": gradients}
         optimizer.step(norm, SETTINGS.learning_rate)
@@ -184,6 +185,29 @@ def _gradient_of_all(ctx, gradient):
     return gradient[ctx.items], None
 
 
+def _other_way(self, count, stage):
+    return LAYERS(self, count, self.pipeline - 1 - stage)
+
+
+def _shifted(self, *arguments):
+    return RECEIVE(self, *arguments).roll(1, 0)
+
+
+def _no_gradient_back(ctx, gradient):
+    ctx.back.send(torch.zeros_like(gradient))
+    return None, None
+
+
+def _norm_of_one_stage(self):
+    def of_stage(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+        if group is not parallel.current().pipeline:
+            SUM(tensor, op, group)
+
+    with mock.patch.object(parallel, "all_reduce", of_stage):
+        return NORM(self)
+
+
+LAYERS, RECEIVE, NORM = Sizes.layers, _Lane.receive, AdapterOptimizer.gradient_norm
 DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
 
 
@@ -203,6 +227,10 @@ BREAKS = {
     "cp: no sum of the adapters' gradients": (
         AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
     ),
+    "pp: stages have one another's layers": (Sizes, "layers", _other_way),
+    "pp: hidden states come in another order": (_Lane, "receive", _shifted),
+    "pp: the stage before gets no gradient": (_Received, "backward", staticmethod(_no_gradient_back)),
+    "pp: the norm is of one stage": (AdapterOptimizer, "gradient_norm", _norm_of_one_stage),
     "sp: no sum of the adapters' gradients": (
         LoraLinear, "parameter_gradients", _without_sum(LoraLinear.parameter_gradients),
     ),

@@ -32,7 +32,7 @@ def outputs_and_gradients(policy) -> dict[str, object]:
     result: dict[str, object] = {"logprobs": outputs.logprobs.detach(), "entropy": outputs.entropy.detach()}
     result["gradients"] = gathered = {}
     for name, parameter in policy.lora_parameters().items():
-        gathered |= policy.gather(name, parameter.grad)
+        gathered |= policy.adapter.gather(name, parameter.grad)
     row = linear_row(tokens)
     with torch.no_grad():
         result["logits"] = logits(policy, row)
@@ -51,7 +51,7 @@ def tensor_parallel(directory: Path, rank: int) -> dict[str, object]:
     }
     whole = policy.adapter_tensors()
     for name, parameter in policy.lora_parameters().items():
-        assert torch.equal(policy.shard(name, whole.__getitem__), parameter.data), name
+        assert torch.equal(policy.adapter.shard(name, whole.__getitem__), parameter.data), name
     if rank == 0:
         saved = directory / "saved"
         saved.mkdir()

@@ -155,9 +155,7 @@ def test_the_recommended_topology_fits_and_is_the_fastest():
         assert all(problem(ARCHS["qwen3-8b"], one.sizes) is None for one in made.candidates)
 
 
-def test_what_the_trainer_builds_later_can_be_planned_already(monkeypatch):
-    """Also cuts that `topology.problem` refuses today; each rank then has less of the model."""
-    monkeypatch.setattr("tandem.families.plan.problem", lambda _arch, _sizes: None)
+def test_in_every_dimension_a_rank_has_less_of_the_model():
     made = plan(training("qwen3-30b-a3b"), 8, 60 * GIB)
     by_name = {describe(one.sizes): one for one in made.candidates}
     assert made.recommended.levels is not None

@@ -61,7 +61,7 @@ def assert_same(policy, logits, plain, expected_gradients):
     loss(policy(linear_row(TOKENS)).logprobs).backward()
     actual = {}
     for name, gradient in gradients(policy).items():
-        actual |= policy.gather(name, gradient)
+        actual |= policy.adapter.gather(name, gradient)
     assert_close(actual, expected_gradients, 1e-4)
     assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
@@ -124,7 +124,7 @@ def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tm
     assert {key: tuple(tensor.shape) for key, tensor in whole.items()} == adapter_shapes(policy.arch, lora)
     assert "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_A.weight" in whole
     for name, parameter in policy.lora_parameters().items():
-        assert torch.equal(policy.shard(name, whole.__getitem__), parameter.data), name
+        assert torch.equal(policy.adapter.shard(name, whole.__getitem__), parameter.data), name
     save_file(whole, tmp_path / "saved")
     assert (tmp_path / "saved").read_bytes() == (adapter / WEIGHTS_FILE).read_bytes()
 

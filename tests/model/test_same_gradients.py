@@ -57,7 +57,7 @@ def test_loss_and_gradients(alone, tmp_path, case):
         loss.backward()
         actual: dict[str, torch.Tensor] = {}
         for name, gradient in gradients(policy).items():
-            actual |= policy.gather(name, gradient)
+            actual |= policy.adapter.gather(name, gradient)
         assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
         assert_close(actual, expected, 1e-5)
 

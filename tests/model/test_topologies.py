@@ -36,20 +36,25 @@ MIXTURE = {
     ],
 }  # fmt: skip
 BIASED = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}, CP, PP]}
+UNEVEN = {1: [{}], 4: [{"pipeline": 4}]}
+LAYERS = {"llama": 5}  # elsewhere 2
 TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "qwen3": DENSE,
     "qwen3_moe": MIXTURE,
     "glm4_moe": BIASED,
     "gpt_oss": BIASED,
+    "llama": UNEVEN,
 }
 BROKEN = {
     ("qwen3", 2): {
-        name: CP if name.startswith("cp: ") else SP for name in BREAKS if name.startswith(("sp: ", "cp: ", "tokens "))
+        name: {"cp: ": CP, "pp: ": PP}.get(name[:4], SP)
+        for name in BREAKS
+        if name.startswith(("sp: ", "cp: ", "pp: ", "tokens "))
     },
     ("qwen3_moe", 4): {
         name: {**SP, "expert": 2, "expert_tensor": 2}
         for name in BREAKS
-        if not name.startswith(("sp: ", "cp: ", "bias", "shared"))
+        if not name.startswith(("sp: ", "cp: ", "pp: ", "bias", "shared"))
     },
     ("glm4_moe", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("shared")},
     ("gpt_oss", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("bias")},
@@ -63,7 +68,8 @@ def results(tmp_path_factory):
     for family, topologies in TOPOLOGIES.items():
         directory = found[family] = tmp_path_factory.mktemp(family)
         spread = 1.0 if topologies is BIASED else 2.5  # large biases, or many products, do the rest
-        model = write_random_model(directory / "model", family=family, seed=9, spread=spread)
+        more = {"num_hidden_layers": LAYERS[family]} if family in LAYERS else {}
+        model = write_random_model(directory / "model", family=family, seed=9, spread=spread, **more)
         write_random_adapter(directory / "adapter", model, lora(family), seed=9)
         given = {
             world: [*some, *({**fields, "break": name} for name, fields in BROKEN.get((family, world), {}).items())]
@@ -120,7 +126,8 @@ def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world
 
 
 @pytest.mark.parametrize(
-    ("family", "world", "first", "second"), [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3", 2, 4, 5), ("qwen3_moe", 4, 5, 6)]
+    ("family", "world", "first", "second"),
+    [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3", 2, 4, 5), ("qwen3_moe", 4, 5, 6)],
 )
 def test_two_runs_have_the_same_bits(results, family, world, first, second):
     for one, other in zip(results[family, world][first], results[family, world][second], strict=True):

@@ -235,6 +235,10 @@ FULL = {
     "weights are not sent around": Break(
         (ShardedAdam, "_gather", nothing), lambda c: c.lora is None and cut(c, "data")
     ),
+    "pp: the gradients of a tied table are not summed": Break(
+        (ShardedAdam, "_sum_over_stages", nothing),
+        lambda c: c.lora is None and cut(c, "pipeline") and c.config["tie_word_embeddings"],
+    ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data), lambda c: c.lora is None and cut(c, "expert")
     ),
@@ -255,8 +259,9 @@ def _shows(name: str) -> Callable[[Case], object]:
         return lambda c: c.lora and cut(c, "expert")
     if first == "shared expert":
         return lambda c: c.family == "glm4_moe" and c.sizes["sequence"] and "q_proj" in c.lora.targets
-    if first == "cp":
-        return lambda c: c.lora and cut(c, "context")
+    if first in ("cp", "pp"):
+        dimension = {"cp": "context", "pp": "pipeline"}[first]
+        return lambda c: c.lora and cut(c, dimension)
     return lambda c: c.lora and c.sizes["sequence"]
 
 

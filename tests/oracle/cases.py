@@ -65,7 +65,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.sizes["tensor"] * self.sizes["context"] * self.sizes["data"]
+        return self.sizes["tensor"] * self.sizes["context"] * self.sizes["data"] * self.sizes["pipeline"]
 
     def rows(self) -> list[Row]:
         """Two for each data-parallel rank, equally long, as those of a job."""
@@ -96,7 +96,21 @@ def draw(seed: int) -> Case:
         rank = rng.randint(1, 6)
         lora = LoraShape(rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen))
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
-    return Case(seed, family, _config(rng, family), sizes, lora, kept, temperature)
+    config = _config(rng, family)
+    return Case(seed, family, config, _staged(seed, sizes, config["num_hidden_layers"]), lora, kept, temperature)
+
+
+def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Some get pipeline stages, of the data ranks or of ranks of their own, up to 8."""
+    rng, experts = random.Random(f"pipeline {seed}"), sizes.get("expert", 1) * sizes.get("expert_tensor", 1)
+    stage = sizes["tensor"] * sizes["context"] * sizes["data"]
+    fits = [(1, sizes["data"])]
+    for stages in range(2, layers + 1):
+        fits += [(stages, sizes["data"])] if stage * stages <= 8 else []
+        divides = sizes["data"] % stages == 0 and stage // stages % experts == 0
+        fits += [(stages, sizes["data"] // stages)] if divides else []
+    stages, data = rng.choice(fits)
+    return {**sizes, "pipeline": stages, "data": data}
 
 
 def _config(rng: random.Random, family: str) -> dict[str, Any]:

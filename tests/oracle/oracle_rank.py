@@ -7,6 +7,7 @@ DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three op
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import batched
@@ -38,12 +39,17 @@ STEPS = 3
 def accumulate(case: Case, policy: Policy) -> torch.Tensor:
     """Add the gradients of this rank's rows; its part of the loss."""
     place, sizes, loss = policy.topology.place, policy.topology.sizes, torch.zeros((), dtype=torch.float64)
+    ahead = deque[torch.Tensor]()
     for row in case.rows()[place.data :: sizes.data]:
         outputs = policy(row.tensors, temperature=case.temperature)
         of_row = (row.weights * (outputs.logprobs + ENTROPY * outputs.entropy)).sum()
-        of_row.backward()
-        if place.context == 0:
+        ahead.append(of_row)
+        if len(ahead) > policy.stage.ahead:
+            ahead.popleft().backward()
+        if place.context == 0 and policy.stage.last:
             loss += of_row.item()
+    while ahead:
+        ahead.popleft().backward()
     return loss
 
 
@@ -59,7 +65,8 @@ def train(
         loss = accumulate(case, policy)
         optimizer.reduce_gradients()
         if step == 0:
-            parallel.all_reduce(loss, group=policy.topology.data)
+            for group in (policy.topology.data, policy.topology.pipeline):
+                parallel.all_reduce(loss, group=group)
             result = {"loss": float(loss), "norm": optimizer.gradient_norm(), "gradients": gradients()}
         optimizer.step(optimizer.gradient_norm(), SETTINGS.learning_rate)
     return result
@@ -72,11 +79,7 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
         adapter = AdapterOptimizer(policy, SETTINGS)
 
         def gathered() -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = {}
-            for name, parameter in policy.lora_parameters().items():
-                assert parameter.grad is not None
-                found |= policy.gather(name, parameter.grad)
-            return found
+            return policy.adapter.whole({name: p.grad for name, p in policy.lora_parameters().items()})
 
         return train(case, policy, adapter, gathered) | {"after": policy.adapter_tensors()}
     full = make_full(directory / "model", SETTINGS)

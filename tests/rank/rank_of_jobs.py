@@ -1,4 +1,4 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp or ep> ...
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp, ep or pp> ...
 
 `<topology>!<break>` trains all weights with a mistake of `BREAKS`.
 """
@@ -24,6 +24,8 @@ BREAKS = {
     "no sum over data ranks": ("reduce_gradients", ShardedAdam._sum_over_tensor_ranks),
     "weights are not sent around": ("_gather", lambda *_: None),
     "every rank counts what all have": ("_own_ranges", lambda self: (replace(r, counts=True) for r in RANGES(self))),
+    "both stages count a tied table": ("_own_ranges", lambda self: (replace(r, counts=True) for r in RANGES(self))),
+    "no sum over stages": ("_sum_over_stages", lambda _: None),
     "experts are summed over the wrong ranks": ("_group", lambda self, _: self._topology.data),
 }
 
@@ -39,6 +41,7 @@ for argument in sys.argv[2:]:
     os.environ["TANDEM_SEQUENCE_PARALLEL"] = "1" if topology == "sp" else "0"
     os.environ["TANDEM_EXPERT_PARALLEL"] = "2" if topology == "ep" else "1"
     os.environ["TANDEM_CONTEXT_PARALLEL"] = "2" if topology == "cp" else "1"
+    os.environ["TANDEM_PIPELINE_PARALLEL"] = "2" if topology == "pp" else "1"
     with mock.patch.object(ShardedAdam, *BREAKS[broken]) if broken else nullcontext():
         if status := worker.main(sys.argv[1], job_id, 1):
             sys.exit(status)

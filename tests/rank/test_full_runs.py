@@ -20,13 +20,15 @@ from tandem.trainer.rank.resident import RankState
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
 KINDS = {"dense": "qwen3", "tied": "qwen2", "experts": "qwen3_moe"}
-TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp"), "tied": ("dp", "sp"), "experts": ("dp", "sp", "ep")}
+TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp", "pp"), "tied": ("dp", "sp", "pp"), "experts": ("dp", "sp", "ep", "pp")}
 BROKEN = {
     "no sum over tensor ranks": ("sp", "dense"),
     "no sum over data ranks": ("dp", "dense"),
     "weights are not sent around": ("dp", "tied"),
     "every rank counts what all have": ("tp", "dense"),
     "experts are summed over the wrong ranks": ("ep", "experts"),
+    "no sum over stages": ("pp", "tied"),
+    "both stages count a tied table": ("pp", "tied"),
 }
 """Mistakes of `rank_of_jobs.BREAKS` that the comparison must see."""
 

@@ -1,4 +1,4 @@
-"""Two ranks compute what one computes: data-parallel with uneven rows, tensor-parallel and context-parallel."""
+"""Two ranks compute what one computes: data-parallel with uneven rows, tensor-parallel, context-parallel and as a pipeline."""
 
 from pathlib import Path
 
@@ -27,6 +27,9 @@ PAIRS = [
     ("experts", "dp"),
     ("sft", "cp"),
     ("gspo", "cp"),
+    ("sft", "pp"),
+    ("gspo", "pp"),
+    ("shaped", "pp"),
 ]
 
 Results = dict[tuple[str, str], tuple[list[dict[str, float]], Path, dict[int, Beat]]]
@@ -78,7 +81,7 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(("kind", "topology"), PAIRS)
 def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: Spool) -> None:
     (one, alone, _), (two, together, _) = results[kind, "one"], results[kind, topology]
-    sizes = Sizes(**{{"dp": "data", "tp": "tensor", "cp": "context"}[topology]: 2})
+    sizes = Sizes(**{{"dp": "data", "tp": "tensor", "cp": "context", "pp": "pipeline"}[topology]: 2})
     assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes.manifest()
     assert len(one) == len(two) > 2
     if kind in ("sft", "experts"):

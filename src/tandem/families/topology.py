@@ -91,8 +91,9 @@ class Sizes:
         )
 
     def layers(self, count: int, stage: int) -> range:
-        """Which of `count` layers a pipeline stage has."""
-        return range(count * stage // self.pipeline, count * (stage + 1) // self.pipeline)
+        """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last stage, which has the
+        output layer too, has the fewest."""
+        return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
         """What a checkpoint's manifest records."""

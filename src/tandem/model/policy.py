@@ -1,7 +1,7 @@
 """The policy: a base model, frozen with a trainable adapter or trained itself, for packed rows."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.errors import InvalidInput
-from tandem.families.adapter import adapter_shapes, layer_of, peft_keys, stacked_name
 from tandem.families.arch import Arch
-from tandem.families.weight_rules import Cut
 from tandem.model import device, fp8, gradients, parallel
+from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embedded
-from tandem.model.experts import Experts
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
 from tandem.model.mcore import GPTModel
@@ -62,11 +60,7 @@ class Policy(nn.Module):
         self.topology = parallel.current()
         self._layers = self.topology.sizes.layers(arch.num_layers, self.topology.place.pipeline)
         self._inv_freq = inv_freq
-        self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
-        for key in adapter_shapes(arch, lora) if lora else ():
-            if layer_of(key) in self._layers:
-                self._keys.setdefault(stacked_name(key), []).append(key)
-        self._lora = self._find_lora()
+        self.adapter = AdapterParts(gpt, arch, lora, self.topology)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
 
     @torch.no_grad()
@@ -87,7 +81,7 @@ class Policy(nn.Module):
 
     def base(self) -> dict[str, nn.Parameter]:
         """The base weights, by the names of their `WeightRule`s."""
-        adapted = {id(tensor.parameter) for tensor in self._lora.values()}
+        adapted = {id(tensor.parameter) for tensor in self.adapter.tensors.values()}
         return {
             self._base_name(name.replace(".base.", ".")): parameter
             for name, parameter in self.gpt.named_parameters()
@@ -168,66 +162,20 @@ class Policy(nn.Module):
         parameters = self.lora_parameters()
         with torch.no_grad():
             torch._foreach_copy_(
-                list(parameters.values()), [self.shard(name, lambda key: tensors[key]) for name in parameters]
+                list(parameters.values()), [self.adapter.shard(name, tensors.__getitem__) for name in parameters]
             )
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """`whole` of the adapter."""
-        return self.whole({name: parameter.data for name, parameter in self.lora_parameters().items()})
-
-    def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every rank's `local`, by LoRA
-        parameter. A collective of all ranks that hold one copy of the model."""
-        assert self.lora is not None
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in local.items():
-            found |= self.gather(name, tensor)
-        shapes, sizes = adapter_shapes(self.arch, self.lora), self.topology.sizes
-        for stage in range(sizes.pipeline if sizes.pipeline > 1 else 0):
-            layers = sizes.layers(self.arch.num_layers, stage)
-            of_stage = {key: shape for key, shape in shapes.items() if layer_of(key) in layers}
-            memory, views = allocate(of_stage, torch.float32, torch.device("cpu"))
-            if stage == self.topology.place.pipeline:
-                for key, view in views.items():
-                    view.copy_(found[key])
-            dist.broadcast(memory, group=self.topology.pipeline, group_src=stage)
-            found |= views
-        return {key: found[key] for key in shapes}
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of all ranks."""
+        return self.adapter.whole({name: parameter.data for name, parameter in self.lora_parameters().items()})
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
         """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks."""
-        return {name: tensor.parameter for name, tensor in self._lora.items()}
+        return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
 
     def lora_tensors(self) -> dict[str, LoraTensor]:
         """`lora_parameters`, and how each is cut."""
-        return self._lora
-
-    def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
-        (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
-        tensor, sizes = self._lora[name], self.topology.sizes
-        group = self.topology.experts if tensor.experts else self.topology.tensor
-        local = local.detach().contiguous()
-        if group.size() == 1 or (tensor.cut == "whole" and not tensor.experts):
-            whole = local.to("cpu", copy=True)
-        else:
-            parts = [torch.empty_like(local) for _ in range(group.size())]
-            dist.all_gather(parts, local, group=group)
-            each = sizes.expert_tensor if tensor.experts else group.size()  # parts of the same rows
-            several = [parts[start : start + each] for start in range(0, len(parts), each)]
-            whole = torch.cat([_joined(of_rows, tensor.cut) for of_rows in several]).cpu()
-        keys = self._keys[name]
-        return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
-
-    def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Undo `gather`: this rank's part for LoRA parameter `name` of the whole tensors `full(PEFT key)`. On their
-        device, and a view of them where possible."""
-        keys, cut, sizes, place = self._keys[name], self._lora[name].cut, self.topology.sizes, self.topology.place
-        if self._lora[name].experts:
-            mine = len(keys) // sizes.expert
-            own = keys[place.expert * mine : (place.expert + 1) * mine]
-            return torch.stack([_part(full(key), cut, sizes.expert_tensor, place.expert_tensor) for key in own])
-        return _part(full(name), cut, sizes.tensor, place.tensor)
+        return self.adapter.tensors
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -318,29 +266,6 @@ class Policy(nn.Module):
         """The output layer's weight [vocabulary of this rank, hidden]."""
         tied = self.arch.tie_embeddings
         return self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
-
-    def _find_lora(self) -> dict[str, LoraTensor]:
-        tensors: dict[str, LoraTensor] = {}
-        for index, layer in zip(self._layers, self.gpt.decoder.layers, strict=True):
-            for name, module in layer.named_modules():
-                if not isinstance(module, (LoraLinear, Experts)):
-                    continue
-                block = "self_attn" if name.startswith("self_attention.") else "mlp"
-                if name.startswith("mlp.shared_experts."):
-                    block = "mlp.shared_experts"
-                path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
-                for target, a_and_b in module.lora_tensors().items():
-                    tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
-        return {name: tensors[name] for name in self._keys}
-
-
-def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
-    """The whole tensor of its parts, or of equal copies."""
-    return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
-
-
-def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
-    return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
 
 
 class _AllTokens(torch.autograd.Function):

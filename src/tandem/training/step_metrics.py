@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch
 from tandem.model import parallel
+from tandem.spool.schema import JobSpec
 
 _MEANS = {
     "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
@@ -53,3 +54,12 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
         return count
     statistics = {"mean": rewards.mean(), "std": rewards.std(), "min": rewards.min(), "max": rewards.max()}
     return count | {f"reward_{name}": float(value) for name, value in statistics.items()}
+
+
+def staleness(job: JobSpec) -> dict[str, float]:
+    """By how many checkpoints the job's turns are older than the one that it starts from."""
+    data, base = job.data, job.base_step
+    if data.policy_step_min is None or data.policy_step_mean is None:
+        return {}
+    return {"off_policy_steps_max": float(base - data.policy_step_min),
+            "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip

@@ -29,7 +29,7 @@ from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases
 from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
 from tandem.training.sharded_adam import ShardedAdam
-from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics
+from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics, staleness
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
@@ -180,21 +180,13 @@ class Training:
             "learning_rate": rate,
             "optimizer_step": float(self._steps_before + step + 1),
             **reward_metrics(self.batch, rows),
-            **self._staleness(),
+            **staleness(self.job),
             "rows": float(len(rows)),
             "tokens": tokens,
             "tokens_per_second": tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9),
             **{f"seconds_{name}": slowest[name] for name in seconds},
             **{f"memory_{name}_bytes": slowest[name] for name in memory},
         }
-
-    def _staleness(self) -> dict[str, float]:
-        """By how many checkpoints the job's turns are older than the one that it starts from."""
-        data, base = self.job.data, self.job.base_step
-        if data.policy_step_min is None or data.policy_step_mean is None:
-            return {}
-        return {"off_policy_steps_max": float(base - data.policy_step_min),
-                "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip
 
     def _gradients(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """`_micro_steps`, which begin again with layers that keep less if the memory runs out; to the same bits."""

@@ -88,7 +88,9 @@ def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -
         return
 
     def shards(moment: str) -> dict[str, Tensor]:
-        return {name: policy.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()}
+        return {
+            name: policy.adapter.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()
+        }
 
     optimizer.load_state(AdamState(int(adam["step"]), *map(shards, MOMENTS)))
 
@@ -99,7 +101,7 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     adam = optimizer.state()
     tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
     for moment, shards in zip(MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
-        tensors |= {f"{key}.{moment}": whole for key, whole in policy.whole(shards).items()}
+        tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
     return Contents(policy.adapter_tensors(), tensors)
 
 

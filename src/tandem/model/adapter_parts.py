@@ -1,0 +1,102 @@
+"""The adapter's tensors: which part each rank has, and whole tensors of parts and back."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from tandem.families.adapter import adapter_shapes, layer_of, peft_keys, stacked_name
+from tandem.families.arch import Arch
+from tandem.families.weight_rules import Cut
+from tandem.model.device.allocation import allocate
+from tandem.model.experts import Experts
+from tandem.model.lora import LoraLinear, LoraTensor
+from tandem.model.mcore import GPTModel
+from tandem.model.parallel import Topology
+from tandem.spool.schema import LoraShape
+
+
+class AdapterParts:
+    """This rank's parts of the adapter in `gpt`; none without `lora`."""
+
+    def __init__(self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology) -> None:
+        self._topology, self._num_layers = topology, arch.num_layers
+        self._shapes = adapter_shapes(arch, lora) if lora else {}
+        layers = topology.sizes.layers(arch.num_layers, topology.place.pipeline)
+        self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
+        for key in self._shapes:
+            if layer_of(key) in layers:
+                self._keys.setdefault(stacked_name(key), []).append(key)
+        found = _tensors(gpt, layers)
+        self.tensors = {name: found[name] for name in self._keys}
+        """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all ranks of a stage."""
+
+    def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every rank's `local`, by LoRA
+        parameter. A collective of all ranks that hold one copy of the model."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in local.items():
+            found |= self.gather(name, tensor)
+        sizes = self._topology.sizes
+        for stage in range(sizes.pipeline if sizes.pipeline > 1 else 0):
+            layers = sizes.layers(self._num_layers, stage)
+            of_stage = {key: shape for key, shape in self._shapes.items() if layer_of(key) in layers}
+            memory, views = allocate(of_stage, torch.float32, torch.device("cpu"))
+            if stage == self._topology.place.pipeline:
+                for key, view in views.items():
+                    view.copy_(found[key])
+            dist.broadcast(memory, group=self._topology.pipeline, group_src=stage)
+            found |= views
+        return {key: found[key] for key in self._shapes}
+
+    def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
+        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
+        (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
+        tensor, sizes = self.tensors[name], self._topology.sizes
+        group = self._topology.experts if tensor.experts else self._topology.tensor
+        local = local.detach().contiguous()
+        if group.size() == 1 or (tensor.cut == "whole" and not tensor.experts):
+            whole = local.to("cpu", copy=True)
+        else:
+            parts = [torch.empty_like(local) for _ in range(group.size())]
+            dist.all_gather(parts, local, group=group)
+            each = sizes.expert_tensor if tensor.experts else group.size()  # parts of the same rows
+            several = [parts[start : start + each] for start in range(0, len(parts), each)]
+            whole = torch.cat([_joined(of_rows, tensor.cut) for of_rows in several]).cpu()
+        keys = self._keys[name]
+        return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
+
+    def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Undo `gather`: this rank's part for LoRA parameter `name` of the whole tensors `full(PEFT key)`. On their
+        device, and a view of them where possible."""
+        keys, cut, sizes, place = self._keys[name], self.tensors[name].cut, self._topology.sizes, self._topology.place
+        if self.tensors[name].experts:
+            mine = len(keys) // sizes.expert
+            own = keys[place.expert * mine : (place.expert + 1) * mine]
+            return torch.stack([_part(full(key), cut, sizes.expert_tensor, place.expert_tensor) for key in own])
+        return _part(full(name), cut, sizes.tensor, place.tensor)
+
+
+def _tensors(gpt: GPTModel, layers: range) -> dict[str, LoraTensor]:
+    """Name (`stacked_name`) -> tensor, of all adapted modules of this rank's `layers`."""
+    tensors: dict[str, LoraTensor] = {}
+    for index, layer in zip(layers, gpt.decoder.layers, strict=True):
+        for name, module in layer.named_modules():
+            if not isinstance(module, (LoraLinear, Experts)):
+                continue
+            block = "self_attn" if name.startswith("self_attention.") else "mlp"
+            if name.startswith("mlp.shared_experts."):
+                block = "mlp.shared_experts"
+            path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
+            for target, a_and_b in module.lora_tensors().items():
+                tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
+    return tensors
+
+
+def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
+    """The whole tensor of its parts, or of equal copies."""
+    return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
+
+
+def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
+    return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
