@@ -35,8 +35,8 @@ def gpu_like() -> SimpleNamespace:
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
-def make_model(directory: Path, family: str = "qwen3") -> Path:
-    return write_random_model(directory, family=family, seed=1)
+def make_model(directory: Path, family: str = "qwen3", **config: object) -> Path:
+    return write_random_model(directory, family=family, seed=1, **config)
 
 
 def make_run(

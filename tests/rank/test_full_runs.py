@@ -19,7 +19,11 @@ from tandem.trainer.rank.resident import RankState
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
-KINDS = {"dense": "qwen3", "tied": "qwen2", "experts": "qwen3_moe"}
+KINDS: dict[str, dict[str, object]] = {
+    "dense": {"family": "qwen3"},
+    "tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "experts": {"family": "qwen3_moe"},
+}
 TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp", "pp"), "tied": ("dp", "sp", "pp"), "experts": ("dp", "sp", "ep", "pp")}
 BROKEN = {
     "no sum over tensor ranks": ("sp", "dense"),
@@ -166,7 +170,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs it, on what two ranks
     have written."""
     spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
-    models = {kind: jobs.make_model(tmp_path_factory.mktemp(kind), family) for kind, family in KINDS.items()}
+    models = {kind: jobs.make_model(tmp_path_factory.mktemp(kind), **config) for kind, config in KINDS.items()}
 
     def submit(topology: str, kind: str, number: int, run: str = "") -> str:
         run = run or f"{topology}-{kind}"

@@ -1,4 +1,4 @@
-"""Two ranks compute what one computes: data-parallel with uneven rows, tensor-parallel, context-parallel and as a pipeline."""
+"""Two ranks compute what one computes: data-, tensor- and context-parallel with uneven rows, and as a pipeline."""
 
 from pathlib import Path
 
