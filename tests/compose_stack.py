@@ -11,7 +11,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +20,8 @@ import pytest
 
 import local_stack
 import waiting
+from free_ports import free_ports
 from tandem.client import Tandem
-from tandem.system import ports
 
 ROOT = Path(__file__).parent.parent
 MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
@@ -120,9 +119,7 @@ class ComposeStack(Compose):
         create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
         (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
         subprocess.run([create], check=True, capture_output=True)
-        with ExitStack() as held:
-            published = [held.enter_context(ports.reserve()).port for _ in range(3)]
-        self.controller_port, self.inference_port, self.prometheus_port = published
+        self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
         super().__init__(
             MAIN, CPU, *overrides,
             project=f"tandem-test-{secrets.token_hex(3)}",

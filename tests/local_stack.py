@@ -4,15 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import tiny_model
 
+from free_ports import free_ports
 from tandem.client import Tandem
 from tandem.spool import Spool
-from tandem.system import ports, processes
+from tandem.system import processes
 from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
@@ -44,11 +45,6 @@ def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **opti
     return client.train_sft(run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options).spec.id
 
 
-def free_ports(count: int) -> list[str]:
-    with ExitStack() as held:
-        return [str(held.enter_context(ports.reserve()).port) for _ in range(count)]
-
-
 class LocalStack:
     """`tandem up` on a tiny model, on ports of its own."""
 
@@ -56,7 +52,7 @@ class LocalStack:
         self.root = root
         if not (root / "models" / "tiny").exists():
             tiny_model.write_tiny_qwen3(root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1)
-        controller, inference, metrics = free_ports(3)
+        controller, inference, metrics = map(str, free_ports(3))
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root),
             "TANDEM_BASE_MODEL": "models/tiny",

@@ -2,17 +2,11 @@
 
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+from free_ports import free_ports
 
 
 def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
@@ -20,7 +14,7 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
 
     They are forked from this process, which has imported everything.
     """
-    fork, port = multiprocessing.get_context("fork"), free_port()
+    fork, [port] = multiprocessing.get_context("fork"), free_ports(1)
     ranks = [fork.Process(target=run, args=(rank, count, port, *arguments)) for rank in range(count)]
     for rank in ranks:
         rank.start()
@@ -31,8 +25,9 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
 
 def run_ranks(count: int, *arguments: str) -> list[str]:
     """Run `python <arguments>` as each of `count` ranks at once; what each wrote to stdout. All of them succeed."""
+    [port] = free_ports(1)
     environment = os.environ | {
-        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiny_model import write_tiny_qwen3
 
-from local_stack import free_ports
+from free_ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 API_KEY, ADMIN_TOKEN = "key", "token"  # the fake vLLM's
@@ -109,7 +109,7 @@ class Stack:
             directory.mkdir()
         shape = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_size": 16}
         write_tiny_qwen3(self.root / "models/tiny", **shape)
-        controller, inference, metrics, metrics_2 = free_ports(4)
+        controller, inference, metrics, metrics_2 = map(str, free_ports(4))
         self.url = f"http://127.0.0.1:{controller}"
         paths = [Path(__file__).parent / "site", *(REPOSITORY / name for name in ("", "src", "tests", "examples"))]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "XDG_"))}

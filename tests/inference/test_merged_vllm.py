@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -102,6 +103,17 @@ def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **
     return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
 
 
+def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event, **options: Any) -> str:
+    """`complete` as a stream, which sets `begun` at the first token; all that came."""
+    body = {"model": model, "prompt": list(tokens), "temperature": 0.0, "ignore_eos": True, "stream": True, **options}
+    lines: list[str] = []
+    with httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            begun.set()
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def test_a_choice_of_merged_weights_that_came_through_the_rollout_door_is_a_turn(
     vllm: VllmServer, trainer: MergedTrainer
 ) -> None:
@@ -177,12 +189,13 @@ def test_requests_that_run_during_a_swap(
     undisturbed = complete(vllm, trainer.run, prompt, max_tokens=1000, return_token_ids=True).json()["choices"][0]
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=1000, return_token_ids=True, logprobs=0)
-        streamed = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=1000, stream=True)
-        until("both run", lambda: client.merged()["in_flight"] == 2, 30)
-        time.sleep(0.3)
+        until("it runs", lambda: client.merged()["in_flight"] == 1, 30)
+        begun = Event()
+        streamed = pool.submit(stream, vllm, trainer.run, prompt, begun, max_tokens=1000)
+        assert begun.wait(30)
         served = trainer.publish(trainer.run)
         assert served.step == 2
-        answer, text = running.result(), streamed.result().text
+        answer, text = running.result(), streamed.result()
     body, tokens = answer.json(), answer.json()["choices"][0]["token_ids"]
     first, second = f"{trainer.run}@1", f"{trainer.run}@2"
     if requests == "wait":

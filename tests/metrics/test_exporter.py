@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from free_ports import free_ports
 from metrics.metric_tools import Scraped, fetch
 from tandem.config import Settings
 from tandem.metrics.exporter import exported_sides, make_collectors
@@ -31,8 +32,7 @@ PROMETHEUS_3 = (
 @contextmanager
 def exporter(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """(process, URL), once it answers."""
-    with ports.reserve() as held:
-        port = held.port
+    [port] = free_ports(1)
     variables = os.environ | {"TANDEM_ROOT": str(root), "TANDEM_METRICS_PORT": str(port)} | environment
     process = subprocess.Popen(COMMAND, env=variables)
     url = f"http://127.0.0.1:{port}"

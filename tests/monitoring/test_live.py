@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from free_ports import free_ports
 from monitoring.dashboards import DASHBOARDS, queries, resolved, rules
 from monitoring.prometheus_tools import ROOT, command
-from tandem.system import ports
 from waiting import until
 
 pytestmark = pytest.mark.slow
@@ -51,8 +51,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory) -> Iterator[Prometheus]:
     directory = tmp_path_factory.mktemp("prometheus")
-    with ports.reserve() as held:
-        port = held.port
+    [port] = free_ports(1)
     run = command("prometheus", f"--web.listen-address=127.0.0.1:{port}", "--config.file=prometheus.yml",
                   "--storage.tsdb.path=data", cwd=directory)  # fmt: skip
     demo = [sys.executable, "-m", "images.grafana.demo", str(directory), "--interval", "1s"]

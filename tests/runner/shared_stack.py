@@ -8,9 +8,10 @@ from pathlib import Path
 import httpx
 
 from fake_vllm import ADMIN_TOKEN, API_KEY
+from free_ports import free_ports
 from runner import fake_gpu
 from runner.runner_stack import HERE, Stack
-from tandem.system import ports, processes
+from tandem.system import processes
 from waiting import answers
 
 MIB = 2**20
@@ -22,9 +23,9 @@ class SharedStack(Stack):
         super().__init__(directory / "spool", launch, entry="sharing_rank")
         self.gpu, driver = fake_gpu.install(directory)
         self._journal_start = 0
-        with ports.reserve() as port:
-            self.url = f"http://127.0.0.1:{port.port}"
-            self.environment |= {"TANDEM_INFERENCE_PORT": str(port.port)}
+        [port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment |= {"TANDEM_INFERENCE_PORT": str(port)}
         self.environment |= {
             "TANDEM_GPU_MODE": "shared", "TANDEM_DEVICE": "cuda", "FAKE_GPU": str(self.gpu),
             **driver.variables, "PYTHONPATH": f"{HERE}:{HERE.parent}:{driver.variables['PYTHONPATH']}",

@@ -20,7 +20,8 @@ import httpx
 import numpy as np
 import pytest
 
-from local_stack import DEVICES, LocalStack, free_ports, train
+from free_ports import free_ports
+from local_stack import DEVICES, LocalStack, train
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system import processes
 from waiting import answers, until
@@ -56,7 +57,7 @@ def stack(out: Path) -> Iterator[LocalStack]:
         stacks.append(stack)
         yield stack.process
 
-    controller, inference = free_ports(2)
+    controller, inference = map(str, free_ports(2))
     command = ["demo.py", "--out", str(out), "--controller-port", controller, "--inference-port", inference]
     start = demo.stack
     with ExitStack() as running:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tandem.system import ports, processes
+from free_ports import free_ports
+from tandem.system import processes
 from waiting import until
 
 HERE = Path(__file__).parent
@@ -20,8 +21,7 @@ class Up:
 
     def __init__(self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str) -> None:
         self.root = root
-        with ports.reserve() as one, ports.reserve() as two:
-            self.ports = one.port, two.port
+        self.ports = free_ports(2)
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": PATH, "ROLE": role,
             "TANDEM_CONTROLLER_PORT": str(self.ports[0]), "TANDEM_INFERENCE_PORT": str(self.ports[1]),

@@ -1,0 +1,49 @@
+"""A job whose ranks are killed anywhere makes, when it is tried again, the bytes of an undisturbed one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SEED
+from rank import jobs
+
+MODELS: dict[str, dict[str, object]] = {
+    "lora": {"family": "qwen3"},
+    "lora-experts": {"family": "qwen3_moe"},
+    "full": {"family": "qwen2", "tie_word_embeddings": True},
+    "full-experts": {"family": "qwen3_moe"},
+}
+CASES = [
+    *(("lora", topology) for topology in ("dp", "tp", "cp", "pp")), ("lora-experts", "ep"), ("lora-experts", "pp"),
+    *(("full", topology) for topology in ("dp", "tp", "cp", "pp")), ("full-experts", "ep"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    """(kind, topology) -> what `kill_ranks.py` says of the selected cases."""
+    directory = tmp_path_factory.mktemp("killed")
+    for kind, config in MODELS.items():
+        jobs.make_model(directory / kind, **config)
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
+    script = Path(__file__).with_name("kill_ranks.py")
+    command = [sys.executable, str(script), str(directory), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("kind", "topology"), CASES)
+def test_a_job_tried_again_makes_the_same_bytes(results: Any, kind: str, topology: str) -> None:
+    found = results[kind, topology]
+    print(f"SAMPLE_SEED={SEED}: {found['killed']}")
+    assert found["files"] > 4
+    assert found["killed"]
+    assert found["differ"] == []
