@@ -12,6 +12,9 @@ from tiny import SHAPE
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
+SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GPT-OSS
+SERVED = 1000
+"""From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -81,6 +84,9 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     mixture = rng.random() < 0.45
     family = rng.choice(MIXTURES if mixture else DENSE)
+    if seed >= SERVED:
+        family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
+        mixture = family in MIXTURES
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
@@ -97,6 +103,13 @@ def draw(seed: int) -> Case:
         lora = LoraShape(rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen))
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
     config = _config(rng, family)
+    if seed >= SERVED:
+        config |= {"head_dim": 32, "hidden_size": 64}
+        if family == "qwen2":
+            config.pop("use_sliding_window", None)  # vLLM refuses windows in some layers only
+            config["hidden_size"] = 32 * config["num_attention_heads"]  # it does not read head_dim
+        if family == "glm4_moe":
+            config["tie_word_embeddings"] = False  # vLLM would leave the output layer empty
     return Case(seed, family, config, _staged(seed, sizes, config["num_hidden_layers"]), lora, kept, temperature)
 
 

@@ -93,7 +93,8 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
         full.optimizer._gather(full.optimizer._gradients)
         return files(full.gradients())
 
-    return train(case, full.policy, full.optimizer, whole) | {"after": files(dict(full.policy.base()))}
+    result = train(case, full.policy, full.optimizer, whole) | {"after": files(dict(full.policy.base()))}
+    return result | {"made": directory / f"made-{os.environ['ORACLE_RUN']}-1"}
 
 
 def _keep(case: Case, policy: Policy) -> None:

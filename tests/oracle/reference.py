@@ -36,14 +36,14 @@ class Model:
         )
         self.parameters = dict(self.base.named_parameters())
         if case.lora is None:
-            self._run = lambda tokens: self.base(tokens[None]).logits[0]
+            self.logits = lambda tokens: self.base(tokens[None]).logits[0]
             return
         self.base.requires_grad_(False)
         lora, arch = case.lora, read_arch(str(directory / "model"))
         adapter = read_adapter(directory / "adapter", arch, lora, torch.device("cpu"))
         if any(".experts." in key for key in adapter):  # PEFT can't adapt experts
             self.parameters = {key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()}
-            self._run = lambda tokens: functional_call(
+            self.logits = lambda tokens: functional_call(
                 self.base, merged(self.base, self.parameters, lora), (tokens[None],)
             ).logits[0]
         else:
@@ -51,7 +51,7 @@ class Model:
             self.parameters = {
                 name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name
             }
-            self._run = lambda tokens: theirs(tokens[None]).logits[0]
+            self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
     def loss(self) -> tuple[torch.Tensor, float]:
         terms = []
@@ -60,7 +60,7 @@ class Model:
                 items = [item for item in row.items if item.sequence == number]
                 if not items:
                     continue
-                logits = self._run(torch.tensor(tokens)) / self._case.temperature
+                logits = self.logits(torch.tensor(tokens)) / self._case.temperature
                 at = torch.tensor([item.position - 1 for item in items])
                 log_p = torch.log_softmax(logits[at], -1)
                 own = log_p.gather(-1, torch.tensor([[item.token] for item in items]))[:, 0]

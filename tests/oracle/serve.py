@@ -1,0 +1,45 @@
+"""vLLM's log-probs for the oracle: python serve.py ORDERS, a file of `Order`s; the answers go to ORDERS.pt.
+
+vLLM runs in this process, one model after the other, in fp32.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.spool.schema import LORA_TARGETS
+
+Order = dict[str, Any]
+"""`model` and `adapter` (or null): directories; `rank`: of the adapter; `sequences`: token ids."""
+
+
+def logprobs(order: Order) -> list[torch.Tensor]:
+    """Of each sequence: log p of every token but the first, in nats at temperature 1."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora: dict[str, Any] = {}
+    if order["adapter"]:
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "lora_target_modules": list(LORA_TARGETS)}
+    llm = LLM(
+        order["model"], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
+        max_num_seqs=4, kv_cache_memory_bytes=64 * 2**20, enable_prefix_caching=False, **lora,
+    )  # fmt: skip
+    given: Any = [{"prompt_token_ids": tokens} for tokens in order["sequences"]]
+    adapter = LoRARequest("adapter", 1, order["adapter"]) if order["adapter"] else None
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    found = []
+    for answer in llm.generate(given, sampling, use_tqdm=False, lora_request=adapter):
+        pairs = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
+        found.append(torch.tensor([of_token[token].logprob for token, of_token in pairs]))
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    orders = Path(sys.argv[1])
+    torch.save([logprobs(order) for order in json.loads(orders.read_text())], orders.with_suffix(".pt"))
