@@ -1,7 +1,8 @@
-"""The ranks that tests/model/test_topologies.py starts: python cut_rank.py DIRECTORY '{"<world>": [topology, ...]}'.
+"""The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-A topology is `Sizes`' fields, or such with `break`, the name of a deliberate mistake. For each in turn the ranks
-compute rows of DIRECTORY/model with DIRECTORY/adapter, and leave the results in DIRECTORY/<world>.<number>.<rank>.pt.
+ORDERS is a JSON file, {directory: {world: {number: topology}}}. A topology is `Sizes`' fields, or such with `break`,
+the name of a deliberate mistake. For each in turn the ranks compute rows of <directory>/model with <directory>/adapter,
+and leave the results in <directory>/<world>.<number>.<rank>.pt.
 """
 
 import json
@@ -265,12 +266,12 @@ def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
     return found
 
 
-def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict[str, object]]) -> None:
+def run(rank: int, world: int, port: int, directory: Path, topologies: dict[str, dict[str, object]]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     device.activate("cpu")
-    for number, fields in enumerate(topologies):
+    for number, fields in topologies.items():
         mistake = fields.pop("break", None)
         with ExitStack() as broken:
             if mistake is not None:
@@ -287,10 +288,12 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: list[dict
     parallel.destroy()
 
 
-def main(directory: Path, by_world: dict[str, list[dict[str, object]]]) -> None:
-    for world, topologies in by_world.items():
-        fork_ranks(int(world), run, directory, topologies)
+def main(orders: dict[str, dict[str, dict[str, dict[str, object]]]]) -> None:
+    for directory, by_world in orders.items():
+        for world, topologies in by_world.items():
+            if topologies:
+                fork_ranks(int(world), run, Path(directory), topologies)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(json.loads(Path(sys.argv[1]).read_text()))

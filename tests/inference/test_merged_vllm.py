@@ -31,7 +31,7 @@ from tiny import write_random_model
 from vllm_server import API_KEY, VllmServer
 from waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_of("vllm")]
 
 EVERYWHERE = LoraShape(rank=4, alpha=10.0)
 API = {"Authorization": f"Bearer {API_KEY}"}

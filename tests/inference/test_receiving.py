@@ -62,6 +62,7 @@ def offered(senders: Senders, adapter: Path) -> Source:
     return {**event.data, "way": event.data["transport"]}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [1, 2])
 def test_twenty_publications_leave_no_trace(senders: Senders, model: Model, tmp_path: Path, count: int) -> None:
     adapters = [model.adapter(tmp_path, seed) for seed in range(3)]
@@ -124,6 +125,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
     monkeypatch.setattr(receiver, "_arrived", arrive)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_ranks_that_die_or_stop(

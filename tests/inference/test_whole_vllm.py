@@ -174,6 +174,7 @@ def test_ranks_that_die_or_stop_before_they_send(vllm: VllmServer, make: Make, s
     trainer.check_bits(trainer.adapters[2])
 
 
+@pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_server_that_dies_while_it_receives(vllm: VllmServer, make: Make) -> None:
     """The ranks notice, and the next server gets the weights from the checkpoint."""
     trainer = make("nccl", tp=2)

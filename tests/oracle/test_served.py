@@ -24,13 +24,8 @@ from tandem.inference.merged_model import write_merged_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-SEEDS, SAMPLE = 4 * len(SERVED_FAMILIES), (SERVED + 3, SERVED + 25)
+SEEDS = range(SERVED, SERVED + 4 * len(SERVED_FAMILIES))
 NATS = 1e-4
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    seeds = range(SERVED, SERVED + SEEDS) if metafunc.config.option.all_cases else SAMPLE
-    metafunc.parametrize("seed", seeds, ids=lambda seed: str(draw(seed)))
 
 
 def sequences(case: Case) -> list[list[int]]:
@@ -69,6 +64,8 @@ def served(
     return {seed: (oracle, found) for seed, found in zip(seeds, torch.load(orders.with_suffix(".pt")), strict=True)}
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: str(draw(seed)))
 def test_vllm_serves_what_was_trained(served: Any, seed: int) -> None:
     oracle, found = served[seed]
     case, directory = draw(seed), oracle.directory / str(seed)

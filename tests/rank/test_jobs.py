@@ -124,6 +124,7 @@ RL_VARIANTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["sft", *RL_VARIANTS])
 def test_the_same_jobs_give_the_same_bytes(kind: str, spool: Spool, model: Path) -> None:
     jobs.make_run(spool, model, "again")

@@ -142,6 +142,7 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
     assert rl.known()["jobs"] == []
 
 
+@pytest.mark.sample(1, of="examples of tandem rl")
 def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "game", importlib.import_module("game").Game().sft_examples())
     for steps in (10, 20, 30):  # which tasks meet which policy depends on the machine's speed, and so does the pace
@@ -156,6 +157,7 @@ def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -
     assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), "trajectories have several turns"
 
 
+@pytest.mark.sample(1, of="examples of tandem rl")
 def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=20)
     rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")

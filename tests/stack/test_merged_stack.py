@@ -56,6 +56,7 @@ def test_what_cannot_be_served_beside_it_is_refused(stack: LocalStack) -> None:
     assert [run.spec.name for run in stack.client.list_runs()] == [RUN]
 
 
+@pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(stack: LocalStack) -> None:
     expected = sample(stack, RUN).json()["choices"]
     for pid in stack.pids("vllm"):
