@@ -116,6 +116,7 @@ def test_docker_kill_of_inference(stack):
     stack.run("up", "-d", "inference")
 
 
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_supervisord(stack):
     """The container ends with 72 and is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
@@ -130,6 +131,7 @@ def test_kill_supervisord(stack):
     assert "supervisord ended" in stack.logs("trainer")
 
 
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
     """As the kernel does when memory runs out: 137, everything in the container is gone, and it is started again."""
     before, begin = restarts(stack, "trainer"), time.time()
@@ -141,6 +143,7 @@ def test_kill_the_first_process(stack):
     stack.wait_healthy("trainer", timeout=90)
 
 
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_docker_kill_of_the_trainer(stack):
     job = submit_running(stack)
     stack.kill_container("trainer")
@@ -171,6 +174,7 @@ sys.exit("no checkpoint was begun")
 """
 
 
+@pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
     """Exit status 0; the checkpoint is whole or isn't there; the job succeeded or goes on without a counted attempt."""
     begin = time.time()

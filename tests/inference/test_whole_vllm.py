@@ -80,6 +80,7 @@ def make(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.Monk
         trainer.senders.__exit__()
 
 
+@pytest.mark.sample(1, of="ways of whole weights")
 def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
     trainer = make("nccl", tp=2)
     first = trainer.publish(trainer.run)
@@ -102,6 +103,7 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
     assert complete(vllm, f"{trainer.run}@2").status_code == 200
 
 
+@pytest.mark.sample(1, of="ways of whole weights")
 def test_files_serve_each_step_and_a_server_that_starts_again(vllm: VllmServer, make: Make) -> None:
     trainer = make("volume", tp=2)
     for seed in (1, 2, 3):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from conftest import SEED
 from runner import fake_gpu
 from runner.shared_stack import MIB, SharedStack
 from tandem.system import processes
@@ -273,11 +274,11 @@ def test_a_process_that_outlives_a_killed_runner_is_waited_for(stack, publisher)
 
 
 @SLOW
-def test_vllm_and_the_runner_start_and_die_at_any_time(stack, publisher):
+def test_vllm_and_the_runner_start_and_die_at_any_time(stack, publisher, pytestconfig):
     """Whichever dies when, both never have the memory (`stack` looks for an OOM), and every job succeeds."""
     stack.vllm_does(sleep_seconds=0.2, wake_seconds=0.2)
-    chance = random.Random(0)
-    for round_ in range(8):
+    chance = random.Random(SEED)
+    for round_ in range(8 if pytestconfig.option.all_cases else 4):
         job_id = stack.submit(stack.name, attempts=9)
         time.sleep(chance.uniform(0, 3))
         if round_ % 2:
