@@ -82,6 +82,9 @@ class Settings(BaseSettings):
     base_precision: Literal["same", "fp8"] = "same"
     """fp8: the trainer quantises the frozen base weights of linear layers, which is faster and changes log-probs. For
     dense models, on GPUs from compute capability 8.9."""
+    optimizer_state_every: int = Field(default=1, ge=1)
+    """Of a run that trains all weights, the checkpoints whose number this divides have the optimizer's state. Above 1
+    only with `launch=resident`, whose ranks keep it in host memory."""
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
     """If the runner does not renew a running job's lease for this long, the job goes back to the queue."""
@@ -151,6 +154,7 @@ class Settings(BaseSettings):
             raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
         self._check_ranks()
         self._check_transport()
+        self._check_optimizer_state()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
         if self.gpu_mode == "dedicated":
@@ -176,6 +180,11 @@ class Settings(BaseSettings):
             raise ValueError(f"TANDEM_TOPOLOGY=auto chooses the sizes, but {wrong} is set too; unset one of them")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
+
+    def _check_optimizer_state(self) -> None:
+        if self.optimizer_state_every > 1 and self.launch != "resident":
+            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
+            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
 
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"

@@ -337,6 +337,7 @@ PASSED = {field: set(services) for services, fields in (
     (("preflight", "inference"), "inference_tensor_parallel"),
     (("controller",), "max_request_bytes keep_checkpoints keep_every keep_days"),
     (("trainer",), "launch exit_after_job recompute base_precision heartbeat_seconds lease_seconds"),
+    (("trainer",), "optimizer_state_every"),
     (("inference",), "max_model_len max_loras gpu_memory_utilization enforce_eager vllm_args vllm_stall_seconds"),
     (("inference",), "verify_tolerance keep_served second_copy swap_requests swap_seconds"),
 ) for field in fields.split()}  # fmt: skip

@@ -177,6 +177,9 @@ class Checkpoints:
                 if (kept := getattr(source, field)) != getattr(new, field):
                     raise InvalidInput(f"a fork keeps the {field} of {run!r}, which is {kept}", field=field)
             manifest = self.verify(run, step)
+            if manifest.optimizer_state is not None:
+                problem = f"{run}@{step} has no optimizer state, which a fork needs (TANDEM_OPTIMIZER_STATE_EVERY)"
+                raise InvalidInput(f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step")
             origin = Origin(run=run, step=step)
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
 

@@ -59,13 +59,13 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     0, the newest, pinned or served, or if a job that is not done needs it."""
     checkpoints = spool.checkpoints
     with spool.runs.lock(run):
-        directory = checkpoints.path(run, step)
-        for needed, steps in {
+        directory, needed = checkpoints.path(run, step), _needed(spool, run)
+        for why, steps in {
             "is the beginning of its run": {0}, "is the newest": {checkpoints.newest(run)},
-            "is pinned": checkpoints.pinned(run), "is served, or a job needs it": _needed(spool, run),
+            "is pinned": checkpoints.pinned(run), "is served, or a job or the newest step needs it": needed,
         }.items():  # fmt: skip
             if step in steps:
-                raise Conflict(f"{run}@{step} stays: it {needed}", field="step")
+                raise Conflict(f"{run}@{step} stays: it {why}", field="step")
         return _set_aside([directory])[0]
 
 
@@ -108,8 +108,12 @@ def _surplus(steps: Sequence[int], keep: Keep) -> list[int]:
 
 
 def _needed(spool: Spool, run: str) -> set[int]:
-    """The steps that are pinned or served, or that queued or running jobs start from, make or refer to."""
-    needed = set(spool.checkpoints.pinned(run))
+    """The steps that are pinned or served, that queued or running jobs start from, make or refer to, and the one whose
+    optimizer state goes with the newest."""
+    checkpoints = spool.checkpoints
+    needed = set(checkpoints.pinned(run))
+    if (state := checkpoints.manifest(run, checkpoints.newest(run)).optimizer_state) is not None:
+        needed.add(state)
     if (served := spool.served.get(run)) is not None:
         needed.add(served.step)
     for _, job in spool.jobs.pending(run):

@@ -4,11 +4,15 @@ The directory is a Hugging Face model that transformers and vLLM load as it is. 
 and shapes: Adam's moments in fp32 and, of bfloat16 weights, the int16 remainders of their master values
 (`ShardedAdam.tensors`). `optimizer/adam.json` says how many steps were taken. Ranks of any topology read all of it.
 Step 0 has no files, because it is the base model.
+
+A checkpoint may lack `optimizer/` (`Settings.optimizer_state_every`); its manifest then says which step's state goes
+with it. Ranks that lost theirs go on with that one: moments of some steps ago, and master values without remainders.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,37 +25,70 @@ from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool import Spool, fs
+from tandem.spool.schema import Manifest
 from tandem.trainer.rank.model_files import ModelFiles, Weights
+from tandem.training.optimizer import MOMENTS
 from tandem.training.sharded_adam import ShardedAdam
 
 STEPS_FILE = "optimizer/adam.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Directories of what a job starts from."""
+
+    model: Path
+    state: Path | None
+    """The checkpoint with the optimizer's state: `model`, an older one, or none that is left."""
+    older: int | None = None
+    """The step of an older one; 0: none is left."""
 
 
 def check(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
 
     Raises CheckpointDamaged if a file is missing, truncated or altered, or if a trained checkpoint has no optimizer
-    state; NotFound if there is no such checkpoint.
+    state and names none; NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
     trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
-    if trained and (STEPS_FILE not in manifest.files or not manifest.weights_files):
+    stateless = STEPS_FILE not in manifest.files and manifest.optimizer_state is None
+    if trained and (stateless or not manifest.weights_files):
         raise CheckpointDamaged(
             f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older step"
         )
     return directory if trained else None
 
 
-def load_state(directory: Path, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
-    """Fill the optimizer's state from a checkpoint that `check` found whole.
+def find(spool: Spool, run: str, step: int) -> Found | None:
+    """`check`, also of the checkpoint with the optimizer's state; None for the base model."""
+    if (model := check(spool, run, step)) is None:
+        return None
+    if (older := spool.checkpoints.manifest(run, step).optimizer_state) is None:
+        return Found(model, model)
+    try:
+        return Found(model, check(spool, run, older), older)
+    except NotFound:
+        return Found(model, None, 0)
+
+
+def state_step(before: Manifest) -> int:
+    """The step whose optimizer state goes with the checkpoint after `before`, if that one gets none of its own."""
+    return before.step if before.optimizer_state is None else before.optimizer_state
+
+
+def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
+    """Fill the optimizer's state, which is new, from a checkpoint that `find` found whole.
 
     Raises InvalidInput where its weights were trained in another dtype.
     """
+    if (directory := found.state) is None:
+        return
     names = {path.name for path in (directory / "optimizer").iterdir() if path.is_dir()}
     if names != optimizer.tensors.keys():
         problem = f"{directory} was trained in another dtype: it has {', '.join(sorted(names))} of each weight"
         raise InvalidInput(f"{problem}, not {', '.join(sorted(optimizer.tensors))}", field="TANDEM_DTYPE")
-    for name in optimizer.tensors:
+    for name in optimizer.tensors if directory == found.model else MOMENTS:
 
         def fill(tensors: dict[str, torch.Tensor], source: Path = directory / "optimizer" / name) -> None:
             load_weights(source, arch, lambda: tensors, topology.sizes, topology.place)
@@ -61,29 +98,30 @@ def load_state(directory: Path, arch: Arch, optimizer: ShardedAdam, topology: To
 
 
 def write(
-    directory: Path, base_model: Path, policy: Policy, optimizer: ShardedAdam, *, beat: Callable[[], None]
+    directory: Path, base_model: Path, policy: Policy, optimizer: ShardedAdam, *, state: bool, beat: Callable[[], None]
 ) -> None:
     """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all ranks.
 
-    `base_model`: has the model's other files. `beat` is called now and then. Raises SpoolUnusable if the volume refuses
-    the files.
+    `base_model`: has the model's other files. `state`: whether to write the optimizer's. `beat` is called now and then.
+    Raises SpoolUnusable if the volume refuses the files.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)
-    state = {
+    of_state = {
         name: ModelFiles(directory / "optimizer" / name, arch, tensor.dtype)
-        for name, tensor in optimizer.tensors.items()
+        for name, tensor in (optimizer.tensors.items() if state else ())
     }
     with fs.volume_errors(directory):
         if topology.rank == 0:
             fs.remove_tree(directory)
             model.create(base_model)
-            for files in state.values():
+            for files in of_state.values():
                 files.create()
-            (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))
+            if state:
+                (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))
         parallel.gather_objects(None)
         model.write(weights, arch, topology.sizes, topology.rank, beat=beat)
-        for name, files in state.items():
+        for name, files in of_state.items():
             files.write(Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat)
         parallel.gather_objects(None)
 

@@ -42,7 +42,7 @@ from tandem.training.sharded_adam import ShardedAdam
 class Checked:
     """The checkpoint to start from, whose files are whole."""
 
-    model: Path | None = None  # of a run that trains all weights; None: the base model
+    model: model_checkpoint.Found | None = None  # of a run that trains all weights; None: the base model
     adapter: checkpoint.Contents[StoredTensor] | None = None
 
 
@@ -147,7 +147,7 @@ class ModelLoader:
         directory, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
         if self.assignment.run.lora is None:
             checked = self.checked.result()
-            directory = (checked and checked.model) or directory
+            directory = checked.model.model if checked and checked.model else directory
         load_weights(directory, self.arch, parameters, sizes, place)
 
     def _read_state(self) -> checkpoint.Contents[Tensor] | None:

@@ -45,7 +45,7 @@ class RankState:
                 spool.checkpoints.verify(run.name, step)
                 return None
             if run.lora is None:
-                return Checked(model_checkpoint.check(spool, run.name, step))
+                return Checked(model_checkpoint.find(spool, run.name, step))
             return Checked(adapter=checkpoint.check(spool, run.name, step, arch, run.lora))
 
         thread = ThreadPoolExecutor(1)

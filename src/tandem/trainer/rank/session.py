@@ -99,6 +99,8 @@ class _Session:
                 self._settings, arch, self._assignment, self._topology, checked, rehearse if rehearses else None
             )
             self._state.model = loader.load(self._state.model, self.phases)
+            found = checked.result()
+            self._older_state = found.model.older if found and found.model else None
             self._train(batch, self._state.model, sequences, long)
 
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
@@ -120,7 +122,8 @@ class _Session:
                 previous = logprobs()
                 fp8_error = {"fp8_logprob_error": probe.mean_difference(exact, previous)}
         seconds, _ = self.phases.take()
-        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **fp8_error)
+        older = {} if self._older_state is None else {"optimizer_state": self._older_state}
+        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **fp8_error, **older)
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
@@ -173,10 +176,17 @@ class _Session:
         if isinstance(model.optimizer, ShardedAdam):
             staged, base_model = staged_checkpoint(self._work), Path(self._assignment.model)
             beat = partial(self.heartbeat, "checkpoint")
-            model_checkpoint.write(staged, base_model, model.policy, model.optimizer, beat=beat)
+            model_checkpoint.write(
+                staged, base_model, model.policy, model.optimizer, state=self._writes_state, beat=beat
+            )
             return writer.submit(dict) if self._rank == 0 else None
         contents = checkpoint.gather(model.policy, model.optimizer)
         return writer.submit(self._write_files, contents) if self._rank == 0 else None
+
+    @property
+    def _writes_state(self) -> bool:
+        """Whether a checkpoint of all weights gets the optimizer's state."""
+        return (self._assignment.job.base_step + 1) % self._settings.optimizer_state_every == 0
 
     def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
         previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
@@ -184,8 +194,11 @@ class _Session:
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
+        without = self._assignment.run.lora is None and not self._writes_state
+        before = self._spool.checkpoints.manifest(run, base_step)
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
+            optimizer_state=model_checkpoint.state_step(before) if without else None,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
