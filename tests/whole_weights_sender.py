@@ -1,13 +1,12 @@
 """Ranks that publish whole weights as a job's ranks do, without training: adapters that a test gives them.
 
-`python whole_weights_sender.py DIRECTORY TP` is one rank. It takes its orders from files in DIRECTORY, as `Senders`
+`python whole_weights_sender.py DIRECTORY TP PP` is one rank. It takes its orders from files in DIRECTORY, as `Senders`
 writes them.
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from free_ports import free_ports
 from rank.jobs import submit_rl
 from tandem.config import Settings
 from tandem.spool import Spool
@@ -24,28 +24,28 @@ from waiting import until
 
 
 class Senders:
-    """`tp` ranks of one run. `variables`: TANDEM_INFERENCE_URL and others."""
+    """`tp` ranks in each of `pp` stages, of one run. `variables`: TANDEM_INFERENCE_URL and others."""
 
-    def __init__(self, directory: Path, spool: Spool, run: str, way: str, tp: int = 1, **variables: str) -> None:
-        self.directory, self.spool, self.run, self.tp = directory, spool, run, tp
+    def __init__(
+        self, directory: Path, spool: Spool, run: str, way: str, tp: int = 1, pp: int = 1, **variables: str
+    ) -> None:
+        self.directory, self.spool, self.run, self.tp, self.pp = directory, spool, run, tp, pp
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        [port] = free_ports(1)
         tests = Path(__file__).parent
         self._environment = os.environ | {
             "PYTHONWARNINGS": "ignore",
-            "WORLD_SIZE": str(tp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(tp * pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             "TANDEM_ROOT": str(spool.root), "TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": way,
             "TANDEM_INFERENCE_URL": "http://127.0.0.1:9", "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}",
             **variables,
         }  # fmt: skip
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, str(self.directory), str(self.tp)]
-        ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.tp))
+        command = [sys.executable, __file__, str(self.directory), str(self.tp), str(self.pp)]
+        ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.tp * self.pp))
         self.ranks = [subprocess.Popen(command, env=self._environment | rank) for rank in ranks]
         self.run_of(self.run)
         return self
@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def main(directory: Path, tp: int) -> None:
+def main(directory: Path, tp: int, pp: int) -> None:
     from policies import make_policy
     from tandem.families.registry import read_arch
     from tandem.families.topology import Sizes
@@ -123,7 +123,7 @@ def main(directory: Path, tp: int) -> None:
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
     settings = Settings()
     device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
-    top = parallel.init_parallel(Sizes(tensor=tp))
+    top = parallel.init_parallel(Sizes(tensor=tp, pipeline=pp))
     spool = Spool(settings.root)
     while not (directory / "run").exists():
         time.sleep(0.01)
@@ -165,4 +165,4 @@ def main(directory: Path, tp: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

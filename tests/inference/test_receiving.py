@@ -24,18 +24,18 @@ BOUND = 12.0
 """Seconds in which whoever waits notices that nobody sends any more."""
 BUFFER_BYTES = 5000
 """Tensors are cut, and there are more buffers than are on their way at once."""
-CASES = [("qwen3", 1), ("qwen3", 2), ("qwen2", 2), ("qwen3_moe", 1)]
+CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1), ("qwen2", 1, 2)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def senders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Senders]:
-    """Trainers of one and two ranks; tied embeddings with biases, and experts."""
-    family, tp = request.param
+    """Trainers of one rank, two tensor-parallel ones, and two stages; tied embeddings with biases, and experts."""
+    family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     model = write_random_model(directory / "model", family=family, **MERGED_SIZES[family])
     spool = Spool.create(directory / "spool")
     run = make_run(spool, "r", model, LORA).name
-    with Senders(directory / "ranks", spool, run, "nccl", tp, BUFFER_BYTES=str(BUFFER_BYTES)) as ranks:
+    with Senders(directory / "ranks", spool, run, "nccl", tp, pp, BUFFER_BYTES=str(BUFFER_BYTES)) as ranks:
         yield ranks
 
 
