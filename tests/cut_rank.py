@@ -8,7 +8,6 @@ and leave the results in <directory>/<world>.<number>.<rank>.pt.
 import json
 import os
 import sys
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -74,17 +73,16 @@ def compute(policy: Policy) -> dict[str, object]:
     for step in range(2):
         optimizer.zero_grad()
         losses = torch.zeros(ROWS, dtype=torch.float64)
-        ahead = deque()
-        for number in range(topology.place.data, ROWS, topology.sizes.data):
-            outputs = policy(row(number, arch), temperature=0.8)
-            weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
-            loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
-            ahead.append(loss)
-            if len(ahead) > policy.stage.ahead:
-                ahead.popleft().backward()
-            losses[number] = loss.item() if topology.place.context == 0 and policy.stage.last else 0.0
-        while ahead:
-            ahead.popleft().backward()
+
+        def of_rows(losses=losses):
+            for number in range(topology.place.data, ROWS, topology.sizes.data):
+                outputs = policy(row(number, arch), temperature=0.8)
+                weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
+                loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
+                losses[number] = loss.item() if topology.place.context == 0 and policy.stage.last else 0.0
+                yield loss
+
+        policy.stage.backward(of_rows())
         for group in (topology.data, topology.pipeline):
             parallel.all_reduce(losses, group=group)
         optimizer.reduce_gradients()

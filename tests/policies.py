@@ -62,6 +62,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     """All logits of a row, fp32 [S, vocabulary], on every tensor-parallel rank."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # after tandem's import
 
+    row = policy.laid_out(row)
     local = policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0] @ policy.head.t()
     return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()
 

@@ -7,8 +7,7 @@ DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three op
 import json
 import os
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import batched
 from pathlib import Path
@@ -39,17 +38,16 @@ STEPS = 3
 def accumulate(case: Case, policy: Policy) -> torch.Tensor:
     """Add the gradients of this rank's rows; its part of the loss."""
     place, sizes, loss = policy.topology.place, policy.topology.sizes, torch.zeros((), dtype=torch.float64)
-    ahead = deque[torch.Tensor]()
-    for row in case.rows()[place.data :: sizes.data]:
-        outputs = policy(row.tensors, temperature=case.temperature)
-        of_row = (row.weights * (outputs.logprobs + ENTROPY * outputs.entropy)).sum()
-        ahead.append(of_row)
-        if len(ahead) > policy.stage.ahead:
-            ahead.popleft().backward()
-        if place.context == 0 and policy.stage.last:
-            loss += of_row.item()
-    while ahead:
-        ahead.popleft().backward()
+
+    def losses() -> Iterator[torch.Tensor]:
+        for row in case.rows()[place.data :: sizes.data]:
+            outputs = policy(row.tensors, temperature=case.temperature)
+            of_row = (row.weights * (outputs.logprobs + ENTROPY * outputs.entropy)).sum()
+            if place.context == 0 and policy.stage.last:
+                loss.add_(of_row.item())
+            yield of_row
+
+    policy.stage.backward(losses())
     return loss
 
 

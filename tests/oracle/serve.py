@@ -14,7 +14,7 @@ import torch
 from tandem.spool.schema import LORA_TARGETS
 
 Order = dict[str, Any]
-"""`model` and `adapter` (or null): directories; `rank`: of the adapter; `sequences`: token ids."""
+"""`model` and `adapter` (or null): directories; `sequences`: token ids."""
 
 
 def logprobs(order: Order) -> list[torch.Tensor]:

@@ -16,10 +16,10 @@ import transformers
 from safetensors.torch import save_file
 
 from oracle import reference, serve
+from oracle.breaks import of_experts
 from oracle.cases import SERVED, SERVED_FAMILIES, Case, draw
 from oracle.test_oracle import Oracle
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.families.arch import EXPERT_TARGETS
 from tandem.inference.merged_model import write_merged_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -41,7 +41,7 @@ def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
     adapter = directory / "trained"
     shutil.copytree(directory / "adapter", adapter)
     save_file(made["after"], adapter / WEIGHTS_FILE)
-    if case.family in ("qwen3_moe", "glm4_moe") and set(case.lora.targets) & set(EXPERT_TARGETS):
+    if of_experts(case):
         write_merged_model(directory / "merged", directory / "model", adapter, case.lora)
         return order | {"model": str(directory / "merged")}
     return order | {"adapter": str(adapter)}

@@ -17,6 +17,7 @@ from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.data.routing import Mixture
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.spool import Spool, schema
 from tandem.spool.paths import error_file
@@ -33,6 +34,17 @@ STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 def gpu_like() -> SimpleNamespace:
     """The module `device` as `session` must see it to rehearse on the CPU, as it does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
+
+
+TOPOLOGIES = {
+    "dp": Sizes(data=2),
+    "tp": Sizes(tensor=2),
+    "sp": Sizes(tensor=2, sequence=True),
+    "cp": Sizes(context=2),
+    "ep": Sizes(data=2, expert=2),
+    "pp": Sizes(pipeline=2),
+}
+"""Of two ranks."""
 
 
 def make_model(directory: Path, family: str = "qwen3", **config: object) -> Path:
@@ -148,7 +160,7 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
 def run_two_ranks(spool: Spool, topologies: dict[str, str]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
     """Run jobs of different runs one after the other in the same two ranks, to pay for torch's import once.
 
-    `topologies`: job -> `dp`, `tp`, `sp` (with `tp`), `cp` or `ep`. Returns each job's checkpoint and last beats.
+    `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and last beats.
     """
     jobs = [claim(spool, job_id) for job_id in topologies]
     script = str(Path(__file__).with_name("rank_of_jobs.py"))

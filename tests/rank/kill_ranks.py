@@ -26,13 +26,6 @@ from tandem.spool.schema import Job, JobError, JobResult
 from tandem.trainer.rank import worker
 from tandem.trainer.rank.heartbeat import Heartbeat
 
-TOPOLOGIES: dict[str, dict[str, str]] = {
-    "dp": {},
-    "tp": {"TANDEM_TENSOR_PARALLEL": "2", "TANDEM_SEQUENCE_PARALLEL": "1"},
-    "ep": {"TANDEM_EXPERT_PARALLEL": "2"},
-    "cp": {"TANDEM_CONTEXT_PARALLEL": "2"},
-    "pp": {"TANDEM_PIPELINE_PARALLEL": "2"},
-}
 RANKS, JOBS, KILLS = 2, 2, 2
 FORK = multiprocessing.get_context("fork")
 
@@ -115,11 +108,9 @@ def main(directory: Path, cases: list[tuple[str, str]]) -> None:
     spool = Spool.create(directory / "spool")
     for kind, topology in cases:
         rng = random.Random(f"{os.environ['SAMPLE_SEED']} {kind} {topology}")
-        with_topology = {name: "1" for other in TOPOLOGIES.values() for name in other} | TOPOLOGIES[topology]
-        with_topology["TANDEM_SEQUENCE_PARALLEL"] = TOPOLOGIES[topology].get("TANDEM_SEQUENCE_PARALLEL", "0")
-        os.environ |= with_topology
         weights, transport = ("merged", "volume") if kind.startswith("full") else ("adapter", "auto")
         os.environ |= {"TANDEM_WEIGHTS": weights, "TANDEM_TRANSPORT": transport}
+        os.environ |= jobs.TOPOLOGIES[topology].variables()
         model = directory / kind
         whole = train(spool, f"{kind}-{topology}-whole", kind, model, [], rng)
         again = train(spool, f"{kind}-{topology}-again", kind, model, whole["moments"], rng)

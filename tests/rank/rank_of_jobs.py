@@ -1,4 +1,4 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<dp, tp, sp, cp, ep or pp> ...
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<name in jobs.TOPOLOGIES> ...
 
 `<topology>!<break>` trains all weights with a mistake of `BREAKS`.
 """
@@ -19,12 +19,13 @@ from tandem.trainer.rank import session, worker
 from tandem.training.sharded_adam import ShardedAdam
 
 RANGES = ShardedAdam._own_ranges
+COUNTS_ALL = "_own_ranges", lambda self: (replace(part, counts=True) for part in RANGES(self))
 BREAKS = {
     "no sum over tensor ranks": ("_sum_over_tensor_ranks", lambda _: None),
     "no sum over data ranks": ("reduce_gradients", ShardedAdam._sum_over_tensor_ranks),
     "weights are not sent around": ("_gather", lambda *_: None),
-    "every rank counts what all have": ("_own_ranges", lambda self: (replace(r, counts=True) for r in RANGES(self))),
-    "both stages count a tied table": ("_own_ranges", lambda self: (replace(r, counts=True) for r in RANGES(self))),
+    "every rank counts what all have": COUNTS_ALL,
+    "both stages count a tied table": COUNTS_ALL,
     "no sum over stages": ("_sum_over_stages", lambda _: None),
     "experts are summed over the wrong ranks": ("_group", lambda self, _: self._topology.data),
 }
@@ -37,11 +38,7 @@ parallel.reading_group = lambda: parallel.current().data  # and share the readin
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     topology, _, broken = topology.partition("!")
-    os.environ["TANDEM_TENSOR_PARALLEL"] = "2" if topology in ("tp", "sp") else "1"
-    os.environ["TANDEM_SEQUENCE_PARALLEL"] = "1" if topology == "sp" else "0"
-    os.environ["TANDEM_EXPERT_PARALLEL"] = "2" if topology == "ep" else "1"
-    os.environ["TANDEM_CONTEXT_PARALLEL"] = "2" if topology == "cp" else "1"
-    os.environ["TANDEM_PIPELINE_PARALLEL"] = "2" if topology == "pp" else "1"
+    os.environ |= jobs.TOPOLOGIES[topology].variables()
     with mock.patch.object(ShardedAdam, *BREAKS[broken]) if broken else nullcontext():
         if status := worker.main(sys.argv[1], job_id, 1):
             sys.exit(status)

@@ -18,8 +18,8 @@ MODELS: dict[str, dict[str, object]] = {
     "full-experts": {"family": "qwen3_moe"},
 }
 CASES = [
-    *(("lora", topology) for topology in ("dp", "tp", "cp", "pp")), ("lora-experts", "ep"), ("lora-experts", "pp"),
-    *(("full", topology) for topology in ("dp", "tp", "cp", "pp")), ("full-experts", "ep"),
+    *(("lora", topology) for topology in ("dp", "sp", "cp", "pp")), ("lora-experts", "ep"), ("lora-experts", "pp"),
+    *(("full", topology) for topology in ("dp", "sp", "cp", "pp")), ("full-experts", "ep"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from rank import jobs
 from tandem.data.packed_format import PackedBatch
-from tandem.families.topology import Sizes
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
@@ -81,8 +80,8 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(("kind", "topology"), PAIRS)
 def test_two_ranks_equal_one(kind: str, topology: str, results: Results, spool: Spool) -> None:
     (one, alone, _), (two, together, _) = results[kind, "one"], results[kind, topology]
-    sizes = Sizes(**{{"dp": "data", "tp": "tensor", "cp": "context", "pp": "pipeline"}[topology]: 2})
-    assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes.manifest()
+    sizes = jobs.TOPOLOGIES[topology].manifest()
+    assert spool.checkpoints.verify(f"{topology}-{kind}", 1).topology == sizes
     assert len(one) == len(two) > 2
     if kind in ("sft", "experts"):
         held_out = [spool.checkpoints.manifest(f"{where}-{kind}", 1).metrics for where in ("one", topology)]

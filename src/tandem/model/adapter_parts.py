@@ -19,10 +19,12 @@ from tandem.spool.schema import LoraShape
 class AdapterParts:
     """This rank's parts of the adapter in `gpt`; none without `lora`."""
 
-    def __init__(self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology) -> None:
+    def __init__(
+        self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
+    ) -> None:  # fmt: skip
+        """`layers`: those of this rank's stage."""
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
-        layers = topology.sizes.layers(arch.num_layers, topology.place.pipeline)
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
         for key in self._shapes:
             if layer_of(key) in layers:

@@ -38,8 +38,8 @@ def build_policy(
     recompute: Recompute = "none",
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """This rank's part of the policy, on this process's device. Its base weights are uninitialised, its
-    adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
+    """This rank's part of the policy, on this process's device. Its base weights are uninitialised, its adapter is
+    zero; `load_weights` and `Policy.load_adapter` fill them.
 
     Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting: the model is made in
     host memory that is never touched, so it takes none, and moves to the device at the end.
@@ -56,12 +56,11 @@ def build_policy(
     """
     sizes = parallel.current().sizes
     check(arch, sizes)
-    stage = Pipeline(parallel.current())
-    layers = sizes.layers(arch.num_layers, parallel.current().place.pipeline)
+    stage = Pipeline(parallel.current(), arch.num_layers)
     dtype = dtype or device.default_dtype()
     gpt = mcore.GPTModel(
         _transformer_config(arch, dtype, sizes),
-        _layer_spec(arch, layers),
+        _layer_spec(arch, stage.layers),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
@@ -73,7 +72,7 @@ def build_policy(
     gpt.decoder.pre_process = True  # on every stage it takes the hidden states as an argument
     gpt.to(dtype).requires_grad_(False)
     switch = AdapterSwitch()
-    for index, layer in zip(layers, gpt.decoder.layers, strict=True):
+    for index, layer in zip(stage.layers, gpt.decoder.layers, strict=True):
         _add_blocks(layer, index, arch, lora, switch)
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
     policy = Policy(gpt, arch, lora, switch, stage, inv_freq=rope_frequencies(arch))

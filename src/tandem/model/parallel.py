@@ -33,9 +33,10 @@ class Topology:
     experts: dist.ProcessGroup
     """The ranks that the experts are cut over: expert_tensor and expert together, in the order of their ranks."""
     expert_data: dist.ProcessGroup
-    # The pipeline's ranks again, for hidden states and for their gradients. Where there is one stage, all four are it.
     forward: dist.ProcessGroup
+    """The pipeline's ranks, for hidden states. With one stage, this and the next two groups are `pipeline`."""
     backward: dist.ProcessGroup
+    """The pipeline's ranks, for the gradients of hidden states."""
     ends: dist.ProcessGroup
     """The pipeline's first rank and its last, which both hold a tied table."""
 
@@ -118,7 +119,8 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of this rank's pipeline; the pipeline's own where it is one rank. `groups`: of all pipelines."""
+    """A new group of this rank's: the one of `groups` that it is in. The pipeline's where that is one rank, or where it
+    is in none."""
     own: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     if own.size() > 1:
         for ranks in groups:

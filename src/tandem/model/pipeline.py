@@ -1,10 +1,11 @@
 """Carries hidden states to the next pipeline stage, and their gradients back.
 
 Stages exchange rows within the policy's own forward and backward passes, so a training step is the same loop on every
-stage. A stage that runs a few rows ahead before its first backward pass keeps the later stages busy (`ahead`): the
-schedule 1F1B of PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
+stage. `Pipeline.backward` has the schedule, 1F1B of PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
 """
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,14 +41,26 @@ class _Lane:
 class Pipeline:
     """This rank's stage."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, num_layers: int) -> None:
         stage, stages = topology.place.pipeline, topology.sizes.pipeline
+        self.layers = topology.sizes.layers(num_layers, stage)
         self.first, self.last = stage == 0, stage == stages - 1
         self.ahead = stages - 1 - stage
-        """How many rows the stage computes before its first backward pass, beside the one that it goes back through."""
+        """How many rows the stage computes before the one after which it first goes back."""
         self._group = topology.pipeline
         if stages > 1:
             self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
+
+    def backward(self, losses: Iterable[torch.Tensor]) -> None:
+        """Go back from each loss, in the order in which `losses` computes them. `losses` computes `ahead` rows before
+        the first backward pass, and then one row before each, so that the later stages have work."""
+        waiting = deque[torch.Tensor]()
+        for loss in losses:
+            waiting.append(loss)
+            if len(waiting) > self.ahead:
+                waiting.popleft().backward()
+        while waiting:
+            waiting.popleft().backward()
 
     def received(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         """The hidden states that the stage before sends. Going back, it gets their gradient."""

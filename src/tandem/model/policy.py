@@ -19,7 +19,7 @@ from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embedded
 from tandem.model.logprobs import item_logprobs
-from tandem.model.lora import AdapterSwitch, LoraLinear, LoraTensor
+from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.mcore import GPTModel
 from tandem.model.pipeline import Pipeline
 from tandem.model.rows import RowTensors, dealt, padded
@@ -58,9 +58,8 @@ class Policy(nn.Module):
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
         self._switch, self.stage = switch, stage
         self.topology = parallel.current()
-        self._layers = self.topology.sizes.layers(arch.num_layers, self.topology.place.pipeline)
         self._inv_freq = inv_freq
-        self.adapter = AdapterParts(gpt, arch, lora, self.topology)
+        self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
 
     @torch.no_grad()
@@ -95,7 +94,7 @@ class Policy(nn.Module):
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
         index, dot, rest = rest.partition(".")
-        return f"{head}{layers}{int(index) + self._layers.start}{dot}{rest}" if layers else name
+        return f"{head}{layers}{int(index) + self.stage.layers.start}{dot}{rest}" if layers else name
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by `base`'s names."""
@@ -170,12 +169,8 @@ class Policy(nn.Module):
         return self.adapter.whole({name: parameter.data for name, parameter in self.lora_parameters().items()})
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks."""
+        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks of a stage."""
         return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
-
-    def lora_tensors(self) -> dict[str, LoraTensor]:
-        """`lora_parameters`, and how each is cut."""
-        return self.adapter.tensors
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -190,10 +185,10 @@ class Policy(nn.Module):
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
         """log p and entropy of every item at `temperature`; logits are computed at the items' sources only.
 
-        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`). Every stage must go
-        back from them, in the order of the forward passes, which may be `Pipeline.ahead` further.
+        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`). Every stage goes back
+        from its own, by `Pipeline.backward`.
         """
-        items, row = len(row.item_token), self._laid_out(row)
+        items, row = len(row.item_token), self.laid_out(row)
         hidden = self.gpt.decoder(self._first_hidden(row), **self.decoder_inputs(row))[:, 0]
         if self.stage.last:
             return self._outputs(row, hidden, temperature)
@@ -204,7 +199,7 @@ class Policy(nn.Module):
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
         the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
-        decoder, row = self.gpt.decoder, self._laid_out(row)
+        decoder, row = self.gpt.decoder, self.laid_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
         hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
         if self.stage.last:
@@ -226,15 +221,16 @@ class Policy(nn.Module):
             logprobs, entropy = row.deal.together(logprobs), row.deal.together(entropy)
         return ItemOutputs(logprobs, entropy)
 
-    def _laid_out(self, row: RowTensors) -> RowTensors:
-        """What this rank has of the row, in slots that tensor-parallel ranks can divide."""
+    def laid_out(self, row: RowTensors) -> RowTensors:
+        """What this rank has of the row, in slots that tensor-parallel ranks can divide. What makes the layers' inputs
+        takes such a row."""
         sizes, row = self.topology.sizes, dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
         return row
 
     def _first_hidden(self, row: RowTensors) -> torch.Tensor:
-        """[S, 1, hidden] that the first layer of this stage gets. `row`: laid out."""
+        """[S, 1, hidden] that the first layer of this stage gets."""
         if self.stage.first:
             return embedded(self.gpt, row.tokens, self.arch, self.topology)
         like = self.no_hidden(row)
@@ -242,14 +238,13 @@ class Policy(nn.Module):
 
     def no_hidden(self, row: RowTensors) -> torch.Tensor:
         """Zeros in the shape of what a layer gets."""
-        sizes, row = self.topology.sizes, self._laid_out(row)
+        sizes = self.topology.sizes
         slots = len(row.tokens) // (sizes.tensor if sizes.sequence else 1)
         return torch.zeros(slots, 1, self.arch.hidden_size, dtype=self.config.params_dtype, device=row.tokens.device)
 
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers, beside the hidden states."""
-        sizes, place = self.topology.sizes, self.topology.place
-        row, dtype = self._laid_out(row), self.config.params_dtype
+        sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
         rotations = [rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:

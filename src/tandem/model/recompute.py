@@ -78,8 +78,8 @@ def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
 
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
     """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep."""
-    layer, inputs = policy.gpt.decoder.layers[0], policy.decoder_inputs(row)
-    hidden = policy.no_hidden(row).requires_grad_()
+    layer, row = policy.gpt.decoder.layers[0], policy.laid_out(row)
+    inputs, hidden = policy.decoder_inputs(row), policy.no_hidden(row).requires_grad_()
 
     def passes(level: Keep) -> int:
         """Bytes that are kept between a forward pass and its backward pass."""

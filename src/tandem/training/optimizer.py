@@ -119,7 +119,7 @@ class AdapterOptimizer:
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
         """`gradient_norm` where `experts_apart`: the first of the ranks that hold a tensor counts it."""
         place, squares = topology.place, []
-        for name, tensor in self._policy.lora_tensors().items():
+        for name, tensor in self._policy.adapter.tensors.items():
             copy = place.data + place.context, place.tensor
             if tensor.experts:
                 copy = place.expert_data, place.expert_tensor

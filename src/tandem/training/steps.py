@@ -5,8 +5,7 @@ checked, clipped and applied. Losses are divided by the denominator of all ranks
 the sum is the gradient of the whole step's loss (R20).
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -204,24 +203,23 @@ class Training:
         """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        ahead = deque[Tensor]()  # losses whose backward pass is still to come
-        for index, counts in self.plan.micro_steps(step, self.topology.place.data):
-            self.phases.announce("forward_backward")
-            if self.fit:
-                self.fit, self._fitted = False, True
-                recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
-            output = self._loss(self.batch.row(index), denominator if counts else None)
-            ahead.append(output.loss)
-            if len(ahead) > self.policy.stage.ahead:
-                ahead.popleft().backward()
-            told = counts and self._reports
-            for name, value in output.sums.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if told else 0.0)
-            for name, value in output.maxima.items():
-                least = torch.full_like(value, -torch.inf)
-                maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
-        while ahead:
-            ahead.popleft().backward()
+
+        def losses() -> Iterator[Tensor]:
+            for index, counts in self.plan.micro_steps(step, self.topology.place.data):
+                self.phases.announce("forward_backward")
+                if self.fit:
+                    self.fit, self._fitted = False, True
+                    recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
+                output = self._loss(self.batch.row(index), denominator if counts else None)
+                told = counts and self._reports
+                for name, value in output.sums.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + (value if told else 0.0)
+                for name, value in output.maxima.items():
+                    least = torch.full_like(value, -torch.inf)
+                    maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
+                yield output.loss
+
+        self.policy.stage.backward(losses())
         return sums, maxima
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:

@@ -86,6 +86,7 @@ class ModelFiles:
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         try:
+            # The parts are those of the sender that holds the same weights.
             in_stage, different = rank % sizes.stage, senders_of_stage(sizes)
             sender = rank - in_stage + in_stage % different
             for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=sender, most=most)):

@@ -194,11 +194,12 @@ class _Session:
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        without = self._assignment.run.lora is None and not self._writes_state
-        before = self._spool.checkpoints.manifest(run, base_step)
+        state = None
+        if self._assignment.run.lora is None and not self._writes_state:
+            state = model_checkpoint.state_step(self._spool.checkpoints.manifest(run, base_step))
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
-            optimizer_state=model_checkpoint.state_step(before) if without else None,
+            optimizer_state=state,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
