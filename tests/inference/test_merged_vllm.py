@@ -99,14 +99,17 @@ def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.M
 
 
 def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
-    body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
-    return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
+    return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=_body(model, tokens, options), timeout=120)
+
+
+def _body(model: str, tokens: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    return {"model": model, "prompt": list(tokens), **defaults, **options}
 
 
 def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event, **options: Any) -> str:
     """`complete` as a stream, which sets `begun` at the first token; all that came."""
-    body = {"model": model, "prompt": list(tokens), "temperature": 0.0, "ignore_eos": True, "stream": True, **options}
-    lines: list[str] = []
+    body, lines = _body(model, tokens, {"stream": True, **options}), list[str]()
     with httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120) as response:
         for line in response.iter_lines():
             begun.set()
