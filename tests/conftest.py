@@ -57,22 +57,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with the mark `sample(n)`, keep n of its cases, or n of all tests with the same `of`; with the mark
-    `one_of(fixture)`, those of one of the fixture's parameters. The seed chooses."""
-    matrices: dict[tuple[int, str], list[pytest.Item]] = defaultdict(list)
+    """Of tests with the mark `one_of(fixture)`, keep those of one of the fixture's parameters. Of what is left with the
+    mark `sample(n)`, keep n cases of each test, or n of all tests with the same `of`. The seed chooses."""
+    left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        if mark := item.get_closest_marker("sample"):
-            matrices[mark.args[0], mark.kwargs.get("of") or item.nodeid.partition("[")[0]].append(item)
-        if (mark := item.get_closest_marker("one_of")) and mark.args[0] in (indices := item.callspec.indices):  # type: ignore[attr-defined]
-            parameters[f"{item.path.name} {mark.args[0]}"][indices[mark.args[0]]].append(item)
-    left_out = set()
-    for (count, name), cases in matrices.items():
-        chosen = random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases)))
-        left_out |= set(cases) - set(chosen)
+        mark = item.get_closest_marker("one_of")
+        indices = item.callspec.indices if hasattr(item, "callspec") else {}
+        if mark and (fixture := mark.args[0]) in indices:
+            parameters[f"{item.path.name} {fixture}"][indices[fixture]].append(item)
     for name, of_parameter in parameters.items():
         kept = random.Random(f"{SEED} {name}").choice(list(of_parameter))
         left_out |= {item for index, several in of_parameter.items() if index != kept for item in several}
+    matrices: dict[tuple[int, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("sample")) and item not in left_out:
+            matrices[mark.args[0], mark.kwargs.get("of") or item.nodeid.partition("[")[0]].append(item)
+    for (count, name), cases in matrices.items():
+        chosen = random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases)))
+        left_out |= set(cases) - set(chosen)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 
