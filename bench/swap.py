@@ -1,13 +1,16 @@
 """What a new checkpoint costs those who sample: the stall of running requests, and the time until it is served.
 
     python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests 64] [--swaps 8]
+                         [--gpu 0] [--publications 500]
 
-vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers) have random weights.
-`--requests` streams run all the time. A checkpoint is committed, and Tandem's publisher copies, loads, verifies and
-announces it. The stall of a swap is the longest gap between two tokens of a running request around it, less the
-median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or write whole weights (they don't train:
-they have the random adapters); `sent` is how long that takes, `sending` without the time to connect. Then `--many`
-requests measure the throughput with the newest checkpoint. The probe is made of vLLM's own log-probs.
+vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a mixture attention's)
+have random weights. `--requests` streams run all the time. A checkpoint is committed, and Tandem's publisher copies,
+loads, verifies and announces it. The stall of a swap is the longest gap between two tokens of a running request around
+it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or write whole weights (they
+don't train: they have the random adapters); `sent` is how long that takes, `sending` without the time to connect. These
+three ways share one vLLM. Then `--many` requests, which are not streamed, measure the throughput with the newest
+checkpoint. The probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints follow one another
+while nobody samples, and the memory of vLLM's processes is read now and then.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,56 +38,70 @@ import httpx
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from bench.random_model import write_random_model
 from bench.report import report
-from bench.restart import SHAPES, make_model
+from bench.restart import host_memory
 from bench.shared import write_tokenizer
+from bench.topologies import MODELS
 from tandem.config import Settings
-from tandem.families.adapter import WEIGHTS_FILE
+from tandem.families.adapter import WEIGHTS_FILE, default_targets
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool import Spool
-from tandem.spool.schema import LORA_TARGETS, LoraShape, Probe, RunSpec
-from tandem.system import ports
+from tandem.spool.schema import LoraShape, Probe, RunSpec
+from tandem.system import ports, processes
 from tandem.vllm_client.client import VllmClient
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from whole_weights_sender import Senders
 
+WHOLE = ("nccl", "ipc", "volume")
+"""Ways in which whole weights travel."""
 WAYS = ("adapter", *(f"{way}-{copy}" for way in ("merge", "nccl", "ipc", "volume") for copy in ("device", "host")))
 PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 
+@dataclass
+class Server:
+    """A vLLM that runs, and the settings that it runs with."""
+
+    settings: Settings
+    variables: dict[str, str]
+    pid: int
+
+
 @contextlib.contextmanager
-def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Settings]:
-    """vLLM as the settings describe it; its log is <out>/vllm.<way>.log."""
+def server(name: str, transport: str, copy: str, model: Path, options: argparse.Namespace) -> Iterator[Server]:
+    """vLLM as the settings describe it; its log is <logs>/vllm.<name>.log. `copy`: where the second copy is; empty: it
+    serves adapters."""
     with ports.reserve() as reserved:
         port = str(reserved.port)
-    transport, _, copy = way.partition("-")
-    environment = {
-        "TANDEM_ROOT": str(options.out / f"spool.{way}"), "TANDEM_BASE_MODEL": str(model),
-        "TANDEM_DEVICE": options.device,
-        "TANDEM_INFERENCE_DEVICES": "0" if options.device == "cuda" and transport != "merge" else "",
-        "TANDEM_WEIGHTS": "merged" if copy else "adapter", "TANDEM_TRANSPORT": transport if copy else "auto",
-        "TANDEM_SECOND_COPY": copy or "auto", "TANDEM_INFERENCE_PORT": port,
-        "TANDEM_API_KEY": secrets.token_hex(8), "TANDEM_ADMIN_TOKEN": secrets.token_hex(8),
-        "TANDEM_MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "TANDEM_MAX_LORA_RANK": "16",
-        "TANDEM_ENFORCE_EAGER": str(int(options.enforce_eager)), "TANDEM_DTYPE": options.dtype,
+    variables = {
+        "ROOT": str(options.out / f"spool.{name}"), "BASE_MODEL": str(model), "DEVICE": options.device,
+        "INFERENCE_DEVICES": str(options.gpu) if options.device == "cuda" else "",
+        "WEIGHTS": "merged" if copy else "adapter", "TRANSPORT": transport if copy else "auto",
+        "SECOND_COPY": copy or "auto", "INFERENCE_PORT": port,
+        "API_KEY": secrets.token_hex(8), "ADMIN_TOKEN": secrets.token_hex(8),
+        "MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "MAX_LORA_RANK": "16",
+        "GPU_MEMORY_UTILIZATION": str(options.utilization),
+        "ENFORCE_EAGER": str(int(options.enforce_eager)), "DTYPE": options.dtype,
     }  # fmt: skip
-    Spool.create(Path(environment["TANDEM_ROOT"]))
-    os.environ.update(environment)
-    settings = Settings()
-    with (options.out / f"vllm.{way}.log").open("wb") as log:
+    Spool.create(Path(variables["ROOT"]))
+    settings = Settings.model_validate({key.lower(): value for key, value in variables.items()})
+    variables = {f"TANDEM_{key}": value for key, value in variables.items()}
+    file = options.logs / f"vllm.{name}.log"
+    with file.open("wb") as log:
         command = [sys.executable, "-m", "tandem.inference.server.serve"]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | variables)
         try:
             client, end = VllmClient(settings), time.monotonic() + 420
             while not client.healthy():
-                text = (options.out / f"vllm.{way}.log").read_text(errors="replace")
+                text = file.read_text(errors="replace")
                 assert process.poll() is None, text[-3000:]
                 assert time.monotonic() < end, text[-3000:]
                 time.sleep(0.5)
-            yield settings
+            yield Server(settings, variables, process.pid)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -91,14 +109,15 @@ def server(way: str, model: Path, options: argparse.Namespace) -> Iterator[Setti
 
 
 class Streams(threading.Thread):
-    """Requests that run all the time, and when each token came."""
+    """Requests of `tokens` tokens that run all the time, and when each token came. `streamed`: whether vLLM sends
+    tokens one by one; else only ends of requests are seen."""
 
     def __init__(
-        self, settings: Settings, model: str, count: int, options: argparse.Namespace, vocabulary: int
+        self, settings: Settings, model: str, count: int, tokens: int, options: argparse.Namespace, *, streamed: bool
     ) -> None:
         super().__init__(daemon=True)
         self._settings, self.model, self._count, self._options = settings, model, count, options
-        self._vocabulary = vocabulary
+        self._tokens, self._streamed = tokens, streamed
         self.times: list[list[float]] = []
         self.errors: list[str] = []
         self._ended = threading.Event()
@@ -114,9 +133,9 @@ class Streams(threading.Thread):
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator = np.random.default_rng(number)
         while not self._ended.is_set():
-            prompt = generator.integers(2, self._vocabulary, self._options.prompt).tolist()
-            body = {"model": self.model, "prompt": prompt, "max_tokens": self._options.tokens, "ignore_eos": True,
-                    "stream": True, "temperature": 1.0}  # fmt: skip
+            prompt = generator.integers(2, self._options.vocabulary, self._options.prompt).tolist()
+            body = {"model": self.model, "prompt": prompt, "max_tokens": self._tokens, "ignore_eos": True,
+                    "stream": self._streamed, "temperature": 1.0}  # fmt: skip
             mine: list[float] = []
             self.times.append(mine)
             headers = {"Authorization": f"Bearer {self._settings.inference_key}"}
@@ -153,6 +172,14 @@ def generated(settings: Settings) -> float:
     return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
+def device_memory(pid: int) -> int:
+    """MiB on GPUs that a process and its descendants use."""
+    members = {pid, *(process.pid for process in processes.descendants(pid))}
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sum(int(size) for user, size in (line.split(",") for line in lines) if int(user) in members)
+
+
 def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_identity_adapter(directory, arch, lora, base_model=str(model), seed=0)
@@ -165,91 +192,141 @@ def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model:
     save_file(weights, file)
 
 
-def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    arch = read_arch(str(model))
-    targets = [t for t in LORA_TARGETS if not arch.moe or t not in ("gate_proj", "up_proj", "down_proj")]
-    lora = LoraShape(rank=16, alpha=32, targets=tuple(targets))
-    started = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        settings = stack.enter_context(server(way, model, options))
-        ready = time.monotonic() - started
-        spool, client = Spool(settings.root), VllmClient(settings)
+class Bench:
+    """Publications to one vLLM."""
+
+    def __init__(self, name: str, vllm: Server, model: Path, options: argparse.Namespace) -> None:
+        self._name, self._vllm, self._options = name, vllm, options
+        self._settings = settings = vllm.settings
+        self._spool, self._client = Spool(settings.root), VllmClient(settings)
+        arch = read_arch(str(model))
+        lora = LoraShape(rank=16, alpha=32, targets=default_targets(arch))
         spec = RunSpec(name="bench", base_model=str(model), lora=lora, weights=settings.weights, created=time.time())
-        spool.runs.create(spec, lambda out: write_adapter(out, 0, arch, lora, model))
-        adapters = [options.out / f"adapter.{seed}" for seed in (1, 2)]
-        for seed, adapter in enumerate(adapters, 1):
+        self._spool.runs.create(spec, lambda out: write_adapter(out, 0, arch, lora, model))
+        self._adapters = [options.out / f"adapter.{name}.{seed}" for seed in (1, 2)]
+        for seed, adapter in enumerate(self._adapters, 1):
             write_adapter(adapter, seed, arch, lora, model)
-        logprobs = [_scores(client, way, adapter, lora) for adapter in adapters]
-        publisher = Publisher(settings, client)
-        senders: Any = None
-        if settings.way != "merge":
-            ranks = options.out / f"ranks.{way}"
-            variables = {"TANDEM_INFERENCE_URL": settings.resolved_inference_url, "CUDA_VISIBLE_DEVICES": "1"}
-            senders = stack.enter_context(Senders(ranks, spool, "bench", settings.way, **variables))
+        self._logprobs = [_scores(self._client, settings.weights, adapter, lora) for adapter in self._adapters]
+        self._publisher = Publisher(settings, self._client)
+        self._step = 0
 
-        def commit(step: int) -> None:
-            job = senders.offer(adapters[step % 2]) if senders else None
-            staged = settings.root / "jobs" / "work" / f"staged-{step}"
-            staged.mkdir(parents=True)
-            for file in adapters[step % 2].iterdir():
-                os.link(file, staged / file.name)
-            now, other = logprobs[step % 2], logprobs[(step + 1) % 2]
-            probe = Probe(tokens=PROMPTS, logprobs=now, previous=other, base=other)
-            spool.checkpoints.commit(staged, "bench", step, job, probe=probe)
+    def _commit(self, senders: Senders | None) -> None:
+        step = self._step
+        job = senders.offer(self._adapters[step % 2]) if senders else None
+        staged = self._settings.root / "jobs" / "work" / f"staged-{step}"
+        staged.mkdir(parents=True)
+        for file in self._adapters[step % 2].iterdir():
+            os.link(file, staged / file.name)
+        now, other = self._logprobs[step % 2], self._logprobs[(step + 1) % 2]
+        probe = Probe(tokens=PROMPTS, logprobs=now, previous=other, base=other)
+        self._spool.checkpoints.commit(staged, "bench", step, job, probe=probe)
 
-        def publish(step: int) -> tuple[float, float, float]:
-            commit(step)
-            begin = time.time()
-            if senders:
-                senders.send(step)
-            while (served := spool.served.get("bench")) is None or served.step != step:
-                publisher.once()
-                assert served is None or served.refused_step is None, served
-            transport = {"adapter": "lora"}.get(way, way.partition("-")[0])
-            assert served.transport == transport, served
-            return begin, time.time(), served.verified
+    def publish(self, transport: str, senders: Senders | None) -> tuple[float, float]:
+        """When the next step was committed, and when it was served."""
+        self._step += 1
+        self._commit(senders)
+        begin = time.time()
+        if senders:
+            senders.send(self._step)
+        while (served := self._spool.served.get("bench")) is None or served.step != self._step:
+            self._publisher.once()
+            assert served is None or served.refused_step is None, served
+        assert served.transport == transport, served
+        return begin, time.time()
 
-        publish(1)
+    @property
+    def model(self) -> str:
+        return "bench" if self._settings.weights == "merged" else f"bench@{self._step}"
 
-        def name(step: int) -> str:
-            return "bench" if settings.weights == "merged" else f"bench@{step}"
-
-        streams = Streams(settings, name(1), options.requests, options, arch.vocab_size)
+    def swaps(self, way: str, senders: Senders | None) -> dict[str, Any]:
+        """Publish under the streams' load: medians and maxima of the parts."""
+        options, transport = self._options, {"adapter": "lora"}.get(way, way.partition("-")[0])
+        self.publish(transport, senders)
+        if senders:
+            senders.sent()
+        streams = Streams(self._settings, self.model, options.requests, options.tokens, options, streamed=True)
         streams.start()
         time.sleep(options.warm)
         rows = []
-        for step in range(2, options.swaps + 2):
-            begin, end, _ = publish(step)
-            streams.model = name(step)
+        for _ in range(options.swaps):
+            begin, end = self.publish(transport, senders)
+            streams.model = self.model
             time.sleep(1.5)
-            seconds = publisher._loader._served[f"bench@{step}"].record.seconds
+            seconds = self._publisher._loader._served[f"bench@{self._step}"].record.seconds
             rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
             if senders:
                 sent = senders.sent()
-                rows[-1] |= {
-                    "sent": sent["seconds"],
-                    "sending": sent.get("sending_seconds", 0.0),
-                    "GB": sent["bytes"] / 1e9,
-                }
-            print(json.dumps({"way": way, "step": step, **rows[-1]}), flush=True)
+                sending = sent.get("sending_seconds", 0.0)
+                rows[-1] |= {"sent": sent["seconds"], "sending": sending, "GB": sent["bytes"] / 1e9}
+                rows[-1] |= {"GB/s": sent["bytes"] / 1e9 / sending} if sending else {}
+            print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
         streams.stop()
-        many = Streams(settings, name(options.swaps + 1), options.many, options, arch.vocab_size)
+        assert not streams.errors, streams.errors[:3]
+        result: dict[str, Any] = {"way": way, "swaps": len(rows)}
+        for key in rows[0]:
+            values = [row[key] for row in rows if key in row]
+            result |= {key: statistics.median(values), f"{key} max": max(values)}
+        return result
+
+    def throughput(self) -> float:
+        """New tokens per second of `--many` requests."""
+        many = Streams(
+            self._settings, self.model, self._options.many, self._options.many_tokens, self._options, streamed=False
+        )
         many.start()
-        time.sleep(options.warm)
-        first, begin = generated(settings), time.monotonic()
-        time.sleep(options.seconds)
-        tokens = (generated(settings) - first) / (time.monotonic() - begin)
+        time.sleep(self._options.warm)
+        first, begin = generated(self._settings), time.monotonic()
+        time.sleep(self._options.seconds)
+        tokens = (generated(self._settings) - first) / (time.monotonic() - begin)
         many.stop()
-        assert not (streams.errors + many.errors), (streams.errors[:3], many.errors[:3])
-    result = {"way": way, "ready": ready, "swaps": len(rows), "tokens/s": tokens}
-    for key in rows[0]:
-        values = [row[key] for row in rows if key in row]
-        result |= {key: statistics.median(values), f"{key} max": max(values)}
-    return result
+        assert not many.errors, many.errors[:3]
+        return tokens
+
+    def growth(self, way: str) -> list[dict[str, Any]]:
+        """Publish without load; memory after the first, and after each fiftieth."""
+        rows, begin = [], time.monotonic()
+        for number in range(1, self._options.publications + 1):
+            self.publish(way, None)
+            if number == 10 or number % 50 == 0:
+                memory = host_memory(self._vllm.pid)
+                row = {"publications": number, "seconds": time.monotonic() - begin, "host MiB": memory["host MiB"]}
+                row |= {"device MiB": device_memory(self._vllm.pid) if self._options.device == "cuda" else 0}
+                rows.append(row | {"open files": memory["open files"]})
+                print(json.dumps(rows[-1]), flush=True)
+        return rows
 
 
-def _scores(client: VllmClient, way: str, adapter: Path, lora: LoraShape) -> list[list[float]]:
-    if way == "adapter":
+def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ways that one vLLM serves."""
+    name, (transport, _, copy) = ways[0], ways[0].partition("-")
+    started, rows = time.monotonic(), []
+    with server(name, transport, copy, model, options) as vllm:
+        ready = time.monotonic() - started
+        bench = Bench(name, vllm, model, options)
+        for way in ways:
+            transport = way.partition("-")[0]
+            senders: contextlib.AbstractContextManager[Senders | None] = contextlib.nullcontext()
+            if transport in WHOLE:
+                variables = vllm.variables | {
+                    "TANDEM_INFERENCE_URL": vllm.settings.resolved_inference_url, "TANDEM_TRANSPORT": transport,
+                    "CUDA_VISIBLE_DEVICES": "1",
+                }  # fmt: skip
+                senders = Senders(
+                    options.out / f"ranks.{way}", Spool(vllm.settings.root), "bench", transport, **variables
+                )
+            with senders as ranks:
+                rows.append({**bench.swaps(way, ranks), "ready": ready})
+        if options.many:
+            rows[-1]["tokens/s"] = bench.throughput()
+            print(json.dumps({"way": ways[-1], "tokens/s": rows[-1]["tokens/s"]}), flush=True)
+        if options.publications:
+            title = f"{options.publications} publications by {ways[-1]}, {options.shape}"
+            report(f"{options.name}-growth", title, bench.growth("lora" if transport == "adapter" else "merge"))
+    return rows
+
+
+def _scores(client: VllmClient, weights: str, adapter: Path, lora: LoraShape) -> list[list[float]]:
+    if weights == "adapter":
         client.load_lora(adapter.name, str(adapter))
         scores = [client.prompt_logprobs(adapter.name, tokens) for tokens in PROMPTS]
         client.unload_lora(adapter.name)
@@ -260,7 +337,7 @@ def _scores(client: VllmClient, way: str, adapter: Path, lora: LoraShape) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=list(MODELS), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["merge-device", "merge-host", "adapter"])
@@ -268,20 +345,32 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=256, help="requests at once for the throughput")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=2000, help="new tokens of a request")
+    parser.add_argument("--many-tokens", type=int, default=256, help="the same, for the throughput")
+    parser.add_argument("--publications", type=int, default=0)
+    parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
+    parser.add_argument("--utilization", type=float, default=0.85, help="of the GPU's memory, by vLLM")
     parser.add_argument("--swaps", type=int, default=8)
     parser.add_argument("--warm", type=float, default=8.0, help="seconds before anything is measured")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which throughput is measured")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--logs", type=Path, default=None, help="vLLM's; default: --out")
+    parser.add_argument("--name", default=None, help="of the file under bench/results; default: swap-SHAPE")
     options = parser.parse_args()
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    model = make_model(options.out / options.shape, options.shape, options.device)
-    write_tokenizer(model, read_arch(str(model)).vocab_size)
-    rows = [measure(way, model, options) for way in options.ways]
-    report(
-        f"swap-{options.shape}", f"{options.shape}: a new checkpoint under {options.requests} requests, seconds", rows
-    )
+    options.logs, options.name = options.logs or options.out, options.name or f"swap-{options.shape}"
+    for directory in (options.out, options.logs):
+        directory.mkdir(parents=True, exist_ok=True)
+    model = write_random_model(options.out / options.shape, MODELS[options.shape], options.device)
+    options.vocabulary = read_arch(str(model)).vocab_size
+    write_tokenizer(model, options.vocabulary)
+    rows = list[dict[str, Any]]()
+    of_server = itertools.groupby(options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)})-", "whole-", way))
+    for _, ways in of_server:
+        rows += measure(list(ways), model, options)
+    columns = {key: None for row in rows for key in row}
+    rows = [{key: row.get(key) for key in columns} for row in rows]
+    report(options.name, f"{options.shape}: a new checkpoint under {options.requests} requests, seconds", rows)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class Senders:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end_job()
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
@@ -65,7 +66,7 @@ class Senders:
         """A job that runs, and whose ranks offer these weights; its id. The job before has ended then."""
         self.end_job()
         self._number += 1
-        job = submit_rl(self.spool, self.run, f"{self.run}-{self._number}")
+        job = submit_rl(self.spool, self.run, f"{self.run}-{self.directory.name}-{self._number}")
         self._job = self.spool.queue.claim("runner")
         assert self._job is not None
         self._write("order", {"adapter": str(adapter), "job": job})

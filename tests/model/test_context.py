@@ -11,6 +11,7 @@ import torch
 
 from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
 from tandem.model.context import Deal, dealt_blocks
+from tandem.model.rows import RowTensors, padded
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
 GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)
@@ -39,6 +40,15 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
     blocks = tree_params(ends, "flex", (angles, angles), window, deal)
     assert torch.equal(evaluated(blocks), whole[slots])
     assert int(blocks.mask.full_kv_num_blocks.sum()) > 0
+
+
+def test_padding_keeps_a_longer_row_of_the_attention():
+    """The probe computes a few slots of a row that is as long as the job's."""
+    few = RowTensors(torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4))
+    row = padded(few, 6)
+    assert (len(row.tokens), len(row.positions)) == (6, 6)
+    assert torch.equal(row.subtree_end, few.subtree_end)
+    assert torch.equal(padded(few, 640).subtree_end, torch.arange(640) + 1)
 
 
 def evaluated(row: TreeParams) -> torch.Tensor:

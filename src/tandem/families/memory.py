@@ -62,6 +62,7 @@ class Memory:
     layer: int  # beside what layers keep: the largest pass of one that keeps everything
     layer_again: int  # and of one that keeps its input
     context: int  # CUDA's and NCCL's, outside of torch's allocator
+    shared: bool = False  # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass
 
     @property
     def states(self) -> int:
@@ -84,7 +85,7 @@ class Memory:
     def levels(self, gpu: float) -> tuple[int, int] | None:
         """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be kept."""
         left = (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
-        left -= self.activations((0, 0))
+        left -= self.activations((0, 0)) + (self.layer_again if self.shared else 0)
         if left < 0:
             return None
         counts: list[int] = []
@@ -126,6 +127,7 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     return Memory(
         weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=len(layers), in_flight=in_flight,
         logits=_logits(job, sizes) if last else 0, layer=working, layer_again=again, context=_context(sizes),
+        shared=sizes.layers_shared,
     )  # fmt: skip
 
 

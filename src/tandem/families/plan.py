@@ -65,9 +65,6 @@ def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
 
     Raises InvalidInput if none fits; it says how much the smallest needs.
     """
-    if job.sequence_length > job.arch.max_positions:
-        most = f"the model has {job.arch.max_positions} positions"
-        raise InvalidInput(f"{most}, fewer than {job.sequence_length}", field="--sequence-length")
     found = [_candidate(job, sizes, gpu_memory) for sizes in of_world(gpus) if problem(job.arch, sizes) is None]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]

@@ -76,6 +76,11 @@ class Sizes:
         """Ranks that hold the same part of the same experts."""
         return self.stage // self.experts
 
+    @property
+    def layers_shared(self) -> bool:
+        """Whether a rank computes its layers together with others, which wait for it in collectives."""
+        return self.world > self.data or self.experts > 1
+
     def place(self, rank: int) -> Place:
         in_stage = rank % self.stage
         rest = in_stage // self.tensor

@@ -149,6 +149,13 @@ def reading_group() -> dist.ProcessGroup | None:
     return group if reach else None
 
 
+def connect_gradients() -> None:
+    """Have NCCL connect the groups that gradients are summed over, so that its memory is counted from here on. NCCL
+    can't get any once torch's allocator has taken the rest. A collective of all ranks."""
+    for group in (current().data, current().expert_data):
+        all_reduce(torch.zeros(1, device=device.device()), group=group)
+
+
 def all_reduce(
     tensor: torch.Tensor,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,

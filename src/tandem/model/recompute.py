@@ -13,7 +13,8 @@ from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 
 HEADROOM, LEAST_HEADROOM = 0.04, 2**29
-"""Part of the memory, and at least so many bytes, that stay free: the allocator can't use every gap."""
+"""Part of the memory, and at least so many bytes, that stay free: the allocator can't use every gap. Where ranks share
+layers, which `lower` can't help, twice what a layer's passes take stays free: gaps grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
@@ -23,19 +24,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     CPU everything is kept. A collective of all ranks; those of a pipeline stage choose the same.
     """
     layers = policy.gpt.decoder.layers
-    if device.is_cuda():
-        kept, transient = _measure(policy, row)
-        total = torch.cuda.get_device_properties(device.device()).total_memory
-        most = min(
-            torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
-            total * torch.cuda.get_per_process_memory_fraction(),
-        )
-        head = working_bytes(len(row.item_token), policy.head) if policy.stage.last else 0
-        budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
-        in_flight = 1 + policy.stage.ahead
-        levels = choose({level: in_flight * size for level, size in kept.items()}, len(layers), budget)
-    else:
-        levels = [Keep.ALL] * len(layers)
+    levels = _fitting(policy, row) if device.is_cuda() else [Keep.ALL] * len(layers)
     stage = policy.topology.place.pipeline
     of_stage = [theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage]
     levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
@@ -44,14 +33,32 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     return levels
 
 
+def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
+    """The levels that this rank's device has room for."""
+    parallel.connect_gradients()
+    kept, working = _measure(policy, row)
+    total = torch.cuda.get_device_properties(device.device()).total_memory
+    most = min(
+        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
+        total * torch.cuda.get_per_process_memory_fraction(),
+    )
+    head = working_bytes(len(row.item_token), policy.head) if policy.stage.last else 0
+    if policy.topology.sizes.layers_shared:
+        transient = 2 * max(working.values())
+    else:
+        transient = max(kept[level] + working[level] for level in Keep) - kept[Keep.ALL]
+    budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
+    in_flight = 1 + policy.stage.ahead
+    return choose({level: in_flight * size for level, size in kept.items()}, len(policy.gpt.decoder.layers), budget)
+
+
 def lower(policy: Policy) -> bool:
     """After the memory ran out: halve the number of layers that keep more than their input, the fullest ones first to
     their attention block alone. False if there are none, or if other ranks share this rank's layers: they would wait
     for it in a collective.
     """
     layers = policy.gpt.decoder.layers
-    sizes = parallel.current().sizes
-    if sizes.world > sizes.data or sizes.experts > 1:
+    if parallel.current().sizes.layers_shared:
         return False
     for level in (Keep.ALL, Keep.ATTENTION):
         if kept := [layer for layer in layers if layer.keep == level]:
@@ -76,21 +83,20 @@ def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
     return [Keep.ALL] * counts[0] + [Keep.ATTENTION] * counts[1] + [Keep.INPUT] * (layers - sum(counts))
 
 
-def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], int]:
-    """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep."""
+def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:
+    """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep: most at
+    `INPUT`, where the backward pass makes again what the others kept."""
     layer, row = policy.gpt.decoder.layers[0], policy.laid_out(row)
     inputs, hidden = policy.decoder_inputs(row), policy.no_hidden(row).requires_grad_()
 
-    def passes(level: Keep) -> int:
-        """Bytes that are kept between a forward pass and its backward pass."""
+    def passes(level: Keep) -> tuple[int, int]:
+        memory.reset_peaks()
         layer.keep, before = level, torch.cuda.memory_allocated()
         output, _ = layer(hidden, **inputs)
-        between = torch.cuda.memory_allocated()
+        kept = torch.cuda.memory_allocated() - before
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
-        return between - before
+        return kept, memory.stats()["allocated_peak"] - before - kept
 
     passes(Keep.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
-    before = torch.cuda.memory_allocated()
-    memory.reset_peaks()
-    kept = {level: passes(level) for level in Keep}
-    return kept, memory.stats()["allocated_peak"] - before - kept[Keep.ALL]
+    measured = {level: passes(level) for level in Keep}
+    return {level: of[0] for level, of in measured.items()}, {level: of[1] for level, of in measured.items()}

@@ -44,10 +44,10 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
 
 
 def padded(row: RowTensors, slots: int) -> RowTensors:
-    """The row with so many slots, of which the new ones are padding."""
+    """The row with so many slots, of which the new ones are padding. `subtree_end` may be longer already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
         row, tokens=pad(row.tokens, (0, missing)), positions=pad(row.positions, (0, missing)),
-        subtree_end=torch.cat([ends, torch.arange(len(ends), slots, device=ends.device) + 1]),
+        subtree_end=torch.cat([ends, torch.arange(len(ends), max(slots, len(ends)), device=ends.device) + 1]),
         slot_experts=None if experts is None else pad(experts, (0, 0, 0, 0, 0, missing), value=-1),
     )  # fmt: skip

@@ -194,6 +194,8 @@ class ShardedAdam:
 
     def _gather(self, memory: Tensor) -> None:
         """Get what the other ranks own."""
+        if memory.dtype is torch.int16:
+            memory = memory.view(torch.bfloat16)  # NCCL has no integers of 16 bits
         for owned in self._owned:
             if owned.group.size() > 1:
                 own = memory[owned.memory]

@@ -1,0 +1,237 @@
+"""Real jobs under each topology: tokens/s, memory beside `tandem plan`'s, and the start beside one GPU's.
+
+    python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2] [--device cuda]
+
+Each case runs jobs of four optimizer steps through the runner, by `fork`, on a model of random weights. Cases with the
+same shape and row have the same data, so their first losses differ by rounding alone. A step has two rows over all
+ranks. tokens/s are those of the job's own steps but the first; memory is that of the fullest rank at its peak: what
+torch allocates, and what CUDA and NCCL use beside it. `DIR` should be in memory: the largest models have 65 GB.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.random_model import write_random_model
+from bench.report import report
+from bench.restart import SHAPES, parts, used, wait
+from tandem.config import Settings
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
+from tandem.data.prepare import prepare_rl
+from tandem.families import memory, plan
+from tandem.families.adapter import default_targets
+from tandem.families.identity_adapter import write_identity_adapter
+from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
+from tandem.spool import Spool
+from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RunSpec
+from tandem.trainer.launch import DEFAULT_ENTRY
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": QWEN3 | SHAPES["qwen3-8b"],
+    "32b": QWEN3 | {
+        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128,
+        "num_key_value_heads": 8, "intermediate_size": 25600, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    },
+    "30b-a3b": SHAPES["qwen3-30b-a3b-8l"] | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]},
+    "tiny": QWEN3 | SHAPES["tiny"],
+    "tiny-moe": SHAPES["tiny-moe"],
+}  # fmt: skip
+ROWS, STEPS = 2, 4
+PROMPT, ANSWER = 2048, 2016  # of a tree
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    settings: dict[str, int] = field(default_factory=dict)
+    ranks: int = 2
+    row: int = 8192
+    tree: bool = False  # each row is one group of answers to a prompt, else one sequence
+    full: bool = False
+    jobs: int | None = None
+    steps: int = STEPS
+
+
+CASES = {
+    "moe-1": Case("30b-a3b", ranks=1),
+    "moe-ep2": Case("30b-a3b", {"EXPERT_PARALLEL": 2}),
+    "moe-tp2-sp": Case("30b-a3b", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}),
+    "dense-1": Case("32b", ranks=1),
+    "dense-tp2": Case("32b", {"TENSOR_PARALLEL": 2}),
+    "dense-tp2-sp": Case("32b", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}),
+    "8b-1": Case("8b", ranks=1),
+    "8b-dp2": Case("8b"),
+    "8b-tp2-sp": Case("8b", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}),
+    "8b-pp2": Case("8b", {"PIPELINE_PARALLEL": 2}),
+    "8b-cp2": Case("8b", {"CONTEXT_PARALLEL": 2}),
+    "8b-cp2-tree": Case("8b", {"CONTEXT_PARALLEL": 2}, row=131072, tree=True, jobs=1, steps=2),
+    "8b-full-dp2": Case("8b", full=True, jobs=1),
+    "tiny-1": Case("tiny", ranks=1, row=512),
+    "tiny-cp2": Case("tiny", {"CONTEXT_PARALLEL": 2}, row=512),
+    "tiny-full": Case("tiny", row=512, full=True),
+    "tiny-ep2": Case("tiny-moe", {"EXPERT_PARALLEL": 2}, row=512),
+}
+
+
+def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
+    """Queue one job of optimizer steps of `ROWS` rows."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        found: list[int] = rng.integers(0, vocabulary, count).tolist()
+        return found
+
+    def group() -> Group:
+        prompt = PROMPT if case.tree else 1
+        lengths = [ANSWER] * ((case.row - prompt) // ANSWER) if case.tree else [case.row - prompt]
+        context, trajectories = tokens(prompt), []
+        for length in lengths:
+            turn = Turn(
+                prompt_token_ids=context, token_ids=tokens(length), logprobs=[-float(np.log(vocabulary))] * length
+            )
+            trajectories.append(Trajectory(turns=[turn], reward=0.0, advantage=float(rng.choice([-1.0, 1.0]))))
+        return Group(trajectories=trajectories)
+
+    groups = [group() for _ in range(ROWS * case.steps)]
+
+    def make(name: str, base: int, staged: Path) -> RLJob:
+        data = prepare_rl(
+            groups, vocab_size=vocabulary, advantage=AdvantageSettings(), out=staged,
+            packing=PackingSettings(sequence_length=case.row),
+        )  # fmt: skip
+        return RLJob(
+            id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=ROWS), max_attempts=1,
+        )  # fmt: skip
+
+    spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
+
+
+def gpu_memory() -> int:
+    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU of the trainer."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 2**20
+
+
+def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    model = write_random_model(options.out / case.model, MODELS[case.model], options.device)
+    arch, root = read_arch(str(model)), options.out / f"spool.{name}"
+    shutil.rmtree(root, ignore_errors=True)
+    spool = Spool.create(root)
+    lora = None if case.full else LoraShape(rank=16, alpha=32, targets=default_targets(arch))
+    spec = RunSpec(
+        name="bench", base_model=str(model), lora=lora, trainable="full" if case.full else "lora", created=time.time(),
+        weights="merged" if case.full else "adapter",
+    )  # fmt: skip
+    spool.runs.create(spec, lambda out: lora and write_identity_adapter(out, arch, lora, base_model=str(model), seed=0))
+    given = {"ROOT": root, "DEVICE": options.device, "LAUNCH": "fork", "TRAINER_RANKS": case.ranks} | case.settings
+    if case.full:
+        given |= {"WEIGHTS": "merged", "TRANSPORT": "volume"}
+    gpus = list(range(case.ranks))
+    given["TRAINER_DEVICES"] = ",".join(map(str, gpus)) if options.device == "cuda" else ""
+    environment = os.environ | {f"TANDEM_{key}": str(value) for key, value in given.items()} | {
+        "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
+    }  # fmt: skip
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    log, jobs = options.logs / f"runner.{name}.log", case.jobs or options.jobs
+    with log.open("wb") as errors:
+        runner = subprocess.Popen(
+            [sys.executable, "-m", "tandem.trainer.runner", DEFAULT_ENTRY],
+            env=environment,
+            stdout=errors,
+            stderr=errors,
+        )
+        try:
+            for number in range(jobs):
+                submit(spool, f"job-{number}", arch.vocab_size, case)
+                if number == 0:
+                    time.sleep(max(0.0, 12 - (time.monotonic() - options.begun)) if options.device == "cuda" else 0)
+                wait(spool, f"job-{number}", log)
+            left = max(used(gpus, options.device))
+        finally:
+            runner.send_signal(signal.SIGTERM)
+            runner.wait(timeout=60)
+            for number in range(jobs):
+                events = [event.model_dump_json() for event in spool.events.read(f"job-{number}")]
+                (options.logs / f"events.{name}.{number}.jsonl").write_text("\n".join(events))
+    events = list(spool.events.read(f"job-{jobs - 1}"))
+    row = _row(name, case, arch, lora, events) | {"left MiB": left}
+    shutil.rmtree(root)
+    return row
+
+
+def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[Any]) -> dict[str, Any]:
+    steps = [event.data["metrics"] for event in events if event.type == "step"]
+    speed = statistics.median(step["tokens_per_second"] for step in steps[1:]) / case.ranks
+    peak = 0.0
+    for step, phase in itertools.product(steps, ("forward_backward", "optimizer")):
+        kinds = {kind: step[f"memory_{phase}_{kind}_bytes"] for kind in ("peak", "device_used", "reserved")}
+        peak = max(peak, kinds["peak"] + kinds["device_used"] - kinds["reserved"])
+    sizes = Sizes.of(
+        Settings.model_validate({"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()})
+    )
+    job = memory.Training(arch, lora, case.row, ROWS)
+    planned = None
+    if torch.cuda.is_available():
+        total = gpu_memory()
+        planned = next(one for one in plan.plan(job, case.ranks, total).candidates if one.sizes == sizes)
+    seconds = parts(events)
+    return {
+        "case": name, "topology": plan.describe(sizes), "row": case.row, "tokens/s per GPU": speed,
+        "planned tokens/s per GPU": planned.tokens_per_second / case.ranks if planned else float("nan"),
+        "peak GiB": peak / 2**30, "planned GiB": planned.total / 2**30 if planned else float("nan"),
+        "peak / planned": peak / planned.total if planned else float("nan"),
+        "keep (planned)": str(planned.levels if planned else None),
+        "claim to first step": seconds["to first step"], "last step to 0 MiB": seconds["last step to 0 MiB"],
+        "loss": steps[0]["loss"], "grad norm": steps[0]["grad_norm"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if "tiny" not in name])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--logs", type=Path, default=None, help="of the runners, and the jobs' events; default: --out")
+    parser.add_argument("--name", default="topologies", help="of the file under bench/results")
+    options = parser.parse_args()
+    options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-topologies-"))
+    options.logs = options.logs or options.out
+    for directory in (options.out, options.logs):
+        directory.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    models = [CASES[name].model for name in options.cases]
+    for number, name in enumerate(options.cases):
+        options.begun = time.monotonic()
+        try:
+            rows.append(measure(name, CASES[name], options))
+            print(json.dumps(rows[-1]), f"{time.monotonic() - options.begun:.0f} s", flush=True)
+        except AssertionError as error:
+            print(f"{name}: {error}", flush=True)
+        if CASES[name].model not in models[number + 1 :]:
+            shutil.rmtree(options.out / CASES[name].model)  # makes room for the next
+    report(
+        options.name, f"Topologies on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}", rows
+    )
+
+
+if __name__ == "__main__":
+    main()
