@@ -5,12 +5,13 @@ TOOLS := .tools
 # A uv that is already here serves; otherwise one is installed into .tools.
 UV := $(shell command -v uv 2>/dev/null || echo $(TOOLS)/bin/uv)
 RUN := $(UV) run --frozen --no-sync
-# Two workers; a file's tests stay in one, and so do those that share a stack (tests/conftest.py).
-PYTEST := $(RUN) pytest -n 2 --no-loadscope-reorder
+# A file's tests stay in one worker, and so do those that share a stack (tests/conftest.py). Two cores have three workers,
+# because half of the tests' time is waiting for processes.
+PYTEST := $(RUN) pytest -n 3 --no-loadscope-reorder
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-fast lint images images-cpu bench clean
+.PHONY: help setup demo style types test test-all test-fast lint images images-cpu bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,21 +28,32 @@ setup: $(VENV)/.synced  ## the locked environment in .venv
 demo: setup  ## post-train and serve a tiny model end to end on the CPU (out/demo/)
 	$(VENV)/bin/python examples/demo.py --with-parent --out out/demo
 
-lint: setup  ## ruff and mypy --strict
+lint: style types  ## ruff and mypy --strict
+
+style: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+
+types: setup
 	$(RUN) mypy
 	$(RUN) mypy --config-file tests/mypy.ini
 
-test: lint  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
-	$(PYTEST) -m "not gpu" --durations=15
+# mypy needs one core and the first tests wait, so it runs beside them. What it says comes last, and either may fail.
+define TEST
+@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
+$(PYTEST) -m "not gpu" --durations=15 $(CASES); tests=$$?; wait $$types; typed=$$?; cat $$said; rm -f $$said; \
+test $$tests = 0 && test $$typed = 0
+endef
 
-test-all: lint  ## the same with every case of the large matrices, of which `make test` runs a sample
-	$(PYTEST) -m "not gpu" --all-cases --durations=15
+test: style  ## lint and every test that needs no GPU; those that need a Docker engine say so where there is none
+	$(TEST)
 
-# A third worker, because half of these tests' time is waiting for processes.
+test-all: CASES := --all-cases
+test-all: style  ## the same with every case of the large matrices, of which `make test` runs a sample
+	$(TEST)
+
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack
-	$(PYTEST) -n 3 -m "not gpu and not docker and not slow"
+	$(PYTEST) -m "not gpu and not docker and not slow"
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)

@@ -11,6 +11,8 @@ from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
 os.environ.update(omp_waiting(os.environ))
+# Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 # The workers of pytest-xdist inherit it.

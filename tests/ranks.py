@@ -2,9 +2,19 @@
 
 import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
 
 from free_ports import free_ports
 
@@ -23,27 +33,63 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
     assert not any(rank.exitcode for rank in ranks), count
 
 
-def run_ranks(count: int, *arguments: str) -> list[str]:
-    """Run `python <arguments>` as each of `count` ranks at once; what each wrote to stdout. All of them succeed."""
+def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: str) -> BaseProcess:
+    """`python <script> <arguments>` in this environment, forked from a server that has imported what ranks import.
+
+    Importing it takes a process 5 s of CPU. What the rank prints goes to `log`.
+    """
+    log.touch()
+    rank = _server().Process(target=_run, args=(environment, log, script, arguments))
+    rank.start()
+    return rank
+
+
+@cache
+def _server() -> Any:
+    """The fork server of this process. It starts with the first rank and ends with this process."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["policies", "tandem.trainer.rank.worker", "rank.jobs"])
+    # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return server
+
+
+def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[str, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # libraries read the variable when they were loaded
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_ranks(count: int, script: str, *arguments: str) -> None:
+    """Run `python <script> <arguments>` as each of `count` ranks at once. All of them succeed."""
     [port] = free_ports(1)
     environment = os.environ | {
         "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        told = [rank.communicate(timeout=400) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, errors) in zip(ranks, told, strict=True):
-        assert rank.returncode == 0, out[-3000:] + errors[-3000:]
-    return [out for out, _ in told]
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory) / str(rank) for rank in range(count)]
+        ranks = [
+            start_rank(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log, script, *arguments)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            wait_for(ranks, 400)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for rank, log in zip(ranks, logs, strict=True):
+            assert rank.exitcode == 0, log.read_text(errors="replace")[-6000:]
+
+
+def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait until all have ended, for `seconds` at most."""
+    end = time.monotonic() + seconds
+    for rank in ranks:
+        rank.join(max(0.0, end - time.monotonic()))

@@ -7,7 +7,6 @@ writes them.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from free_ports import free_ports
 from rank.jobs import submit_rl
+from ranks import start_rank
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.recovery import made_checkpoint
@@ -34,19 +34,20 @@ class Senders:
         self._job: Job | None = None
         directory.mkdir()
         [port] = free_ports(1)
-        tests = Path(__file__).parent
         self._environment = os.environ | {
             "PYTHONWARNINGS": "ignore",
             "WORLD_SIZE": str(tp * pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             "TANDEM_ROOT": str(spool.root), "TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": way,
-            "TANDEM_INFERENCE_URL": "http://127.0.0.1:9", "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}",
+            "TANDEM_INFERENCE_URL": "http://127.0.0.1:9",
             **variables,
         }  # fmt: skip
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, str(self.directory), str(self.tp), str(self.pp)]
-        ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.tp * self.pp))
-        self.ranks = [subprocess.Popen(command, env=self._environment | rank) for rank in ranks]
+        command = __file__, str(self.directory), str(self.tp), str(self.pp)
+        self.ranks = [
+            start_rank(self._environment | {"RANK": rank, "LOCAL_RANK": rank}, self.directory / f"log.{rank}", *command)
+            for rank in map(str, range(self.tp * self.pp))
+        ]
         self.run_of(self.run)
         return self
 
@@ -55,7 +56,9 @@ class Senders:
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
-            rank.wait(30)
+            rank.join(30)
+        for log in sorted(self.directory.glob("log.*")):
+            print(log.read_text(errors="replace")[-3000:])  # pytest shows it when a test fails
 
     def run_of(self, run: str) -> None:
         """Wait until the ranks have a model for the run."""
@@ -91,14 +94,15 @@ class Senders:
 
     def signal(self, sig: signal.Signals) -> None:
         for rank in self.ranks:
-            rank.send_signal(sig)
+            assert rank.pid is not None
+            os.kill(rank.pid, sig)
 
     def _write(self, name: str, order: dict[str, Any]) -> None:
         _write(self.directory / f"{name}.{self._number}", order)
 
     def _until(self, name: str, seconds: float = 200.0) -> None:
         path = self.directory / f"{name}.{self._number}"
-        until(f"the ranks write {name}", lambda: path.exists() or self.ranks[0].poll() is not None, seconds, poll=0.01)
+        until(f"the ranks write {name}", lambda: path.exists() or not self.ranks[0].is_alive(), seconds, poll=0.01)
         assert path.exists(), "a rank has ended"
 
 

@@ -1,6 +1,7 @@
 """Whole weights from the trainer's ranks to vLLM's workers, over Gloo: what arrives, and what happens when somebody
 dies or stands still."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -165,11 +166,11 @@ def test_a_rank_that_stops_alone(alone_senders: Senders, tmp_path: Path, monkeyp
     model = Model(tmp_path / "model")
     first, second = (model.adapter(tmp_path, seed) for seed in (1, 2))
     workers = workers_of(model, 1)
-    arriving(monkeypatch, 6, lambda: senders.ranks[1].send_signal(signal.SIGSTOP))
+    arriving(monkeypatch, 6, lambda: os.kill(senders.ranks[1].pid, signal.SIGSTOP))
     stage(workers, str(first), offered(senders, first))
     senders.send()
     assert failed(workers, str(first)) < BOUND
-    senders.ranks[1].send_signal(signal.SIGCONT)
+    os.kill(senders.ranks[1].pid, signal.SIGCONT)
     assert "error" in senders.sent(2 * BOUND)
     source = offered(senders, second)
     senders.send()
