@@ -6,12 +6,21 @@ class TandemError(Exception):
 
     `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is the dotted path of
     the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong setting, where there is one.
-    `retriable`: whether trying the same job again can help.
+    `retriable`: whether trying the same job again can help. A kind of error says with class arguments what differs from
+    the class above it.
     """
 
     code = "error"
     http_status = 500
     retriable = False
+
+    def __init_subclass__(
+        cls, *, code: str | None = None, http_status: int | None = None, retriable: bool | None = None
+    ) -> None:
+        own = {"code": code, "http_status": http_status, "retriable": retriable}
+        for name, value in own.items():
+            if value is not None:
+                setattr(cls, name, value)
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -22,77 +31,52 @@ class TandemError(Exception):
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
-class InvalidInput(TandemError):
+class InvalidInput(TandemError, code="invalid_input", http_status=422):
     """The input is wrong whatever the state of the system."""
 
-    code = "invalid_input"
-    http_status = 422
 
-
-class NothingToLearn(InvalidInput):
+class NothingToLearn(InvalidInput, code="nothing_to_learn"):
     """Every group was dropped (no variance in its rewards, or too long), or no step of the job moved the policy."""
 
-    code = "nothing_to_learn"
+
+class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
 
 
-class NotFound(TandemError):
-    code = "not_found"
-    http_status = 404
+class UnknownArchitecture(InvalidInput, code="unknown_architecture"): ...
 
 
-class Conflict(TandemError):
+class NotFound(TandemError, code="not_found", http_status=404): ...
+
+
+class Conflict(TandemError, code="conflict", http_status=409):
     """The input is valid but does not fit the present state (an id in use, a step that is not the newest)."""
 
-    code = "conflict"
-    http_status = 409
+
+class Unauthorized(TandemError, code="unauthorized", http_status=401): ...
 
 
-class Unauthorized(TandemError):
-    code = "unauthorized"
-    http_status = 401
-
-
-class RequestTooLarge(InvalidInput):
-    code = "request_too_large"
-    http_status = 413
-
-
-class UnknownArchitecture(InvalidInput):
-    code = "unknown_architecture"
-
-
-class CheckpointDamaged(TandemError):
+class CheckpointDamaged(TandemError, code="checkpoint_damaged"):
     """A checkpoint file is missing, truncated or altered. The job fails; the adapter is never silently reset."""
 
-    code = "checkpoint_damaged"
 
-
-class RunDamaged(CheckpointDamaged):
+class RunDamaged(CheckpointDamaged, code="run_damaged"):
     """A run's own files are missing or damaged. The run is left out of lists; the other runs go on."""
 
-    code = "run_damaged"
 
-
-class SpoolUnusable(TandemError):
+class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriable=True):
     """The volume can't be used: read-only, full, not a directory, or held by another runner."""
-
-    code = "spool_unusable"
-    http_status = 503
-    retriable = True
 
 
 class VolumeFull(SpoolUnusable):
     """The volume has no space left. Programs that need some to start wait for it."""
 
 
-class JobFailed(TandemError):
+class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 
     `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The message ends with the
     last lines of the job's log where there is one.
     """
-
-    code = "job_failed"
 
     def __init__(self, message: str, *, field: str | None = None, job_id: str = "", reason: str = "") -> None:
         super().__init__(message, field=field)
@@ -100,15 +84,9 @@ class JobFailed(TandemError):
         self.reason = reason
 
 
-class NotServed(TandemError):
+class NotServed(TandemError, code="not_served"):
     """The publisher refused a checkpoint, or did not serve it in the given time; raised by clients that wait."""
 
-    code = "not_served"
 
-
-class Unreachable(TandemError):
+class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):
     """The controller did not answer, also after several tries; raised by clients."""
-
-    code = "unreachable"
-    http_status = 503
-    retriable = True
