@@ -65,6 +65,14 @@ class Collector(abc.ABC):
                 self.errors.append(f"{item}: {error if isinstance(error, TandemError) else repr(error)}")
 
 
+class SpoolCollector(Collector):
+    """Collects from the spool, which may be missing for a while."""
+
+    def __init__(self, open_spool: OpenSpool) -> None:
+        super().__init__()
+        self.open_spool = open_spool
+
+
 class CollectorThread:
     """Runs one collector again and again, and keeps its last gauges."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tandem
 from tandem.errors import TandemError
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import Collector, OpenSpool, SpoolCollector
 from tandem.metrics.metric import ALL, OPEN, Metric
 from tandem.metrics.samples import Samples
 from tandem.system.environment import installed_version
@@ -42,7 +42,7 @@ class BuildCollector(Collector):
         )
 
 
-class VolumesCollector(Collector):
+class VolumesCollector(SpoolCollector):
     """`directories`: volume -> directory, of the volumes besides the shared one; a missing directory is no failure."""
 
     name = "volumes"
@@ -55,8 +55,7 @@ class VolumesCollector(Collector):
     interval = 10.0
 
     def __init__(self, open_spool: OpenSpool, directories: dict[str, Path]) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._directories = directories
         self._probed_at = -PROBE_SECONDS  # monotonic, of the last probe that succeeded
         self._probe_seconds = 0.0
@@ -66,7 +65,7 @@ class VolumesCollector(Collector):
             if path.is_dir():
                 _set_sizes(gauges, volume, path)
         try:
-            spool = self._open_spool()
+            spool = self.open_spool()
             _set_sizes(gauges, "shared", spool.root)
             if time.monotonic() - self._probed_at >= PROBE_SECONDS:
                 begin = time.monotonic()

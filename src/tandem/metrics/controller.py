@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool.schema import PENDING
@@ -22,7 +22,7 @@ HTTP_METRICS = (
 )  # fmt: skip
 
 
-class QueueCollector(Collector):
+class QueueCollector(SpoolCollector):
     name = "queue"
     metrics = (
         _of_controller("tandem_jobs", "Jobs that are not done.", "jobs/queued, jobs/running", perishable=True,
@@ -33,12 +33,8 @@ class QueueCollector(Collector):
                        perishable=True, labels={"kind": ("job", "name", "run")}),
     )  # fmt: skip
 
-    def __init__(self, open_spool: OpenSpool) -> None:
-        super().__init__()
-        self._open_spool = open_spool
-
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         for state in PENDING:
             gauges.set("tandem_jobs", spool.jobs.index.count(state), state=state)
         for kind, found in spool.damage().items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import NotFound
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
 from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
@@ -96,14 +96,13 @@ class _FollowedJob:
     first_claimed: float | None = None  # Unix seconds
 
 
-class JobsCollector(Collector):
+class JobsCollector(SpoolCollector):
     name = "jobs"
     metrics = METRICS
     interval = 2.0
 
     def __init__(self, open_spool: OpenSpool) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._followed: dict[str, _FollowedJob] = {}
         self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
         self._ended: set[str] = set()  # ids of jobs that were read to their end, until their files have moved
@@ -113,7 +112,7 @@ class JobsCollector(Collector):
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
         self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
         self._caught_up = True

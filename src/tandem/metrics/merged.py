@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import TandemError
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
@@ -16,7 +16,7 @@ PHASES: tuple[str, ...] = get_args(MergedPhase)
 _ANSWER_SECONDS = 5.0
 
 
-class MergedCollector(Collector):
+class MergedCollector(SpoolCollector):
     """Asks vLLM's server itself: it answers while the publisher waits for a swap, and without a publisher."""
 
     name = "merged"
@@ -30,8 +30,7 @@ class MergedCollector(Collector):
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, settings: Settings) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._settings = settings
         self._client: VllmClient | None = None
 
@@ -44,7 +43,7 @@ class MergedCollector(Collector):
         except InferenceUnavailable:
             pass  # it starts, or is gone: Prometheus' `up` of vLLM says so
         try:
-            runs = self._open_spool().runs.list()
+            runs = self.open_spool().runs.list()
             gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in runs))
         except (TandemError, ValidationError, OSError) as error:
             self.errors.append(str(error))

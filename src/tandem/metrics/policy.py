@@ -1,6 +1,6 @@
 """Which step of each run is the newest and which one is served; the newest checkpoint of all runs."""
 
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
@@ -10,7 +10,7 @@ RUNS = 20
 """Only so many runs, those that changed last, are exported: each run is a label value, which stays in Prometheus."""
 
 
-class PolicyCollector(Collector):
+class PolicyCollector(SpoolCollector):
     """`sides`: "trainer" exports which step was made, "inference" which one is served."""
 
     name = "policy"
@@ -32,12 +32,11 @@ class PolicyCollector(Collector):
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._sides = sides
 
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         changed: dict[str, float] = {}  # run -> Unix seconds
         self.try_each(spool.runs.names(), lambda run: self._read_change(spool, changed, run))
         latest = sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
@@ -59,7 +58,7 @@ class PolicyCollector(Collector):
                 gauges.set("tandem_publish_seconds", seconds, run=run, part=part)
 
 
-class CheckpointsCollector(Collector):
+class CheckpointsCollector(SpoolCollector):
     name = "checkpoints"
     metrics = (
         Metric("tandem_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint of any job was made; "
@@ -68,13 +67,12 @@ class CheckpointsCollector(Collector):
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._newest_step: dict[str, int] = {}  # of each run
         self._newest: tuple[float, int] | None = None  # Unix seconds and bytes of the newest checkpoint of all runs
 
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         if self._newest is not None:
             gauges.set("tandem_checkpoint_last_success_timestamp_seconds", self._newest[0])

@@ -1,24 +1,24 @@
 """The publisher's work: steps that were served or refused. Counters begin when the exporter starts."""
 
+from contextlib import suppress
+
 from tandem.errors import NotFound
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
-from tandem.spool.schema import Event, Served
+from tandem.spool.schema import Served
 
 STAGES = ("copy", "load", "verify", "since_checkpoint")
-_TRIES = 30
-"""Collections that wait for a job's event `served`: a publisher that dies may have written the record without it."""
 
 
-class PublishCollector(Collector):
+class PublishCollector(SpoolCollector):
     name = "publish"
     metrics = (
         Metric("tandem_publish_total", "Steps that were verified and served, or refused.", "served.json", "counter",
                ("inference",), {"outcome": ("served", "refused")}),
         Metric("tandem_publish_duration_seconds", "Stages of serving a step; since_checkpoint is from the commit to "
-               "served.", "event served", "histogram", ("inference",), {"stage": STAGES},
+               "served.", "served.json, event served", "histogram", ("inference",), {"stage": STAGES},
                (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)),
         Metric("tandem_publish_logprob_error_nats", "Mean absolute log-prob difference of trainer and vLLM in the last "
                "verification that served a step.", "served.json", exporters=("inference",)),
@@ -26,18 +26,15 @@ class PublishCollector(Collector):
     interval = 2.0
 
     def __init__(self, open_spool: OpenSpool) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._records: dict[str, tuple[float, Served | None]] = {}  # run -> when served.json was written, and what
-        self._without_event: dict[str, int] = {}  # served job -> collections that missed its event `served`
         self._error: tuple[float, float] | None = None  # Unix seconds and nats of the last verification
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         self._caught_up = True
-        self.try_each(list(self._without_event), lambda job: self._count_stages(spool, job))
         if self._error is not None:
             gauges.set("tandem_publish_logprob_error_nats", self._error[1])
 
@@ -61,26 +58,17 @@ class PublishCollector(Collector):
             return
         # Several steps may have been served since the last collection; after a rollback an older one is served.
         first = record.step if before is None or before.step > record.step else before.step + 1
-        for step in [step for step in spool.checkpoints.steps(run) if first <= step <= record.step]:
-            try:
+        for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
+            with suppress(NotFound):  # it was removed meanwhile
                 job = spool.checkpoints.manifest(run, step).job
-            except NotFound:  # it was removed meanwhile
-                continue
-            if step == record.step or (job is not None and _served_event(spool, job) is not None):
-                self.counts.inc("tandem_publish_total", outcome="served")
-                if job is not None:
-                    self._without_event[job] = 0
+                events = [] if job is None else spool.events.read(job)
+                if event := next((event for event in events if event.type == "served"), None):
+                    self._count_served(event.data.get("seconds"))
+        if record.step in spool.checkpoints.steps(run):
+            self._count_served(record.seconds)
 
-    def _count_stages(self, spool: Spool, job: str) -> None:
-        event = _served_event(spool, job)
-        self._without_event[job] += 1
-        if event is not None or self._without_event[job] > _TRIES:
-            del self._without_event[job]
-        seconds = event.data.get("seconds") if event is not None else None
+    def _count_served(self, seconds: object) -> None:
+        self.counts.inc("tandem_publish_total", outcome="served")
         for stage in STAGES:
             if (value := number(seconds, stage)) is not None:
                 self.counts.observe("tandem_publish_duration_seconds", value, stage=stage)
-
-
-def _served_event(spool: Spool, job: str) -> Event | None:
-    return next((event for event in spool.events.read(job) if event.type == "served"), None)

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from tandem.metrics.collector import Collector, OpenSpool
+from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, STALE_SECONDS, Metric
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
@@ -86,7 +86,7 @@ class _Attempt:
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
 
-class RanksCollector(Collector):
+class RanksCollector(SpoolCollector):
     """`ranks`: how many ranks an attempt starts."""
 
     name = "ranks"
@@ -94,13 +94,12 @@ class RanksCollector(Collector):
     interval = 2.0
 
     def __init__(self, open_spool: OpenSpool, ranks: int) -> None:
-        super().__init__()
-        self._open_spool = open_spool
+        super().__init__(open_spool)
         self._expected = ranks
         self._attempt: _Attempt | None = None
 
     def collect(self, gauges: Samples) -> None:
-        spool = self._open_spool()
+        spool = self.open_spool()
         attempt = self._attempt = self._current_attempt(spool)
         gauges.set("tandem_train_active", float(attempt is not None))
         if attempt is None:

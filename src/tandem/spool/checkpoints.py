@@ -1,9 +1,11 @@
 """Checkpoints: `runs/<run>/checkpoints/<8 digits>/`, immutable once they have that name."""
 
+import os
 import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,10 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
 from tandem.spool.checkpoint_files import MANIFEST, verify_files, write_manifest
 from tandem.spool.jobs import Jobs
-from tandem.spool.listing import listing
+from tandem.spool.listing import listing, remembered
 from tandem.spool.paths import step_name
 from tandem.spool.runs import Runs
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
-from tandem.spool.sizes import Sizes
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
 
@@ -27,7 +28,6 @@ class Checkpoints:
     def __init__(self, runs: Runs, jobs: Jobs) -> None:
         self._runs = runs
         self._jobs = jobs
-        self._sizes = Sizes()
 
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "checkpoints"
@@ -45,7 +45,7 @@ class Checkpoints:
         """Bytes of the files of all checkpoints of the run, discarded ones too. Reads only what is new since it was
         asked last; NotFound without the run."""
         chain = self._dir(run)
-        return self._sizes.of(chain) + self._sizes.of(chain.parent / "discarded")
+        return sum(_bytes_of_all(directory) or 0 for directory in (chain, chain.parent / "discarded"))
 
     def pin(self, run: str, step: int) -> None:
         """Keeps a checkpoint from being removed by age; NotFound. A rollback that discards the step ends it."""
@@ -191,3 +191,20 @@ class Checkpoints:
                 verify_files(checkpoint, manifest)
 
             return self._runs.create(new.model_copy(update={"forked_from": origin}), copy, origin=origin, **details)
+
+
+@remembered
+def _bytes_of_all(directory: Path) -> int:
+    """Bytes of all files in the subdirectories, which never change while they have their names."""
+    return sum(_bytes_of(directory / name) or 0 for name in fs.names(directory))
+
+
+@remembered
+def _bytes_of(directory: Path) -> int:
+    """Bytes of all files below; those that vanish meanwhile, or are links to nowhere, don't count."""
+    total = 0
+    for here, _, files in os.walk(directory):
+        for name in files:
+            with suppress(OSError):
+                total += Path(here, name).stat().st_size
+    return total

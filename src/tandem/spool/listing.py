@@ -1,8 +1,10 @@
-"""Listings of directories that are read often and seldom change."""
+"""What is read often and seldom changes: listings of directories, and what is computed from files."""
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tandem.spool import fs
@@ -45,3 +47,20 @@ def listing(directory: Path) -> tuple[str, ...]:
         _listings.pop(next(iter(_listings)), None)
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names
+
+
+def remembered[T](compute: Callable[[Path], T]) -> Callable[[Path], T | None]:
+    """`compute(path)`, computed again only after the path's inode or mtime has changed; None where there is no path."""
+
+    @lru_cache(maxsize=2**14)
+    def known(path: Path, _inode: int, _mtime: int) -> T:
+        return compute(path)
+
+    def of(path: Path) -> T | None:
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return known(path, status.st_ino, status.st_mtime_ns)
+
+    return of

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tandem.errors import Conflict, NotFound, RunDamaged
 from tandem.spool import fs
 from tandem.spool.checkpoint_files import write_manifest
-from tandem.spool.listing import listing
+from tandem.spool.listing import listing, remembered
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths, is_run_name, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
@@ -20,7 +20,6 @@ from tandem.spool.schema import Manifest, RunSpec, Served
 class Runs:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._specs: dict[str, tuple[tuple[int, int], RunSpec]] = {}  # run -> inode and mtime of its file, and it
 
     def directory(self, name: str) -> Path:
         """The run's directory; NotFound (field `run`) if there is none."""
@@ -59,18 +58,13 @@ class Runs:
     def get(self, name: str) -> RunSpec:
         """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't be read."""
         path = self.directory(name) / "run.json"
-        identity = _identity(path)
-        if identity is not None and (known := self._specs.get(name)) is not None and known[0] == identity:
-            return known[1]
         try:
-            spec = fs.read_record(path, RunSpec)
+            spec = _read_spec(path) or fs.read_record(path, RunSpec)
         except ValidationError as error:
             raise RunDamaged(f"{path} is damaged; restore it from a copy: {error}", field="run") from error
         if spec is None or spec.name != name:
             problem = "is missing" if spec is None else f"is of another run, {spec.name!r}"
             raise RunDamaged(f"{path} {problem}; restore it, or remove {path.parent}", field="run")
-        if identity is not None:
-            self._specs[name] = identity, spec
         return spec
 
     def names(self) -> list[str]:
@@ -121,12 +115,9 @@ class Runs:
             yield
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+@remembered
+def _read_spec(path: Path) -> RunSpec | None:
+    return fs.read_record(path, RunSpec)
 
 
 class ServedRecords:
