@@ -1,6 +1,5 @@
 """`tandem export`: a step of a run as a Hugging Face model."""
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +7,9 @@ import typer
 
 from tandem.cli.common import Json, RunArgument, connect, show, size
 from tandem.cli.runs import StepArgument
-from tandem.client.download import check_free
+from tandem.client.download import staging
 from tandem.errors import InvalidInput
 from tandem.families.model_config import model_directory
-from tandem.spool.fs import new_ulid
 
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 
@@ -34,26 +32,20 @@ def export(
     """
     from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
 
-    check_free(dest)
-    tandem = connect()
-    spec = tandem.get_run(run).spec
-    base = model_directory(base_model or spec.base_model, FILES)
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    staged = dest.parent / f".{dest.name}.{new_ulid()}.part"
-    staged.mkdir()
-    try:
+    with staging(dest) as directory:
+        tandem, staged = connect(), Path(directory)
+        spec = tandem.get_run(run).spec
+        base = model_directory(base_model or spec.base_model, FILES)
         manifest = tandem.download(run, step, staged / "step", weights_only=True)
         if spec.lora is not None:
             total = write_merged_model(staged / "model", base, staged / "step", spec.lora)
+        elif not manifest.files:
+            raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
         else:
-            if not manifest.files:
-                raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
             (staged / "step" / "manifest.json").unlink()
             (staged / "step").rename(staged / "model")
             total = sum(entry.size for entry in manifest.files.values())
         (staged / "model").replace(dest)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     done = {"run": run, "step": step, "dest": str(dest), "base_model": str(base), "bytes": total}
     made = f"{run}@{step}" if spec.lora is None else f"{run}@{step}, merged into {base},"
     show(done, json, lambda _: f"{made} is in {dest} ({size(total)})")

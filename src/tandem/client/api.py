@@ -7,12 +7,10 @@ from typing import Any, Literal, Unpack
 
 import httpx
 
-from tandem.client.download import Download
+from tandem.client.download import staging, unpack
 from tandem.client.errors import raise_if_failed, unreachable
-from tandem.client.event_cursor import EventCursor
-from tandem.client.http import Backoff, path
+from tandem.client.http import CONNECT_SECONDS, Backoff, Requests, events_of, path, whole_lines
 from tandem.client.memory import AttemptMemory, by_attempt
-from tandem.client.requests import Requests
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
@@ -28,6 +26,10 @@ DELETE_SECONDS = 120.0
 _PACKING_SECONDS = 900.0
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
+# The controller sends a keep-alive every 10 s; after 35 s without one the connection is dead.
+_SILENCE = httpx.Timeout(35.0, connect=CONNECT_SECONDS)
+# Pause before a stream that the controller ended (because it restarts, for example) is opened again.
+_REOPEN_SECONDS = 0.5
 _PAGE = 500
 
 
@@ -51,11 +53,8 @@ class Api(Requests):
         """Create a run, whose step 0 equals the base model. Creating the same run again changes nothing."""
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
-        body = {
-            "name": name, "base_model": base_model, "trainable": trainable, "lora": lora, "weights": weights,
-            "seed": seed,
-        }  # fmt: skip
-        return await self._call(RunStatus, "POST", "runs", body=body)
+        body = {"name": name, "base_model": base_model, "trainable": trainable, "weights": weights, "seed": seed}
+        return await self._call(RunStatus, "POST", "runs", body={**body, "lora": lora})
 
     async def get_run(self, run: str) -> RunStatus:
         """A run's specification, its newest step, what vLLM serves, and its queued and running jobs."""
@@ -64,10 +63,10 @@ class Api(Requests):
     async def list_runs(self) -> list[RunStatus]:
         """All runs, by name."""
         runs: list[RunStatus] = []
-        while page := await self._call(
-            list[RunStatus], "GET", "runs", params={"limit": _PAGE} | ({"after": runs[-1].spec.name} if runs else {})
-        ):
+        params: dict[str, Any] = {"limit": _PAGE}
+        while page := await self._call(list[RunStatus], "GET", "runs", params=params):
             runs += page
+            params["after"] = runs[-1].spec.name
         return runs
 
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
@@ -139,24 +138,34 @@ class Api(Requests):
         Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed, TimeoutError after
         `timeout` seconds of waiting for the job.
         """
-        status = await self.train(run, {"kind": "rl", "groups": groups, **options})
-        return await self._wait(status, wait, timeout, on_event)
+        request = {"kind": "rl", "groups": groups, **options}
+        return await self._train(run, request, wait, timeout, on_event)
 
     async def train_sft(
         self, run: str, examples: Sequence[SFTExample | Mapping[str, Any]], *, wait: Wait | None = None,
         timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[SFTOptions],
     ) -> JobStatus:  # fmt: skip
         """Queue an SFT job; otherwise like `train_rl`."""
-        status = await self.train(run, {"kind": "sft", "examples": examples, **options})
-        return await self._wait(status, wait, timeout, on_event)
+        request = {"kind": "sft", "examples": examples, **options}
+        return await self._train(run, request, wait, timeout, on_event)
 
     async def train_dpo(
         self, run: str, pairs: Sequence[PreferencePair | Mapping[str, Any]], *, wait: Wait | None = None,
         timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[DPOOptions],
     ) -> JobStatus:  # fmt: skip
         """Queue a job of preference pairs; otherwise like `train_rl`."""
-        status = await self.train(run, {"kind": "dpo", "pairs": pairs, **options})
-        return await self._wait(status, wait, timeout, on_event)
+        request = {"kind": "dpo", "pairs": pairs, **options}
+        return await self._train(run, request, wait, timeout, on_event)
+
+    async def _train(
+        self, run: str, request: Mapping[str, Any], wait: Wait | None, timeout: float, on_event: OnEvent | None
+    ) -> JobStatus:
+        job = await self.train(run, request)
+        if wait is not None:
+            job = await self.wait_job(job.id, timeout, on_event)
+        if wait == "served":
+            await self.wait_served(run, job.spec.base_step + 1)
+        return job
 
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
         """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or "dpo")."""
@@ -172,28 +181,16 @@ class Api(Requests):
                 for name, ones in (("examples", examples), ("pairs", pairs))}  # fmt: skip
         return await self._call(list[Rendering], "POST", "data", "render", body=body, seconds=_PACKING_SECONDS)
 
-    async def _wait(self, job: JobStatus, wait: Wait | None, timeout: float, on_event: OnEvent | None) -> JobStatus:
-        if wait is not None:
-            job = await self.wait_job(job.id, timeout, on_event)
-        if wait == "served":
-            await self.wait_served(job.run, job.spec.base_step + 1)
-        return job
-
     async def get_job(self, job: str) -> JobStatus:
         """A job's present state."""
         return await self._call(JobStatus, "GET", "jobs", job)
 
     async def list_jobs(
-        self,
-        run: str | None = None,
-        states: Sequence[JobState] = (),
-        limit: int = 200,
-        before: str | None = None,
+        self, run: str | None = None, states: Sequence[JobState] = (), limit: int = 200, before: str | None = None
     ) -> list[JobStatus]:
         """The newest `limit` jobs, at most 1000, oldest first; only of this run, in these states and older than the job
         `before` where these are given."""
-        given = {"run": run, "before": before}
-        params = {"state": list(states), "limit": limit} | {key: value for key, value in given.items() if value}
+        params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
     async def cancel(self, job: str) -> JobStatus:
@@ -214,16 +211,40 @@ class Api(Requests):
         raise_if_failed(status)
         return status
 
-    def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> AsyncGenerator[Event, None]:
+    async def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> AsyncGenerator[Event, None]:
         """A job's events as they happen, from the beginning or after seq `after`, to the terminal event.
 
         Reconnects where a connection breaks. Raises TimeoutError after `timeout` seconds.
         """
-        return self._events(EventCursor(job, after, True, timeout, self._patience))
+        until, backoff, ended = time.monotonic() + timeout, Backoff(self._patience), False
+        while not ended:
+            pause = _REOPEN_SECONDS
+            try:
+                async with self._http.stream(
+                    path("jobs", job, "events"), params={"after": after}, timeout=_SILENCE
+                ) as chunks:
+                    async for content in whole_lines(chunks):
+                        backoff.reset()
+                        for event in events_of(content):
+                            after, ended = event.seq, ended or event.type in TERMINAL
+                            yield event
+                        if not ended and time.monotonic() > until:
+                            break  # keep-alives count too
+                if not ended and (await self.get_job(job)).state in TERMINAL:  # its writer was killed
+                    ended = True
+                    for event in await self.job_events(job, after):
+                        yield event
+            except httpx.TransportError as error:
+                pause = backoff.next(unreachable(error))
+            if not ended:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"job {job} did not end within {timeout:g} s; it goes on")
+                await self._http.sleep(pause)
 
     async def job_events(self, job: str, after: int = -1) -> list[Event]:
         """The events written so far, `served` included."""
-        return [event async for event in self._events(EventCursor(job, after, False, JOB_SECONDS, self._patience))]
+        response = await self._request("GET", "jobs", job, "events", params={"wait": False, "after": after})
+        return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
         """For each attempt: the memory of each rank after each phase, and what was left on the devices."""
@@ -238,19 +259,16 @@ class Api(Requests):
 
     async def log_part(self, job: str, offset: int = 0, tail: int | None = None) -> LogPart:
         """The log from byte `offset` on, or its last `tail` bytes; at most 1 MiB."""
-        params = {"offset": offset} if tail is None else {"tail": tail}
-        response = await self._request("GET", "jobs", job, "log", params=params)
+        response = await self._request("GET", "jobs", job, "log", params={"offset": offset, "tail": tail})
         return LogPart(response.content, int(response.headers[LOG_OFFSET_HEADER]))
 
     async def checkpoints(self, run: str) -> list[CheckpointInfo]:
         """The run's checkpoints, oldest first."""
         found: list[CheckpointInfo] = []
-        while not found or found[0].step > 0:
-            params = {"limit": _PAGE} | ({"before": found[0].step} if found else {})
-            page = await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints", params=params)
-            if not page:
-                break
+        params = {"limit": _PAGE}
+        while page := await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints", params=params):
             found = page + found
+            params["before"] = found[0].step
         return found
 
     async def checkpoint(self, run: str, step: int) -> Manifest:
@@ -260,33 +278,17 @@ class Api(Requests):
     async def download(self, run: str, step: int, dest: Path | str, *, weights_only: bool = False) -> Manifest:
         """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers where the run trains
         all weights. Checks each file's SHA-256. `weights_only`: without the optimizer's state."""
-        backoff = Backoff(self._patience)
-        with Download(Path(dest)) as download:
+        backoff, target = Backoff(self._patience), Path(dest)
+        url = path("runs", run, "checkpoints", str(step), "download")
+        with staging(target) as directory:
+            archive = Path(directory, "archive.tar")
             while True:
                 try:
-                    url = path("runs", run, "checkpoints", str(step), "download") + "?weights_only=1" * weights_only
-                    async with self._http.stream(method="GET", url=url) as chunks:
-                        async for chunk in chunks:
-                            download.write(chunk)
-                    return await self._http.offload(download.finish)
+                    async with self._http.stream(url, params={"weights_only": weights_only}) as chunks:
+                        with archive.open("wb") as file:
+                            async for chunk in chunks:
+                                file.write(chunk)
+                    return await self._http.offload(lambda: unpack(archive, target))
                 except httpx.TransportError as error:
                     pause = backoff.next(unreachable(error))
                 await self._http.sleep(pause)
-                download.restart()
-
-    async def _events(self, cursor: EventCursor) -> AsyncGenerator[Event, None]:
-        while True:
-            failure: httpx.TransportError | None = None
-            try:
-                async with self._http.stream(**cursor.request()) as chunks:
-                    async for chunk in chunks:
-                        for event in cursor.feed(chunk):
-                            yield event
-                if cursor.done:
-                    return
-                if (await self.get_job(cursor.job)).state in TERMINAL:
-                    cursor.drain()
-                    continue
-            except httpx.TransportError as error:
-                failure = error
-            await self._http.sleep(cursor.pause_after(failure))

@@ -3,11 +3,15 @@
 import httpx
 from pydantic import ValidationError
 
+from tandem import errors
 from tandem.controller.schemas import ErrorBody, JobStatus
 from tandem.errors import JobFailed, TandemError, Unreachable
 
 # The controller, or a proxy before it, cannot answer now but may soon.
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
+# Base classes come first in the module: of several classes with one code the base is raised.
+_KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
 def unreachable(error: httpx.TransportError) -> Unreachable:
@@ -24,8 +28,7 @@ def error_of(response: httpx.Response) -> TandemError:
         detail = ErrorBody.model_validate_json(response.content).error
     except ValidationError:  # a proxy's page, for example
         return TandemError(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
-    known = _subclasses(TandemError).get(detail.type)
-    error = (known or TandemError)(detail.message, field=detail.field)
+    error = _KINDS.get(detail.type, TandemError)(detail.message, field=detail.field)
     error.code = detail.type
     return error
 
@@ -35,14 +38,6 @@ def stream_error(response: httpx.Response) -> TandemError | httpx.TransportError
     if response.status_code in RETRIED_STATUSES:
         return httpx.RemoteProtocolError(f"HTTP {response.status_code}: {response.text[:200]}")
     return error_of(response)
-
-
-def _subclasses(kind: type[TandemError]) -> dict[str, type[TandemError]]:
-    """`kind` and all classes below it, by their `code`; of several with one code the highest."""
-    classes: dict[str, type[TandemError]] = {}
-    for subclass in kind.__subclasses__():
-        classes |= _subclasses(subclass)
-    return classes | {kind.code: kind}
 
 
 def raise_if_failed(job: JobStatus) -> None:

@@ -1,20 +1,23 @@
-"""HTTP for both clients: the controller's address and key, its paths, pauses between attempts, and the I/O."""
+"""HTTP for both clients: the controller's address and key, its paths, the I/O, and requests that are repeated."""
 
 import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from tandem import __version__
-from tandem.client.errors import stream_error
+from tandem.client.errors import RETRIED_STATUSES, error_of, stream_error, unreachable
 from tandem.errors import TandemError
+from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -73,9 +76,9 @@ class AsyncHttp:
         return await self._client.request(**arguments)
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(self, url: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
         """The parts of the response's body; raises `stream_error` of a response without success."""
-        async with self._client.stream(**arguments) as response:
+        async with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 await response.aread()
                 raise stream_error(response)
@@ -99,8 +102,8 @@ class BlockingHttp:
         return self._client.request(**arguments)
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        with self._client.stream(**arguments) as response:
+    async def stream(self, url: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 response.read()
                 raise stream_error(response)
@@ -116,3 +119,72 @@ class BlockingHttp:
 async def _as_async[T](items: Iterator[T]) -> AsyncIterator[T]:
     for item in items:
         yield item
+
+
+async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes, cut behind ends of lines."""
+    rest = b""
+    async for chunk in chunks:
+        whole, _, rest = (rest + chunk).rpartition(b"\n")
+        yield whole
+
+
+def events_of(content: bytes) -> list[Event]:
+    """The events in whole lines of Server-Sent Events; their data repeats the other fields.
+
+    Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text may contain.
+    """
+    lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
+    return [Event.model_validate_json(line.removeprefix(b"data:")) for line in lines]
+
+
+class Requests:
+    def __init__(self, http: AsyncHttp | BlockingHttp, patience: float) -> None:
+        self._http = http
+        self._patience = patience
+
+    async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
+        """`_request`, and its response as a `kind`."""
+        response = await self._request(method, *parts, **options)
+        return TypeAdapter(kind).validate_json(response.content)
+
+    async def _request(
+        self,
+        method: str,
+        *parts: str,
+        params: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+        idempotent: bool = True,
+        seconds: float = ANSWER_SECONDS,
+    ) -> httpx.Response:
+        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds; without what is None.
+
+        A request that is not idempotent is repeated only where it cannot have arrived. Raises the controller's error,
+        or Unreachable.
+        """
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        arguments: dict[str, Any] = {"method": method, "url": path(*parts), "timeout": timeout}
+        arguments["params"] = _given(params or {})
+        if body is not None:
+            # NaN is sent as NaN, so that the controller names the field that contains it.
+            arguments |= {"content": to_json(_given(body), inf_nan_mode="constants")}
+            arguments |= {"headers": {"Content-Type": "application/json"}}
+        backoff = Backoff(self._patience)
+        while True:
+            error: TandemError
+            try:
+                response = await self._http.request(**arguments)
+                if response.is_success:
+                    return response
+                error = error_of(response)
+                again = idempotent and response.status_code in RETRIED_STATUSES
+            except httpx.TransportError as failure:
+                error = unreachable(failure)
+                again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+            if not again:
+                raise error
+            await self._http.sleep(backoff.next(error))
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
