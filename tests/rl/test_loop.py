@@ -13,7 +13,7 @@ from rich.console import Console
 from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
-from tandem.client.rl import state as states
+from tandem.client.rl.record import State
 from tandem.client.rl.view import panel, text_line
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
 
@@ -47,19 +47,19 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
 def test_a_kill_at_any_call_loses_no_step_and_no_group_trains_twice(
     tmp_path: Path, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = states.save
+    saved = loops.write_json_atomic
     calls, at = 0, 0
     while at < 400:
         at += 1
         stack = FakeStack(delay=0.001, seed=at)
         stack.kill_at = at
 
-        def save(path: Path, state: states.State, stack: FakeStack = stack) -> None:
+        def save(path: Path, state: State, stack: FakeStack = stack) -> None:
             stack.mark()
             saved(path, state)
             stack.mark()
 
-        monkeypatch.setattr(states, "save", save)
+        monkeypatch.setattr(loops, "write_json_atomic", save)
         directory = tmp_path / str(at)
         directory.mkdir()
         kills = asyncio.run(run_until_done(config(max_off_policy_steps=bound, steps=3), stack, directory))
@@ -76,7 +76,7 @@ def test_without_the_write_ahead_other_groups_would_be_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check of the test above sees what it is for."""
-    monkeypatch.setattr(loops.states, "save", lambda path, state: None)
+    monkeypatch.setattr(loops, "write_json_atomic", lambda path, state: None)
     stack = FakeStack()
 
     async def killed_after_the_submission() -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 
 from tandem.client import AsyncTandem, Trajectory
-from tandem.client.rl import state as states
 from tandem.client.rl.config import Config
 from tandem.client.rl.environment import Environment, Group
-from tandem.client.rl.record import Record, batch_numbers
+from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.client.rl.sampler import Sampler
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
+from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 # After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
@@ -82,10 +82,10 @@ class Loop:
         differs = wanted.items() - (existing.model_dump() if existing else {}).items()
         if differs or run.trainable != status.spec.trainable:
             raise Conflict(f"run {run.name!r} exists with {existing or 'all weights'}; name another", field="run.lora")
-        new = states.State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
+        new = State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
         if not self._file.exists():
             self.record.lines.clear()  # they are of another training
-        self.state = states.load(self._file, new)
+        self.state = load_state(self._file, new)
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
         if status.shared_gpus and self.bound:
@@ -116,7 +116,7 @@ class Loop:
             return (await self._tandem.get_job(job)).state
         return ""
 
-    def _forget(self, job: states.Submitted) -> None:
+    def _forget(self, job: Submitted) -> None:
         """The job made no step, and its tasks are handed out again."""
         self.state.jobs.remove(job)
         self.state.open += job.tasks
@@ -229,7 +229,7 @@ class Loop:
         sampling = max(group.ended for group in batch) - min(group.began for group in batch)
         numbers |= {"sampling": sampling, "last_error": self.error if self.counts["errors"] else None}
         self._rewards, self.counts = [], Counter()
-        self.state.jobs.append(states.Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
+        self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
         settings = self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True)
         optimizer = self._rl.optimizer
@@ -262,7 +262,7 @@ class Loop:
 
     def _write_down(self, pending: dict[str, Any] | None) -> None:
         self.state.pending = pending
-        states.save(self._file, self.state)
+        write_json_atomic(self._file, self.state)
 
     # ---- the follower's side
 
