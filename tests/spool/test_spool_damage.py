@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spool.spool_tools import add_run, commit, job_path, spool_with_run, start, submit, succeeded, train_one
-from tandem.controller.routes_checkpoints import CheckpointArchive
+from tandem.controller.routes_checkpoints import archive_of
 from tandem.errors import CheckpointDamaged, NotFound, SpoolUnusable
 from tandem.inference.publisher.adapter_copies import AdapterCopies
 from tandem.inference.publisher.usage import Usage
@@ -133,7 +133,7 @@ def test_a_directory_in_place_of_an_adapter_is_damage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
         copies.copy(copies.path("r@0", manifest, spool.runs.get("r")), checkpoint, manifest)
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
-        CheckpointArchive(checkpoint, manifest)
+        archive_of(checkpoint, manifest)
     assert spool.checkpoints.size("r") > 0
 
 

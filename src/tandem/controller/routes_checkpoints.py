@@ -20,6 +20,7 @@ from tandem.spool.schema import STEPS, Manifest, RunName
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
 _CHUNK_BYTES = 2**20
+_END = bytes(2 * tarfile.BLOCKSIZE)
 Step = Annotated[int, PathParameter(ge=0, lt=STEPS)]
 _TAR = {
     "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
@@ -80,10 +81,10 @@ def download_checkpoint(
     if weights_only:
         files = {name: entry for name, entry in manifest.files.items() if not name.startswith("optimizer/")}
         manifest = manifest.model_copy(update={"files": files})
-    archive = CheckpointArchive(deployment.spool.checkpoints.path(run, step), manifest)
-    disposition = f'attachment; filename="{archive.name}.tar"'
-    headers = {"Content-Length": str(archive.size), "Content-Disposition": disposition}
-    return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
+    size, parts = archive_of(deployment.spool.checkpoints.path(run, step), manifest)
+    disposition = f'attachment; filename="{run}@{step}.tar"'
+    headers = {"Content-Length": str(size), "Content-Disposition": disposition}
+    return StreamingResponse(parts, media_type="application/x-tar", headers=headers)
 
 
 def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> CheckpointInfo:
@@ -96,49 +97,39 @@ def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> Checkpoi
     return CheckpointInfo(step=step, size=size, pinned=pinned, **fields)
 
 
-class CheckpointArchive:
-    """The parts of an uncompressed tar with a checkpoint's files under `<run>@<step>/`, the manifest last.
+def archive_of(directory: Path, manifest: Manifest) -> tuple[int, Iterator[bytes]]:
+    """The bytes and the parts of an uncompressed tar: a checkpoint's files under `<run>@<step>/`, the manifest last.
 
-    `size`, in bytes, is known before the first part. All files are opened at once, so that a rollback that moves them
-    does not disturb a download. Raises CheckpointDamaged where a file is missing or has another size.
+    All files are opened at once, so that a rollback that moves them does not disturb a download. Raises
+    CheckpointDamaged where a file is missing or has another size.
     """
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.name = f"{manifest.run}@{manifest.step}"
-        self.size = 2 * tarfile.BLOCKSIZE
-        self._entries: list[tuple[bytes, BinaryIO, int]] = []  # header, content, bytes
-        manifest_json = (manifest.model_dump_json(indent=1) + "\n").encode()
-        with ExitStack() as files:
-            for relative, entry in sorted(manifest.files.items()):
-                file = files.enter_context(_open(directory / relative, entry.size))
-                self._add(relative, file, entry.size, manifest.created)
-            self._files = files.pop_all()
-        self._add("manifest.json", io.BytesIO(manifest_json), len(manifest_json), manifest.created)
-
-    def _add(self, relative: str, file: BinaryIO, size: int, created: float) -> None:
-        info = tarfile.TarInfo(f"{self.name}/{relative}")
-        info.size, info.mtime, info.mode = size, int(created), 0o644
-        header = info.tobuf(tarfile.PAX_FORMAT)
-        self._entries.append((header, file, size))
-        self.size += len(header) + size + _padding(size)
-
-    def __iter__(self) -> Iterator[bytes]:
-        with self._files:
-            for header, file, size in self._entries:
-                yield header
-                left = size
-                while left:
-                    data = file.read(min(left, _CHUNK_BYTES))
-                    if not data:  # the client receives less than the Content-Length and sees a broken download
-                        raise CheckpointDamaged(f"a file of {self.name} ended {left} bytes early")
-                    left -= len(data)
-                    yield data
-                yield bytes(_padding(size))
-            yield bytes(2 * tarfile.BLOCKSIZE)
+    text = (manifest.model_dump_json(indent=1) + "\n").encode()
+    with ExitStack() as stack:
+        files = [(name, stack.enter_context(_open(directory / name, entry.size)), entry.size)
+                 for name, entry in sorted(manifest.files.items())]  # fmt: skip
+        opened = stack.pop_all()
+    entries = []
+    for name, file, size in [*files, ("manifest.json", io.BytesIO(text), len(text))]:
+        info = tarfile.TarInfo(f"{manifest.run}@{manifest.step}/{name}")
+        info.size, info.mtime, info.mode = size, int(manifest.created), 0o644
+        entries.append((info.tobuf(tarfile.PAX_FORMAT), file, size))
+    total = sum(len(header) + size + -size % tarfile.BLOCKSIZE for header, _, size in entries) + len(_END)
+    return total, _parts(opened, entries)
 
 
-def _padding(size: int) -> int:
-    return -size % tarfile.BLOCKSIZE
+def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Iterator[bytes]:
+    with opened:
+        for header, file, size in entries:
+            yield header
+            left = size
+            while left:
+                data = file.read(min(left, _CHUNK_BYTES))
+                if not data:  # the client receives less than the Content-Length and sees a broken download
+                    raise CheckpointDamaged(f"a file ended {left} bytes early")
+                left -= len(data)
+                yield data
+            yield bytes(-size % tarfile.BLOCKSIZE)
+        yield _END
 
 
 def _open(path: Path, size: int) -> BinaryIO:

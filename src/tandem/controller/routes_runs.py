@@ -69,25 +69,6 @@ def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]
     return run_status(deployment, spec)
 
 
-def _with_default_targets(deployment: Deployment, requested: LoraShape) -> LoraShape:
-    """`requested`, and for a mixture of experts without named targets attention only.
-
-    An adapter on experts would have as many matrices as there are experts.
-    """
-    if deployment.arch.moe is None or "targets" in requested.model_fields_set:
-        return requested
-    return requested.model_copy(update={"targets": default_targets(deployment.arch)})
-
-
-def _check_full(deployment: Deployment) -> None:
-    """Raises InvalidInput where this deployment can't train or serve all weights."""
-    settings = deployment.settings
-    if settings.weights != "merged" or settings.way == "merge":
-        now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
-        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
-        raise InvalidInput(f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable")
-
-
 def _check(deployment: Deployment, spec: RunSpec) -> None:
     """Raises InvalidInput for a run that this deployment can't train or serve."""
     settings = deployment.settings
@@ -97,8 +78,10 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
-    if spec.lora is None:
-        _check_full(deployment)
+    if spec.lora is None and (settings.weights != "merged" or settings.way == "merge"):
+        now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
+        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
+        raise InvalidInput(f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable")
     if spec.weights == "merged":
         for wrong, what in (("fp32", "fp32 weights beside others"), ("turns", "all experts in one tensor")):
             if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
@@ -118,14 +101,11 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
     """Raises InvalidInput for an adapter that this deployment can't serve."""
     settings = deployment.settings
     if lora.rank > settings.max_lora_rank:
-        problem = (
-            f"vLLM serves ranks up to {settings.max_lora_rank} here; choose a lower one, or raise TANDEM_MAX_LORA_RANK"
-        )
-        raise InvalidInput(problem, field="lora.rank")
-    if deployment.arch.moe is None:
-        return
+        problem = f"vLLM serves ranks up to {settings.max_lora_rank} here"
+        remedy = "choose a lower one, or raise TANDEM_MAX_LORA_RANK"
+        raise InvalidInput(f"{problem}; {remedy}", field="lora.rank")
     on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
-    if on_experts and not settings.expert_lora:
+    if deployment.arch.moe and on_experts and not settings.expert_lora:
         problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
         remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
         raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
@@ -140,11 +120,14 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
     base, full = request.base_model or deployment.base_model, request.trainable == "full"
     if full and "lora" in request.model_fields_set:
         raise InvalidInput("a run of all weights (trainable=full) has no adapter; leave lora out", field="lora")
+    lora = request.lora
+    if "targets" not in lora.model_fields_set:
+        lora = lora.model_copy(update={"targets": default_targets(deployment.arch)})
     spec = RunSpec(
         name=request.name,
         base_model=deployment.base_model if deployment.is_base_model(base) else base,
         trainable=request.trainable,
-        lora=None if full else _with_default_targets(deployment, request.lora),
+        lora=None if full else lora,
         weights=request.weights or deployment.settings.weights,
         seed=request.seed,
         created=time.time(),
