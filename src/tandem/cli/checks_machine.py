@@ -137,10 +137,8 @@ def damage_checks(settings: Settings) -> Iterator[Check]:
     }
     damage = Spool(settings.root).damage()
     for kind, found in damage.items():
-        for problem in found[:10]:
-            yield Check("warn", f"damaged {kind}", problem, remedies[kind])
-        if len(found) > 10:
-            yield Check("warn", f"damaged {kind}", f"and {len(found) - 10} more")
+        more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
+        yield from (Check("warn", f"damaged {kind}", problem, remedies[kind]) for problem in found[:10] + more)
     if not any(damage.values()):
         yield Check("ok", "spool", "nothing is damaged")
 
@@ -148,18 +146,17 @@ def damage_checks(settings: Settings) -> Iterator[Check]:
 def device_checks(settings: Settings) -> Iterator[Check]:
     """Whether this machine has the device that the settings want."""
     gpus = _gpus()
-    if settings.device == "cuda" and not gpus:
-        remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
-        yield Check("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU", remedy)
-        return
     device = ("cuda" if gpus else "cpu") if settings.device == "auto" else settings.device
     dtype = ("bfloat16" if device == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
     ranks = settings.trainer_ranks
-    if device == "cuda" and ranks > len(gpus):
+    if device == "cuda" and not gpus:
+        remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
+        yield Check("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU", remedy)
+    elif device == "cuda" and ranks > len(gpus):
         yield Check("fail", "device", f"{ranks} trainer ranks, {len(gpus)} GPUs", "lower TANDEM_TRAINER_RANKS")
-        return
-    hardware = ", ".join(gpus) if device == "cuda" else f"{os.cpu_count()} cores"
-    yield Check("ok", "device", f"{device}, {dtype}; {hardware}")
+    else:
+        hardware = ", ".join(gpus) if device == "cuda" else f"{os.cpu_count()} cores"
+        yield Check("ok", "device", f"{device}, {dtype}; {hardware}")
 
 
 def _gpus() -> list[str]:

@@ -1,7 +1,6 @@
 """`tandem train sft` and `tandem train dpo`: a file becomes a chain of jobs, with progress, checkpoints and resume."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,18 +76,9 @@ def _share(held_out: str | None) -> str | float | None:
 
 def _train(chain: Chain, json: bool) -> None:
     config = chain.config
-    columns = (
-        SpinnerColumn(),
-        "{task.description}",
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        "{task.fields[shown]}",
-    )
-    with Tandem() as tandem, ExitStack() as stack:
-        progress = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=err, disable=json or not err.is_terminal
-        )
-        stack.enter_context(progress)
+    bar = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
+    columns = *bar, "{task.fields[shown]}", TimeElapsedColumn(), TimeRemainingColumn()
+    with Tandem() as tandem, Progress(*columns, console=err, disable=json or not err.is_terminal) as progress:
         task = progress.add_task(config.run, total=chain.total, shown="waits")
         if not json:
             err.print(f"{chain.examples} examples, {chain.total} optimizer steps in {len(chain.slices)} jobs")

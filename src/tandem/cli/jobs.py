@@ -100,15 +100,10 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
             else:
                 err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
         while (part := tandem.log_part(job, offset)).data:
-            offset = part.next_offset
-            text = part.data.decode(errors="replace")
-            if json:
-                show_line({"log": text})
-            else:
-                print(text, end="", flush=True)
+            offset, text = part.next_offset, part.data.decode(errors="replace")
+            show_line({"log": text}) if json else print(text, end="", flush=True)
         if status.state in TERMINAL:
-            raise_if_failed(status)
-            return
+            return raise_if_failed(status)
         time.sleep(_POLL_SECONDS)
 
 

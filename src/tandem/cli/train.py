@@ -2,7 +2,7 @@
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,12 +67,24 @@ def read_request(text: str) -> dict[str, Any]:
     try:
         content = jsonlib.loads(text)
     except ValueError:
-        return _request_of(_lines(text))
-    if isinstance(content, list):
-        return _request_of([(f"[{i}]", item) for i, item in enumerate(content)])
-    if isinstance(content, dict) and ("kind" in content or "groups" in content or "examples" in content):
-        return {"kind": "rl" if "groups" in content else "sft", **content}
-    return _request_of([("line 1", content)])
+        items = list(_lines(text))
+    else:
+        if isinstance(content, dict) and content.keys() & {"kind", "groups", "examples"}:
+            return {"kind": "rl" if "groups" in content else "sft", **content}
+        is_list = isinstance(content, list)
+        items = [(f"[{i}]", item) for i, item in enumerate(content)] if is_list else [("line 1", content)]
+    if not items:
+        raise InvalidInput("the file is empty", field="FILE")
+    kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
+    for place, item in items:
+        if not isinstance(item, dict) or not {"trajectories", "messages", "token_ids"} & item.keys():
+            problem = 'neither a group ("trajectories") nor an example ("messages" or "token_ids")'
+            raise InvalidInput(problem, field=f"FILE {place}")
+        kinds.setdefault("groups" if "trajectories" in item else "examples", place)
+    if len(kinds) == 2:
+        problem = f"groups (from {kinds['groups']}) and examples (from {kinds['examples']}) can't be in one job"
+        raise InvalidInput(problem, field="FILE")
+    return {"kind": "rl" if "groups" in kinds else "sft", next(iter(kinds)): [item for _, item in items]}
 
 
 def _lines(text: str) -> Iterator[tuple[str, Any]]:
@@ -83,24 +95,6 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
                 yield f"line {number}", jsonlib.loads(line)
         except ValueError as error:
             raise InvalidInput(f"not JSON: {error}", field=f"FILE line {number}") from error
-
-
-def _request_of(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The request with these groups or examples; each comes with its place in the file."""
-    kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
-    content = []
-    for place, item in items:
-        content.append(item)
-        if not isinstance(item, Mapping) or not {"trajectories", "messages", "token_ids"} & item.keys():
-            problem = 'neither a group ("trajectories") nor an example ("messages" or "token_ids")'
-            raise InvalidInput(problem, field=f"FILE {place}")
-        kinds.setdefault("rl" if "trajectories" in item else "sft", place)
-    if len(kinds) == 2:
-        problem = f"groups (from {kinds['rl']}) and examples (from {kinds['sft']}) can't be in one job"
-        raise InvalidInput(problem, field="FILE")
-    if not content:
-        raise InvalidInput("the file is empty", field="FILE")
-    return {"kind": "rl", "groups": content} if "rl" in kinds else {"kind": "sft", "examples": content}
 
 
 def apply_setting(request: dict[str, Any], assignment: str) -> None:

@@ -1,6 +1,7 @@
 """The memory that a job's events report, attempt by attempt."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,30 +30,32 @@ class AttemptMemory(BaseModel):
 
 def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
     """The memory of each attempt that began, oldest first."""
-    attempts: dict[int, AttemptMemory] = {}
+    attempts: dict[int, dict[str, Mapping[str, Any]]] = {}  # number -> event's type -> data of the last such event
     for event in events:
-        data = event.data
         if event.type == "claimed":
-            attempts[event.attempt] = AttemptMemory(attempt=event.attempt)
-        attempt = attempts.get(event.attempt)
-        if attempt is None:
-            continue
-        if event.type == "started":
-            attempt.device = data.get("device")
-        elif event.type == "step":
-            attempt.last_step = _step_memory(data.get("metrics") or {})
-        elif event.type == "loaded":
-            attempt.ranks = _ranks(data)
-        elif event.type == "released":
-            # A rank that wrote no heartbeat after `loaded` keeps what `loaded` reported.
-            attempt.ranks = dict(sorted((attempt.ranks | _ranks(data)).items()))
-            attempt.released, attempt.processes = True, data.get("processes") or 0
-            attempt.most = data.get("before") or {}
-            attempt.left = beyond(data.get("devices") or {}, data.get("floor") or {})
-    for attempt in attempts.values():
-        for phase in {phase for memory in attempt.ranks.values() for phase in memory.phases}:
-            attempt.last_step.pop(phase, None)
-    return list(attempts.values())
+            attempts[event.attempt] = {}
+        if event.attempt in attempts:
+            attempts[event.attempt][event.type] = event.data
+    return [_memory(number, defaultdict(dict, found)) for number, found in attempts.items()]
+
+
+def _memory(attempt: int, found: Mapping[str, Mapping[str, Any]]) -> AttemptMemory:
+    released = found["released"]
+    # A rank that wrote no heartbeat after `loaded` keeps what `loaded` reported.
+    ranks = dict(sorted((_ranks(found["loaded"]) | _ranks(released)).items()))
+    last_step = _step_memory(found["step"].get("metrics") or {})
+    for phase in {phase for memory in ranks.values() for phase in memory.phases}:
+        last_step.pop(phase, None)
+    return AttemptMemory(
+        attempt=attempt,
+        device=found["started"].get("device"),
+        ranks=ranks,
+        last_step=last_step,
+        released=bool(released),
+        processes=released.get("processes") or 0,
+        most=released.get("before") or {},
+        left=beyond(released.get("devices") or {}, released.get("floor") or {}),
+    )
 
 
 def _ranks(data: Mapping[str, Any]) -> dict[int, RankMemory]:
