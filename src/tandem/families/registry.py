@@ -1,4 +1,4 @@
-"""The families that Tandem knows, by `model_type`. Those that differ from the standard decoder in constants are here."""
+"""All families, by `model_type`. Here are those that are the standard decoder with other constants."""
 
 import functools
 from typing import Any
