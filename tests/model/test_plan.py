@@ -22,7 +22,10 @@ from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tiny import write_random_model
 
-MEASURED = json.loads((Path(__file__).parents[2] / "bench" / "results" / "train.json").read_text())["rows"]
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+MEASURED = json.loads((RESULTS / "train.json").read_text())["rows"]
+TOPOLOGIES = json.loads((RESULTS / "topologies.json").read_text())["rows"]
+H200 = 143771 * 2**20
 SLOTS = {"8192": 8192, "16384": 16384, "4x1024": 4096, "tree": 10240}
 QWEN3 = {"head_dim": 128, "num_attention_heads": 32, "vocab_size": 151936, "max_position_embeddings": 40960}
 CONFIGS = {  # `bench/train.py`, which needs a GPU's packages
@@ -86,6 +89,25 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
         assert abs(ratio - 1) < 0.1, row
         compared += 1
     assert compared >= 5
+
+
+def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
+    """The tree is left out: the estimate takes a row for one sequence, which needs eight times its attention."""
+    configs = CONFIGS | {"qwen3-32b": CONFIGS["qwen3-8b"] | {
+        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
+    }}  # fmt: skip
+    models = {"moe": "qwen3-30b-a3b", "dense": "qwen3-32b", "8b": "qwen3-8b"}
+    for row in TOPOLOGIES:
+        arch = arch_from_config(configs[models[row["case"].partition("-")[0]]])
+        lora = None if "full" in row["case"] else LoraShape(targets=default_targets(arch))
+        ranks = 1 if row["topology"] == "1 GPU" else 2
+        job = Training(arch, lora, row["row"], rows=2)
+        candidates = plan(job, ranks, H200).candidates
+        [one] = [one for one in candidates if describe(one.sizes) == row["topology"]]
+        ratio = one.tokens_per_second / ranks / row["tokens/s per GPU"]
+        print(f"{row['case']}: {ratio:.3f} of the speed, {one.total / GIB / row['peak GiB']:.3f} of the memory")
+        assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.05, row
+        assert "tree" in row["case"] or abs(ratio - 1) < 0.1, row
 
 
 def test_constants_and_levels_are_the_models():

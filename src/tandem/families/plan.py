@@ -1,7 +1,7 @@
 """Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No torch.
 
 Speed is an estimate: the model's operations over rates measured on one H200 (bench/results/train.json), plus the bytes
-that ranks exchange over a bandwidth that nobody has measured here.
+that ranks exchange over an assumed bandwidth, times what two ranks reached of that (bench/results/topologies.json).
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,12 @@ ADAPTED_EXPERTS_RATE = 260e12
 EXCHANGE_RATE = 300e9
 """Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of NVLink 4's 450 GB/s
 per direction. No computation is assumed to go on meanwhile."""
+SHARES = {"tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "context": 1.0}
+"""Measured speed of two ranks of a dimension over what operations and bytes give. Context: not measured."""
+MIXTURES_SEQUENCE_SHARE = 0.60
+"""With SP the products of a mixture's experts get half the rows."""
+FULL_SHARE = 0.85
+"""Where two ranks train all weights."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
 ROW = 8192
@@ -105,9 +111,20 @@ def describe(sizes: Sizes) -> str:
 def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
     needs = memory(job, sizes)
     levels = needs.levels(gpu_memory)
-    speed = 0.0 if levels is None else job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
+    speed = 0.0
+    if levels is not None:
+        speed = _share(job, sizes) * job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
     alone = sizes == Sizes(data=sizes.data) and job.lora is not None
     return Candidate(sizes, needs, levels, speed, measured=alone)
+
+
+def _share(job: Training, sizes: Sizes) -> float:
+    share = FULL_SHARE if job.lora is None and sizes.world > 1 else 1.0
+    for dimension, of_two in SHARES.items():
+        if dimension == "sequence" and job.arch.moe is not None:
+            of_two = MIXTURES_SEQUENCE_SHARE
+        share *= of_two if getattr(sizes, dimension) > 1 or (dimension == "sequence" and sizes.sequence) else 1.0
+    return share
 
 
 def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
