@@ -27,7 +27,8 @@ class Decoder:
     rms_norm_eps: float = 1e-6  # if config.json has none
     shared_experts: bool = False  # shared experts are built
     tie_embeddings: bool = False  # if config.json does not say
-    sliding_window: int | None = None  # if config.json has none; None: sliding windows are refused
+    windows: bool = False  # the family has sliding windows
+    sliding_window: int | None = None  # if config.json has none
     window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
     yarn: bool = False  # YaRN's scaling of RoPE is built
     full_layers: int | None = None  # the first layers, without a window, if config.json has none; None: all have it
@@ -69,26 +70,21 @@ class Decoder:
             if set(kinds or ()) - {"full_attention"}:
                 raise config.unsupported("layers of other kinds than full_attention, without a sliding window in use")
             return None
-        if self.sliding_window is None:
+        if not self.windows:
             raise config.unsupported("sliding-window attention")
-        usual = self.layer_types(config, layers)
-        kinds = usual if kinds is None else kinds
-        if set(kinds) - {"sliding_attention", "full_attention"} or (self.full_layers is None and kinds != usual):
+        if self.full_layers is None:
+            chosen = [True] * layers
+        elif kinds is None:
+            first = config.get("max_window_layers", self.full_layers)
+            chosen = [index >= first for index in range(layers)]
+        else:
+            chosen = [kind == "sliding_attention" for kind in kinds]
+        if kinds is not None and kinds != ["sliding_attention" if own else "full_attention" for own in chosen]:
             raise config.unsupported(f"layer_types {kinds!r}")
-        if len(kinds) != layers:
-            raise config.invalid(f"layer_types has {len(kinds)} entries for {layers} layers")
+        if len(chosen) != layers:
+            raise config.invalid(f"layer_types has {len(chosen)} entries for {layers} layers")
         tokens = config.positive("sliding_window", int, self.sliding_window)
-        chosen = tuple(kind == "sliding_attention" for kind in kinds)
-        return Window(tokens, chosen, self.window_theta(config)) if any(chosen) else None
-
-    def layer_types(self, config: ModelConfig, layers: int) -> list[str]:
-        """Which layers have a window where config.json does not say it."""
-        first = 0 if self.full_layers is None else config.get("max_window_layers", self.full_layers)
-        return ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
-
-    def window_theta(self, _config: ModelConfig) -> float | None:
-        """See `Window.rope_theta`."""
-        return None
+        return Window(tokens, tuple(chosen)) if any(chosen) else None
 
     def moe(self, _config: ModelConfig) -> MoE | None:
         """The mixture of experts in every layer; None: MLPs."""
@@ -183,7 +179,7 @@ def _rope_scaling(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    known = ("default", "linear", "llama3", "yarn") if yarn else ("default", "linear", "llama3")
+    known = ("default", "linear", "llama3", *["yarn"] * yarn)
     if kind not in known:
         raise config.unsupported(f"RoPE scaling {kind!r} (not {' or '.join(map(repr, known))})")
     try:

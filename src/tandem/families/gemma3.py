@@ -4,7 +4,7 @@ multiply by 1 + weight, GELU, scaled embeddings."""
 from dataclasses import replace
 from typing import Any
 
-from tandem.families.arch import Arch
+from tandem.families.arch import Arch, Window
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
@@ -22,15 +22,20 @@ class Gemma3(Decoder):
             post_norms=True,
         )
 
-    def layer_types(self, config: ModelConfig, layers: int) -> list[str]:
-        every = config.positive("sliding_window_pattern", int, 6)
-        return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
-
-    def window_theta(self, config: ModelConfig) -> float:
+    def window(self, config: ModelConfig) -> Window | None:
+        """Without `layer_types`, every sixth layer has none."""
+        layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
+        if kinds is None:
+            every = config.positive("sliding_window_pattern", int, 6)
+            kinds = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+        if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+            raise config.invalid(f"layer_types is {kinds!r} for {layers} layers")
         rope = self._rope(config, "sliding_attention", "rope_local_base_freq", 1e4)
         if rope.get("rope_type", "default") != "default":
             raise config.unsupported("a scaled RoPE in the layers with a sliding window")
-        return float(rope["rope_theta"])
+        chosen = tuple(kind == "sliding_attention" for kind in kinds)
+        tokens = config.positive("sliding_window", int, self.sliding_window)
+        return Window(tokens, chosen, float(rope["rope_theta"])) if any(chosen) else None
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """Of the layers without a window."""
@@ -64,6 +69,13 @@ class Gemma3(Decoder):
 
 
 FAMILY = Gemma3(
-    "gemma3_text", activation=("hidden_activation", "gelu_pytorch_tanh"), head_dim=256, max_positions=131072,
-    num_kv_heads=4, qk_norm=True, sliding_window=4096, full_layers=0, tie_embeddings=True,
-)  # fmt: skip
+    "gemma3_text",
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    head_dim=256,
+    max_positions=131072,
+    num_kv_heads=4,
+    qk_norm=True,
+    sliding_window=4096,
+    tie_embeddings=True,
+    windows=True,
+)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tandem.families.arch import Arch, MoE
+from tandem.families.arch import Arch, MoE, Window
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
@@ -22,8 +22,12 @@ class GptOss(Decoder):
         bias = bool(config.get("attention_bias", True))
         return replace(super().arch(config), qkv_bias=bias, output_bias=bias, sinks=True)
 
-    def layer_types(self, _config: ModelConfig, layers: int) -> list[str]:
-        return [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    def window(self, config: ModelConfig) -> Window | None:
+        """Without `layer_types`, every other layer has it, the first one too."""
+        layers = config.positive("num_hidden_layers", int)
+        kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+        own = {"layer_types": config.get("layer_types") or kinds}
+        return super().window(ModelConfig({**config.values, **own}, config.source))
 
     def moe(self, config: ModelConfig) -> MoE:
         total = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
@@ -67,6 +71,6 @@ class GptOss(Decoder):
 
 
 FAMILY = GptOss(
-    "gpt_oss", head_dim=64, max_positions=131072, num_kv_heads=8, rms_norm_eps=1e-5, sliding_window=128, full_layers=0,
-    qkv_bias=True, yarn=True,
+    "gpt_oss", head_dim=64, max_positions=131072, num_kv_heads=8, rms_norm_eps=1e-5, sliding_window=128, windows=True,
+    full_layers=0, qkv_bias=True, yarn=True,
 )  # fmt: skip

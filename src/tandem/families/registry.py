@@ -1,28 +1,18 @@
-"""All families, by `model_type`. Here are those that are the standard decoder with other constants."""
+"""The families that Tandem knows, by `model_type`."""
 
 import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, qwen3_moe
+from tandem.families import gemma3, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
-_QWEN: dict[str, Any] = {"num_kv_heads": 32, "sliding_window": 4096, "window_is_optional": True, "full_layers": 28}
 FAMILIES: dict[str, Decoder] = {
-    family.model_type: family
-    for family in (
-        Decoder("qwen3", qk_norm=True, head_dim=128, **_QWEN),
-        qwen3_moe.FAMILY,
-        Decoder("qwen2", qkv_bias=True, **_QWEN),  # Qwen2.5 too
-        Decoder("llama", max_positions=2048),
-        Decoder("mistral", num_kv_heads=8, max_positions=131072, sliding_window=4096),
-        gemma3.FAMILY,
-        glm4_moe.FAMILY,
-        gpt_oss.FAMILY,
-    )
+    module.FAMILY.model_type: module.FAMILY
+    for module in (qwen3, qwen3_moe, qwen2, llama, mistral, gemma3, glm4_moe, gpt_oss)
 }
 
 
@@ -33,15 +23,13 @@ def read_arch(model: str) -> Arch:
         InvalidInput: no such directory or repository, no readable `config.json`, or a missing or wrong value in it.
         UnknownArchitecture: a family, or a variant of one, that Tandem doesn't build.
     """
-    return _arch(ModelConfig.of(model))
+    config = ModelConfig.of(model)
+    return arch_from_config(config.values, config.source)
 
 
-def arch_from_config(values: dict[str, Any]) -> Arch:
-    """`read_arch` for a config already parsed."""
-    return _arch(ModelConfig(values, "config.json"))
-
-
-def _arch(config: ModelConfig) -> Arch:
+def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arch:
+    """`read_arch` for a config already parsed; errors name `source`."""
+    config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         problem = f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}"

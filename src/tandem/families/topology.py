@@ -3,15 +3,12 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
-
-_IN_SETTINGS = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor")
-"""The fields of `Sizes` that are settings too, as `<name>_parallel`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,12 @@ class Sizes:
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
         """Those of the trainer's ranks."""
-        sizes = cls(**{name: getattr(settings, f"{name}_parallel") for name in _IN_SETTINGS})
-        return replace(sizes, data=settings.trainer_ranks // sizes.world)
+        tensor, context, pipeline = settings.tensor_parallel, settings.context_parallel, settings.pipeline_parallel
+        return cls(
+            tensor=tensor, context=context, data=settings.trainer_ranks // (tensor * context * pipeline),
+            pipeline=pipeline, expert_tensor=settings.expert_tensor_parallel, expert=settings.expert_parallel,
+            sequence=settings.sequence_parallel,
+        )  # fmt: skip
 
     @property
     def stage(self) -> int:
@@ -81,12 +82,18 @@ class Sizes:
         return self.world > self.data or self.experts > 1
 
     def place(self, rank: int) -> Place:
-        pipeline, in_stage = divmod(rank, self.stage)
-        rest, tensor = divmod(in_stage, self.tensor)
-        data, context = divmod(rest, self.context)
-        rest, expert_tensor = divmod(in_stage, self.expert_tensor)
-        expert_data, expert = divmod(rest, self.expert)
-        return Place(tensor, context, data, pipeline, expert_tensor, expert, expert_data)
+        in_stage = rank % self.stage
+        rest = in_stage // self.tensor
+        expert_rest = in_stage // self.expert_tensor
+        return Place(
+            tensor=in_stage % self.tensor,
+            context=rest % self.context,
+            data=rest // self.context,
+            pipeline=rank // self.stage,
+            expert_tensor=in_stage % self.expert_tensor,
+            expert=expert_rest % self.expert,
+            expert_data=expert_rest // self.expert,
+        )
 
     def layers(self, count: int, stage: int) -> range:
         """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last stage, which has the
@@ -99,7 +106,11 @@ class Sizes:
 
     def fields(self) -> dict[str, int]:
         """The fields of `Settings` that choose these sizes for a known number of ranks."""
-        return {f"{name}_parallel": getattr(self, name) for name in _IN_SETTINGS}
+        return {
+            "tensor_parallel": self.tensor, "sequence_parallel": self.sequence, "context_parallel": self.context,
+            "pipeline_parallel": self.pipeline, "expert_parallel": self.expert,
+            "expert_tensor_parallel": self.expert_tensor,
+        }  # fmt: skip
 
     def variables(self) -> dict[str, str]:
         """`fields` as environment variables."""
