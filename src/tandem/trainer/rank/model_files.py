@@ -8,7 +8,9 @@ All ranks write into the same files, each its own parts, so nothing is gathered.
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from tandem.families.arch import Arch
 from tandem.families.parts import Part, buffers, senders_of_stage
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
-from tandem.model.transfer.channel import BUFFER_BYTES
+from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30
+WRITERS = 8
+"""Threads that write at the same time."""
 
 
 class Weights:
@@ -85,19 +89,27 @@ class ModelFiles:
         """Write this rank's share of all tensors. `beat` is called now and then. Ranks with equal parts take turns."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
+        writes = deque[list[Future[None]]]()
         try:
             # The parts are those of the sender that holds the same weights.
             in_stage, different = rank % sizes.stage, senders_of_stage(sizes)
             sender = rank - in_stage + in_stage % different
-            for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=sender, most=most)):
-                if number % (sizes.stage // different) != in_stage // different:
-                    continue
-                beat()
-                lengths = [part.size for part in parts]
-                buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
-                weights.fill(parts, buffer)
-                for part, values in zip(parts, buffer.cpu().split(lengths), strict=True):
-                    self._write(opened, part, values.view(part.shape))
+            with ThreadPoolExecutor(WRITERS) as writers:
+                for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=sender, most=most)):
+                    if number % (sizes.stage // different) != in_stage // different:
+                        continue
+                    beat()
+                    if len(writes) == BUFFERS:
+                        _finish(writes.popleft())
+                    lengths = [part.size for part in parts]
+                    buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
+                    weights.fill(parts, buffer)
+                    values = zip(parts, _in_host_memory(buffer).split(lengths), strict=True)
+                    writes.append(
+                        [writers.submit(self._write, opened, part, of.view(part.shape)) for part, of in values]
+                    )
+                for of_buffer in writes:
+                    _finish(of_buffer)
             for fd in opened.values():
                 os.fsync(fd)
         finally:
@@ -119,6 +131,18 @@ class ModelFiles:
         # One write where the rows are whole, so that they follow one another.
         for first, end in pairwise([0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)):
             _write_all(opened[file], rows[first:end].numpy().data, begin + (of[0].start + first) * width + left)
+
+
+def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
+    """Pinned, so that the GPU writes into it without another copy."""
+    if not buffer.is_cuda:
+        return buffer
+    return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)
+
+
+def _finish(writes: list[Future[None]]) -> None:
+    for write in writes:
+        write.result()
 
 
 def _write_all(fd: int, values: memoryview, at: int) -> None:
