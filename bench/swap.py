@@ -3,14 +3,15 @@
     python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests 64] [--swaps 8]
                          [--gpu 0] [--publications 500]
 
-vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a mixture attention's)
-have random weights. `--requests` streams run all the time. A checkpoint is committed, and Tandem's publisher copies,
-loads, verifies and announces it. The stall of a swap is the longest gap between two tokens of a running request around
-it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or write whole weights (they
-don't train: they have the random adapters); `sent` is how long that takes, `sending` without the time to connect. These
-three ways share one vLLM. Then `--many` requests, which are not streamed, measure the throughput with the newest
-checkpoint. The probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints follow one another
-while nobody samples, and the memory of vLLM's processes is read now and then.
+vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a mixture
+attention's) have random weights. `--requests` streams run all the time. A checkpoint is committed, and Tandem's
+publisher copies, loads, verifies and announces it. The stall of a swap is the longest gap between two tokens of a
+running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or
+write whole weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending`
+without the time to connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. Then
+`--many` requests, which are not streamed, measure the throughput with the newest checkpoint. The probe is made of
+vLLM's own log-probs. `--publications`: so many more checkpoints follow one another while nobody samples, and the
+memory of vLLM's processes is read now and then.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from bench.random_model import write_random_model
 from bench.report import report
 from bench.restart import host_memory
 from bench.shared import write_tokenizer
+from bench.stock_transfer import sender
 from bench.topologies import MODELS
 from tandem.config import Settings
 from tandem.families.adapter import WEIGHTS_FILE, default_targets
@@ -52,13 +54,16 @@ from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, RunSpec
 from tandem.system import ports, processes
 from tandem.vllm_client.client import VllmClient
+from tandem.vllm_client.names import ADMIN_HEADER
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from whole_weights_sender import Senders
 
 WHOLE = ("nccl", "ipc", "volume")
 """Ways in which whole weights travel."""
-WAYS = ("adapter", *(f"{way}-{copy}" for way in ("merge", "nccl", "ipc", "volume") for copy in ("device", "host")))
+WAYS = (
+    "adapter", *(f"{way}-{copy}" for way in ("merge", *WHOLE, "stock") for copy in ("device", "host", "auto")),
+)  # fmt: skip
 PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 
@@ -86,6 +91,7 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
         "MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "MAX_LORA_RANK": "16",
         "GPU_MEMORY_UTILIZATION": str(options.utilization),
         "ENFORCE_EAGER": str(int(options.enforce_eager)), "DTYPE": options.dtype,
+        "VLLM_ARGS": """--weight-transfer-config '{"backend": "nccl"}'""" if "stock" in name else "",
     }  # fmt: skip
     Spool.create(Path(variables["ROOT"]))
     settings = Settings.model_validate({key.lower(): value for key, value in variables.items()})
@@ -262,11 +268,30 @@ class Bench:
             print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
         streams.stop()
         assert not streams.errors, streams.errors[:3]
-        result: dict[str, Any] = {"way": way, "swaps": len(rows)}
-        for key in rows[0]:
-            values = [row[key] for row in rows if key in row]
-            result |= {key: statistics.median(values), f"{key} max": max(values)}
-        return result
+        return {"way": way, "swaps": len(rows)} | _summary(rows)
+
+    def stock(self, model: Path) -> dict[str, Any]:
+        """vLLM's own transfer of the base model's weights, under the same load: medians and maxima."""
+        settings, rows = self._settings, list[dict[str, Any]]()
+        streams = Streams(settings, self.model, self._options.requests, self._options.tokens, self._options,
+                          streamed=True)  # fmt: skip
+        before = self._client.prompt_logprobs(self.model, PROMPTS[0])
+        streams.start()
+        time.sleep(self._options.warm)
+        admin = {ADMIN_HEADER: str(settings.secret("admin_token"))}
+        url, log = settings.resolved_inference_url, self._options.logs / "stock.log"
+        with sender(model, url, admin, log, 1 - self._options.gpu) as transfer:
+            for _ in range(self._options.swaps):
+                begin = time.time()
+                told = transfer()
+                end = time.time()
+                time.sleep(1.5)
+                rows.append({"stall": streams.stall(begin, end + 0.2), **told, "GB": told["bytes"] / 1e9})
+                print(json.dumps({"way": "stock", **rows[-1]}), flush=True)
+        streams.stop()
+        after = self._client.prompt_logprobs(self.model, PROMPTS[0])
+        assert not np.allclose(before, after, atol=1e-4), "the base model's weights have not arrived"
+        return {"way": "stock", "swaps": len(rows)} | _summary(rows)
 
     def throughput(self) -> float:
         """New tokens per second of `--many` requests."""
@@ -296,15 +321,27 @@ class Bench:
         return rows
 
 
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and maximum of each figure."""
+    result = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows if key in row]
+        result |= {key: statistics.median(values), f"{key} max": max(values)}
+    return result
+
+
 def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Ways that one vLLM serves."""
-    name, (transport, _, copy) = ways[0], ways[0].partition("-")
+    name, (transport, _, copy) = "+".join(ways), ways[0].partition("-")
     started, rows = time.monotonic(), []
     with server(name, transport, copy, model, options) as vllm:
         ready = time.monotonic() - started
         bench = Bench(name, vllm, model, options)
         for way in ways:
             transport = way.partition("-")[0]
+            if transport == "stock":
+                rows.append({**bench.stock(model), "ready": ready})
+                continue
             senders: contextlib.AbstractContextManager[Senders | None] = contextlib.nullcontext()
             if transport in WHOLE:
                 variables = vllm.variables | {
@@ -365,7 +402,7 @@ def main() -> None:
     options.vocabulary = read_arch(str(model)).vocab_size
     write_tokenizer(model, options.vocabulary)
     rows = list[dict[str, Any]]()
-    of_server = itertools.groupby(options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)})-", "whole-", way))
+    of_server = itertools.groupby(options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)}|stock)-", "whole-", way))
     for _, ways in of_server:
         rows += measure(list(ways), model, options)
     columns = {key: None for row in rows for key in row}

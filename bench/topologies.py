@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,13 @@ from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": QWEN3 | {
+        "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128,
+        "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
     "8b": QWEN3 | SHAPES["qwen3-8b"],
+    "8b-6l": QWEN3 | SHAPES["qwen3-8b"] | {"num_hidden_layers": 6},  # all of it trains on a GPU of 80 GB
     "32b": QWEN3 | {
         "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128,
         "num_key_value_heads": 8, "intermediate_size": 25600, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -65,7 +71,6 @@ class Case:
     row: int = 8192
     tree: bool = False  # each row is one group of answers to a prompt, else one sequence
     full: bool = False
-    jobs: int | None = None
     steps: int = STEPS
 
 
@@ -81,8 +86,14 @@ CASES = {
     "8b-tp2-sp": Case("8b", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}),
     "8b-pp2": Case("8b", {"PIPELINE_PARALLEL": 2}),
     "8b-cp2": Case("8b", {"CONTEXT_PARALLEL": 2}),
-    "8b-cp2-tree": Case("8b", {"CONTEXT_PARALLEL": 2}, row=131072, tree=True, jobs=1, steps=2),
-    "8b-full-dp2": Case("8b", full=True, jobs=1),
+    "8b-1-tree": Case("8b", ranks=1, row=131072, tree=True, steps=2),
+    "8b-cp2-tree": Case("8b", {"CONTEXT_PARALLEL": 2}, row=131072, tree=True, steps=2),
+    "8b-1-tree-64k": Case("8b", ranks=1, row=65536, tree=True, steps=2),
+    "8b-cp2-tree-64k": Case("8b", {"CONTEXT_PARALLEL": 2}, row=65536, tree=True, steps=2),
+    "8b-6l-full-1": Case("8b-6l", ranks=1, full=True),
+    "8b-6l-full-dp2": Case("8b-6l", full=True),
+    "8b-full-1": Case("8b", ranks=1, full=True),
+    "8b-full-dp2": Case("8b", full=True),
     "tiny-1": Case("tiny", ranks=1, row=512),
     "tiny-cp2": Case("tiny", {"CONTEXT_PARALLEL": 2}, row=512),
     "tiny-full": Case("tiny", row=512, full=True),
@@ -150,7 +161,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
     }  # fmt: skip
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    log, jobs = options.logs / f"runner.{name}.log", case.jobs or options.jobs
+    log, jobs = options.logs / f"runner.{name}.log", options.jobs
     with log.open("wb") as errors:
         runner = subprocess.Popen(
             [sys.executable, "-m", "tandem.trainer.runner", DEFAULT_ENTRY],
@@ -179,7 +190,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
 
 def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[Any]) -> dict[str, Any]:
     steps = [event.data["metrics"] for event in events if event.type == "step"]
-    speed = statistics.median(step["tokens_per_second"] for step in steps[1:]) / case.ranks
+    speed = statistics.median(step["tokens_per_second"] for step in steps[1:] or steps) / case.ranks
     peak = 0.0
     for step, phase in itertools.product(steps, ("forward_backward", "optimizer")):
         kinds = {kind: step[f"memory_{phase}_{kind}_bytes"] for kind in ("peak", "device_used", "reserved")}
@@ -200,6 +211,7 @@ def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[
         "peak / planned": peak / planned.total if planned else float("nan"),
         "keep (planned)": str(planned.levels if planned else None),
         "claim to first step": seconds["to first step"], "last step to 0 MiB": seconds["last step to 0 MiB"],
+        "checkpoint": seconds["checkpoint"], "rehearsal": seconds["rehearsal"], "probe": seconds["probe"],
         "loss": steps[0]["loss"], "grad norm": steps[0]["grad_norm"],
     }  # fmt: skip
 
@@ -208,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if "tiny" not in name])
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=None, help="of each job; default: the case's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=None, help="of the runners, and the jobs' events; default: --out")
@@ -221,8 +234,9 @@ def main() -> None:
     models = [CASES[name].model for name in options.cases]
     for number, name in enumerate(options.cases):
         options.begun = time.monotonic()
+        case = replace(CASES[name], steps=options.steps or CASES[name].steps)
         try:
-            rows.append(measure(name, CASES[name], options))
+            rows.append(measure(name, case, options))
             print(json.dumps(rows[-1]), f"{time.monotonic() - options.begun:.0f} s", flush=True)
         except AssertionError as error:
             print(f"{name}: {error}", flush=True)

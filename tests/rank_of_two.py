@@ -60,11 +60,11 @@ def tensor_parallel(directory: Path, rank: int) -> dict[str, object]:
     return result
 
 
-def shared_reading(model: Path, group: dist.ProcessGroup) -> dict[str, object]:
+def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
     """The names of the parameters that this rank read first and then, whether all have the right values in the end,
     and how many it would read the next time."""
     arch = read_arch(str(model))
-    alone, shared = (BaseWeights(arch, torch.float32, Sizes(), group=g) for g in (None, group))
+    alone, shared = (BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups))
     for weights in (alone, shared):
         for parameter in weights.parameters.values():
             parameter.fill_(torch.nan)
@@ -85,11 +85,11 @@ def main(directory: Path, where: str) -> None:
     if where == "cpu":
         topology = parallel.init_parallel(Sizes(tensor=2), timeout_seconds=300)
         assert (topology.tensor.size(), topology.tensor.rank(), topology.sizes.data) == (2, rank, 1)
-        result, group = tensor_parallel(directory, rank), dist.group.WORLD
+        result, groups = tensor_parallel(directory, rank), (dist.group.WORLD, dist.group.WORLD)
     else:
         parallel.init_parallel(timeout_seconds=300)
-        result, group = {}, parallel.reading_group()
-    result["reading"] = shared_reading(directory / "model", group)
+        result, groups = {}, parallel.reading_groups()
+    result["reading"] = shared_reading(directory / "model", groups)
     torch.save(result, directory / f"rank{rank}.pt")
     parallel.destroy()
 

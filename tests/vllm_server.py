@@ -1,4 +1,7 @@
-"""A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so tests share one."""
+"""A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so tests share one.
+
+With TANDEM_TEST_GPU=0 it runs on GPU 0, and the ranks that send it weights on GPU 1; with 1 the other way round.
+"""
 
 import contextlib
 import os
@@ -14,6 +17,13 @@ from tandem.vllm_client.client import VllmClient
 from waiting import answers, until
 
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
+GPU = os.environ.get("TANDEM_TEST_GPU")
+WHERE = {"TANDEM_DEVICE": "cpu"}
+SENDERS = {"TANDEM_DTYPE": "float32"}
+if GPU is not None:
+    WHERE = {"TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": GPU, "TANDEM_DTYPE": "float32",
+             "TANDEM_ENFORCE_EAGER": "1", "TANDEM_GPU_MEMORY_UTILIZATION": "0.2"}  # fmt: skip
+    SENDERS |= {"CUDA_VISIBLE_DEVICES": str(1 - int(GPU))}
 
 
 class VllmServer:
@@ -27,7 +37,7 @@ class VllmServer:
         self._environment = os.environ | {
             "TANDEM_ROOT": str(directory),
             "TANDEM_BASE_MODEL": str(model),
-            "TANDEM_DEVICE": "cpu",
+            **WHERE,
             "TANDEM_INFERENCE_PORT": str(self._port.port),
             "TANDEM_API_KEY": API_KEY,
             "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,

@@ -119,6 +119,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(directory: Path, tp: int, pp: int) -> None:
+    import torch
+
     from policies import make_policy
     from tandem.families.registry import read_arch
     from tandem.families.topology import Sizes
@@ -134,7 +136,8 @@ def main(directory: Path, tp: int, pp: int) -> None:
         time.sleep(0.01)
     run = spool.runs.get((directory / "run").read_text())
     model = Path(run.base_model)
-    policy = make_policy(model, run.lora)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    policy = make_policy(model, run.lora, dtype=dtype)
     events: list[dict[str, Any]] = []
 
     def event(kind: Any, **data: Any) -> None:

@@ -15,7 +15,7 @@ from inference.test_merged_vllm import EVERYWHERE, MergedTrainer, complete
 from policies import write_random_adapter
 from tandem.spool.schema import Served
 from tiny import write_random_model
-from vllm_server import VllmServer
+from vllm_server import GPU, SENDERS, VllmServer
 from waiting import answers, until
 from whole_weights_sender import Senders
 
@@ -41,7 +41,8 @@ class WholeTrainer(MergedTrainer):
 
     def __init__(self, vllm: VllmServer, directory: Path, way: str, tp: int) -> None:
         super().__init__(vllm, directory, transport=way)
-        self.senders = Senders(directory / "ranks", self.spool, self.run, way, tp, TANDEM_INFERENCE_URL=vllm.url)
+        variables = {"TANDEM_INFERENCE_URL": vllm.url, **SENDERS}
+        self.senders = Senders(directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **variables)
 
     def offer(self, seed: int) -> int:
         """The ranks offer a step, and it is committed; its number."""

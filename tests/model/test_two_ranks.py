@@ -90,18 +90,17 @@ def test_each_rank_reads_its_share_and_gets_the_others(request, tmp_path, where)
 
 
 class Group:
-    """Stands for the process group of five ranks, of which this is one."""
+    """Stands for a process group, of which this is one rank."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, size):
         self.rank = lambda: rank
-
-    def size(self):
-        return 5
+        self.size = lambda: size
 
 
 def test_shares_are_consecutive_and_about_equal(alone, tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, num_hidden_layers=7)))
-    shares = [BaseWeights(arch, torch.float32, Sizes(), group=Group(rank)).own_share() for rank in range(5)]
+    groups = [(Group(rank, 5),) * 2 for rank in range(5)]
+    shares = [BaseWeights(arch, torch.float32, Sizes(), groups=each).own_share() for each in groups]
     parameters = BaseWeights(arch, torch.float32, Sizes()).parameters
     assert [name for share in shares for name in share] == list(parameters)
     sizes, largest = (
@@ -109,6 +108,20 @@ def test_shares_are_consecutive_and_about_equal(alone, tmp_path):
         max(p.nbytes for p in parameters.values()),
     )
     assert all(abs(size - sum(sizes) / 5) <= largest for size in sizes)
+
+
+def test_tensor_parallel_ranks_share_the_reading_of_whole_experts_only(alone, tmp_path):
+    arch = read_arch(str(write_random_model(tmp_path, family="qwen3_moe")))
+    sizes = Sizes(tensor=2, sequence=True)
+    groups = [(Group(0, 1), Group(rank, 2)) for rank in range(2)]
+    first, second = (BaseWeights(arch, torch.float32, sizes, groups=each).own_share() for each in groups)
+    parameters = BaseWeights(arch, torch.float32, sizes).parameters
+    assert {*first, *second} == {*parameters}
+    experts = {name for name in parameters if ".experts." in name}
+    assert len(experts) >= 4
+    assert {*first} & {*second} == {*parameters} - experts
+    assert {*first} & experts
+    assert {*second} & experts
 
 
 def test_the_allocation_has_no_room_for_anything_else(alone, tmp_path):

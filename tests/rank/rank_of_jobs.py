@@ -34,7 +34,7 @@ BREAKS = {
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
 os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"]}
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
-parallel.reading_group = lambda: parallel.current().data  # and share the reading
+parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)  # and share the reading
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     topology, _, broken = topology.partition("!")

@@ -22,7 +22,7 @@ def item_logprobs(
     *,
     vocab_start: int,
     temperature: float,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32 [n].
 
@@ -31,7 +31,8 @@ def item_logprobs(
         targets: int64 [n], token ids.
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token of this rank.
-        group: the tensor-parallel ranks; all of them call this with the same hidden states and targets.
+        group: the tensor-parallel ranks; all of them call this with the same hidden states and targets. None: this
+            rank has the whole vocabulary.
     """
     if not len(targets):
         # Still a function of `hidden`, so that a rank whose row has no items takes part in the backward pass.
@@ -58,7 +59,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, temperature: float,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts = []
         for chunk in _chunks(len(targets), len(weight)):
@@ -83,7 +84,8 @@ class _Statistics(torch.autograd.Function):
             if gradients.wanted(ctx.parameter):
                 gradients.add_product(ctx.parameter, of_logits, hidden[chunk])
             del of_logits  # before the next chunk's exist
-        parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
+        if ctx.group is not None:
+            parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, None, None, None, None
 
 
@@ -93,7 +95,7 @@ def _chunks(items: int, vocabulary: int) -> list[slice]:
 
 
 def _statistics(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
     """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank] and indices into them,
     int64 [n], which are out of range on all ranks but one."""
@@ -109,7 +111,7 @@ def _statistics(
         shifted = scaled - largest[:, None]
         weights = shifted.exp()
         total, weighted = weights.sum(-1), (weights * shifted).sum(-1)
-    if group.size() > 1:
+    if group is not None and group.size() > 1:
         local, largest = largest, largest.clone()
         parallel.all_reduce(largest, dist.ReduceOp.MAX, group)
         shift = local - largest

@@ -41,6 +41,9 @@ class Topology:
     """The pipeline's first rank and its last, which both hold a tied table."""
 
 
+type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""The ranks that share the reading of a model's weights, and of its experts where other ranks hold the same ones."""
+
 _current: Topology | None = None
 
 
@@ -129,24 +132,19 @@ def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup
     return own
 
 
-def reading_group() -> dist.ProcessGroup | None:
+def reading_groups() -> ReadingGroups | None:
     """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of them.
 
     They read together if several ranks need the same weights and their GPUs reach one another's memory, because the
     host's memory bounds how fast ranks read at once. All ranks get the same answer. Ranks of several hosts don't read
     together, because no GPU reaches another host's memory.
     """
-    topology, world = current(), range(dist.get_world_size())
-    group = topology.data
-    if (
-        group.size() == 1
-        or topology.sizes.experts > 1
-        or not device.is_cuda()
-        or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-    ):
+    groups, world = (current().data, current().expert_data), range(dist.get_world_size())
+    alone = all(group.size() == 1 for group in groups)
+    if alone or not device.is_cuda() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return None
     reach = all(torch.cuda.can_device_access_peer(one, other) for one in world for other in world if one != other)
-    return group if reach else None
+    return groups if reach else None
 
 
 def connect_gradients() -> None:

@@ -198,7 +198,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
-        the weights' memory, which may be written meanwhile. A collective of the tensor-parallel ranks."""
+        the weights' memory, which may be written meanwhile. A collective of the ranks that share layers."""
         decoder, row = self.gpt.decoder, self.laid_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
         hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))

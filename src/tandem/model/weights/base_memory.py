@@ -1,8 +1,8 @@
-"""Memory for a rank's base weights, and the exchange of what data-parallel ranks have read, from GPU to GPU."""
+"""Memory for a rank's base weights, and the exchange of what ranks with the same weights have read, from GPU to GPU."""
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,12 +33,14 @@ class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and
     its `sections`.
 
-    Ranks of a `group` need the same weights: each reads a share of them from the files, calls `connect` meanwhile, and
-    then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
+    Ranks that need the same weights may share the reading: each reads a share of them from the files, calls `connect`
+    meanwhile, and then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
     """
 
-    def __init__(self, arch: Arch, dtype: torch.dtype, sizes: Sizes, *, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: the ranks that share the reading; None: this rank reads all weights.
+    def __init__(
+        self, arch: Arch, dtype: torch.dtype, sizes: Sizes, *, groups: parallel.ReadingGroups | None = None
+    ) -> None:
+        """`groups`: the ranks that share the reading; None: this rank reads all weights.
 
         Raises InvalidInput if the model can't be cut so.
         """
@@ -57,7 +59,7 @@ class BaseWeights:
             before = {name: shape for name, shape in shapes.items() if name not in experts}
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
             shapes = before | {_GAP: (-used % sizes.world * step,)} | experts
-        self.group = group
+        self._groups = groups
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
         self.memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT * sizes.world)
@@ -69,53 +71,74 @@ class BaseWeights:
             self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive ones, of about as many bytes as each other rank's."""
-        return self.parameters if self.group is None else self._shares()[self.group.rank()]
+        """The parameters that this rank reads: consecutive ones of each section, of about as many bytes as each other
+        rank's."""
+        if self._groups is None:
+            return self.parameters
+        share: dict[str, torch.Tensor] = {}
+        for section in self.sections:
+            share |= self._shares(section)[self._groups[section.experts].rank()]
+        return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective of the group's ranks; shares may still be
-        read meanwhile."""
-        if self.group is None:
+        """Open the other ranks' memory, if the driver allows it. A collective of each of the groups; shares may still
+        be read meanwhile."""
+        if self._groups is None:
             return
-        exports = parallel.gather_objects(ipc.exported(self.memory), self.group)
+        mine = ipc.exported(self.memory)
+        handles: dict[int, ipc.Export | None] = {}
+        for section in self.sections:
+            group = self._groups[section.experts]
+            # Not of all ranks at once: Megatron makes the optimizer meanwhile, which gathers from all.
+            ranks = dist.get_process_group_ranks(group)
+            handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
         with contextlib.ExitStack() as imports, contextlib.suppress(ipc.NotShared):
-            for rank, share in self._other_shares().items():
-                copy, part = imports.enter_context(ipc.imported(exports[rank])), self._range(share)
-                self._copies.append(partial(copy, part, int(part.storage_offset()) * part.element_size()))
+            opened = {}  # a rank may have a share of each section
+            for rank, share in self._other_shares():
+                if rank not in opened:
+                    opened[rank] = imports.enter_context(ipc.imported(handles[rank]))
+                part = self._range(share)
+                self._copies.append(partial(opened[rank], part, int(part.storage_offset()) * part.element_size()))
             self._imports = imports.pop_all()
 
     def exchange(self) -> dict[str, torch.Tensor]:
         """Get the other ranks' shares, after this rank has read its own; returns the parameters still to be read: none,
-        or, if GPUs can't share memory, all other shares. A collective of the group's ranks; once for each `connect`.
+        or, if GPUs can't share memory, all other shares. A collective of all ranks; once for each `connect`.
 
         Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
         """
-        if self.group is None:
+        if self._groups is None:
             return {}
         with self._imports or contextlib.nullcontext():
-            if all(parallel.gather_objects(self._imports is not None, self.group)):  # all ranks have read their shares
+            if all(parallel.gather_objects(self._imports is not None)):  # all ranks have read their shares
                 for copy in self._copies:
                     copy()
                 device.synchronize()
-                parallel.gather_objects(None, self.group)  # no rank frees memory that others still copy
+                parallel.gather_objects(None)  # no rank frees memory that others still copy
                 return {}
-        missing = self._other_shares()
-        self.group = None  # from now on each rank reads all weights
-        return {name: parameter for share in missing.values() for name, parameter in share.items()}
+        missing = list(self._other_shares())
+        self._groups = None  # from now on each rank reads all weights
+        return {name: parameter for _, share in missing for name, parameter in share.items()}
 
-    def _other_shares(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The other ranks' shares, by rank, without empty ones."""
-        assert self.group is not None
-        return {rank: share for rank, share in enumerate(self._shares()) if share and rank != self.group.rank()}
+    def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """The other ranks' shares of each section, with the number of the rank among all. No share is empty."""
+        assert self._groups is not None
+        for section in self.sections:
+            ranks = dist.get_process_group_ranks(self._groups[section.experts])
+            for rank, share in zip(ranks, self._shares(section), strict=True):
+                if share and rank != dist.get_rank():
+                    yield rank, share
 
-    def _shares(self) -> list[dict[str, torch.Tensor]]:
-        """Each rank's share: the parameters whose middle lies in the rank's equal part of the memory."""
-        assert self.group is not None
-        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self.group.size())]
-        size = len(self._range(self.parameters))
-        for name, parameter in self.parameters.items():
-            middle = (parameter.storage_offset() + parameter.numel() / 2) * self._ratio(parameter)
+    def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
+        """Each rank's share of a section: the parameters whose middle lies in the rank's equal part of it."""
+        assert self._groups is not None
+        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._groups[section.experts].size())]
+        begins = {name: each.storage_offset() * self._ratio(each) for name, each in self.parameters.items()}
+        mine = {name: each for name, each in self.parameters.items() if section.begin <= begins[name] < section.end}
+        size = len(self._range(mine))
+        for name, parameter in mine.items():
+            middle = begins[name] - section.begin + parameter.numel() * self._ratio(parameter) / 2
             shares[int(middle * len(shares) / size)][name] = parameter
         return shares
 

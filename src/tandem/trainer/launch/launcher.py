@@ -101,6 +101,10 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
+    if settings.trainer_ranks == 2 and settings.way != "nccl":  # with "nccl" vLLM's workers would need the same
+        # Only NVLS needs NCCL's memory to be of this kind, and two GPUs gain nothing by NVLS. They connect 0.3 s sooner
+        # without it (H100, NCCL 2.28).
+        defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen

@@ -6,8 +6,9 @@ For a new model on a GPU (a model that a resident rank kept is not built or warm
     pool            allocate the base weights (waits for CUDA) -> read them from files
     pool            load the softmax's kernels
     pool            once placed: read the checkpoint's state -> copy it into model and optimizer
-    pool            once allocated: connect to the base weights of the other data-parallel ranks
-    warm-up thread  load cuBLAS and connect tensor-parallel ranks -> rehearse: run one layer on the placed model
+    pool            once allocated: connect to the base weights of the other ranks that have the same ones
+    pool            load cuBLAS
+    warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed model
 """
 
 import contextlib
@@ -68,7 +69,7 @@ class ModelLoader:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # One thread, because tensor-parallel ranks must run the collectives in it in the same order. It ends with the
+        # One thread, because ranks that share layers must run the collectives in it in the same order. It ends with the
         # loading, because each thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
@@ -104,14 +105,17 @@ class ModelLoader:
         dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
         # Reading of the base weights begins as soon as their memory is allocated.
         allocated = self._pool.submit(
-            on_device(lambda: BaseWeights(arch, dtype, sizes, group=parallel.reading_group()))
+            on_device(lambda: BaseWeights(arch, dtype, sizes, groups=parallel.reading_groups()))
         )
         self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
         if self.rehearse is not None:
             self._weights_tasks.append(
                 self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // sizes.tensor)
             )
-            self._warm_ups.append(self._warm_up_thread.submit(on_device(_load_cublas)))
+            if sizes.layers_shared:
+                self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
+            thread = self._pool if sizes.layers_shared else self._warm_up_thread
+            self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
             arch, run.lora, dtype=dtype, recompute=settings.recompute, base=lambda: allocated.result().parameters
         )
@@ -183,11 +187,25 @@ def _short_switch_interval() -> Iterator[None]:
 
 @torch.no_grad()
 def _load_cublas() -> None:
-    """Do the first matrix product and the first tensor-parallel collective. Leaves no device memory allocated."""
+    """Do the first matrix product. Leaves no device memory allocated."""
     square = torch.ones(16, 16, dtype=device.default_dtype(), device=device.device())
-    parallel.all_reduce(square @ square, group=parallel.current().tensor)
+    torch.mm(square, square)
     device.synchronize()
     memory.release_workspaces()
+
+
+@torch.no_grad()
+def _connect() -> None:
+    """Have NCCL connect the groups that compute a layer together; it connects apart for all-to-all."""
+    topology = parallel.current()
+    for group, exchanges in (
+        (topology.tensor, topology.sizes.sequence), (topology.context, True), (topology.experts, True),
+    ):  # fmt: skip
+        zeros = torch.zeros(group.size(), device=device.device())
+        parallel.all_reduce(zeros, group=group)
+        if exchanges:
+            parallel.scatter_sum(zeros, group)
+    device.synchronize()
 
 
 @torch.no_grad()
@@ -196,5 +214,5 @@ def _load_softmax_kernels(vocabulary: int) -> None:
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
-        vocab_start=0, temperature=1.0, group=parallel.current().context,
+        vocab_start=0, temperature=1.0, group=None,
     )  # fmt: skip

@@ -92,11 +92,9 @@ class _Session:
             batch = PackedBatch.open(self._spool.paths.data_dir(self._job_id), self._assignment.job.data.sha256)
         with batch:
             sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
-            # Ranks that share a row don't rehearse: its collectives would run beside those of this thread.
-            rehearses = device.is_cuda() and self._topology.sizes.context == 1
             rehearse = partial(probe.rehearse, sequences, batch.sequence_length, self._device)
             loader = ModelLoader(
-                self._settings, arch, self._assignment, self._topology, checked, rehearse if rehearses else None
+                self._settings, arch, self._assignment, self._topology, checked, rehearse if device.is_cuda() else None
             )
             self._state.model = loader.load(self._state.model, self.phases)
             found = checked.result()
