@@ -148,7 +148,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--weights", choices=["adapter", "merged"], default="adapter", help="how vLLM serves the run")
     parser.add_argument("--trainable", choices=["lora", "full"], default="lora", help="full implies --weights merged")
-    parser.add_argument("--transport", choices=["volume", "nccl", "ipc"], default="volume", help="for --trainable full")
+    parser.add_argument("--transport", choices=["auto", "merge", "nccl", "ipc", "volume"], default="auto",
+                        help="how merged weights travel; auto: merge, or volume for --trainable full")  # fmt: skip
+    parser.add_argument("--experts", type=int, default=0, help="of the tiny model's layers, each; 0: it is dense")
     parser.add_argument("--controller-port", type=int, help="by default 8080, or a free one if that is taken")
     parser.add_argument("--inference-port", type=int, help="by default 8000, or a free one if that is taken")
     parser.add_argument("--with-parent", action="store_true", help="end when the program ends that started this one")
@@ -163,7 +165,9 @@ def main() -> None:
     seconds: dict[str, float] = {}
     begin = time.monotonic()
 
-    tiny_model.write_tiny_qwen3(root / "models" / "tiny")
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny", experts=arguments.experts)
+    full = arguments.trainable == "full"
+    transport = "volume" if full and arguments.transport == "auto" else arguments.transport
     controller = f"http://127.0.0.1:{controller_port}"
     inference = f"http://127.0.0.1:{inference_port}"
     environment = os.environ | {
@@ -173,12 +177,8 @@ def main() -> None:
         "TANDEM_ENFORCE_EAGER": "1",  # ready sooner, which is what a demo wants
         **gpus_of_both(arguments.device),
         "TANDEM_LAUNCH": "fork",
-        "TANDEM_WEIGHTS": arguments.weights,
-        **(
-            {"TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": arguments.transport}
-            if arguments.trainable == "full"
-            else {}
-        ),
+        "TANDEM_WEIGHTS": "merged" if full else arguments.weights,
+        "TANDEM_TRANSPORT": transport,
         "TANDEM_API_KEY": secrets.token_urlsafe(16),
         "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
         "TANDEM_CONTROLLER_PORT": str(controller_port),

@@ -47,9 +47,13 @@ def write_tiny_qwen3(
     kv_heads: int = 2,
     head_dim: int = 32,
     ffn_size: int = 256,
+    experts: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, model.safetensors (float32, about 0.7 M parameters) and the tokenizer to `directory`."""
+    """Write config.json, model.safetensors (float32, about 0.7 M parameters) and the tokenizer to `directory`.
+
+    With `experts` it is a Qwen3-MoE: each layer has so many MLPs of half the size, and a token goes to two of them.
+    """
     vocabulary = write_tokenizer(directory)
     rows = -(-len(vocabulary) // 64) * 64
     rng = np.random.default_rng(seed)
@@ -61,14 +65,16 @@ def write_tiny_qwen3(
     tensors["model.norm.weight"] = np.ones(hidden_size, np.float32)
     for i in range(layers):
         at = f"model.layers.{i}"
+        mlps = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
+        mlp_size = ffn_size // 2 if experts else ffn_size
         for name, out_size, in_size in [
             ("self_attn.q_proj", heads * head_dim, hidden_size),
             ("self_attn.k_proj", kv_heads * head_dim, hidden_size),
             ("self_attn.v_proj", kv_heads * head_dim, hidden_size),
             ("self_attn.o_proj", hidden_size, heads * head_dim),
-            ("mlp.gate_proj", ffn_size, hidden_size),
-            ("mlp.up_proj", ffn_size, hidden_size),
-            ("mlp.down_proj", hidden_size, ffn_size),
+            *([("mlp.gate", experts, hidden_size)] if experts else []),
+            *((f"{mlp}.{name}_proj", mlp_size, hidden_size) for mlp in mlps for name in ("gate", "up")),
+            *((f"{mlp}.down_proj", hidden_size, mlp_size) for mlp in mlps),
         ]:
             tensors[f"{at}.{name}.weight"] = normal(out_size, in_size, std=in_size**-0.5)
         for name, size in [
@@ -102,6 +108,12 @@ def write_tiny_qwen3(
         "torch_dtype": "float32",
         "vocab_size": rows,
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts,
+            "num_experts_per_tok": 2, "moe_intermediate_size": ffn_size // 2, "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
+        }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
 
