@@ -1,11 +1,14 @@
+import functools
 import os
 import random
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
@@ -13,6 +16,11 @@ from tandem.system.environment import omp_waiting
 os.environ.update(omp_waiting(os.environ))
 # Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
+# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls a port: 20 to 40 ms of
+# CPU. It took a tenth of a vLLM server's start.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 # The workers of pytest-xdist inherit it.
