@@ -7,6 +7,9 @@ It installs what merged weights need (`worker/`), and works around two faults of
   process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in its Triton kernels, also without adapters on experts. The
   CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
+
+On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and vLLM
+again: 8 of the 17 seconds of a start.
 """
 
 import functools
@@ -19,9 +22,10 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 
 
 def register() -> None:
-    """Change vLLM in its engine and worker processes. The API server needs no change."""
+    """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None:
+        _fork_the_engine_on_the_cpu()
         return
     die_with_parent(parent.pid)
     if MERGED_VARIABLE in os.environ:
@@ -64,12 +68,34 @@ def _install_merged_weights() -> None:
     Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
 
 
-def _switch_expert_lora_off_on_the_cpu() -> None:
+def _on_the_cpu() -> bool:
     try:
         from vllm.platforms import current_platform
     except ImportError:
+        return False
+    return bool(current_platform.is_cpu())
+
+
+def _fork_the_engine_on_the_cpu() -> None:
+    """A fork is safe there, and vLLM's own default where it is a library: one thread runs Python, and none has computed."""
+    if not _on_the_cpu():
         return
-    if not current_platform.is_cpu():
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run_engine = EngineCoreProc.run_engine_core
+
+    def run_changed_engine(*args: Any, **kwargs: Any) -> None:
+        register()  # vLLM thinks that it has called its plugins here: the server has
+        run_engine(*args, **kwargs)
+
+    EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
+    # vLLM sets the variable that chooses the method to "spawn".
+    utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+
+
+def _switch_expert_lora_off_on_the_cpu() -> None:
+    if not _on_the_cpu():
         return
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
