@@ -8,8 +8,8 @@ It installs what merged weights need (`worker/`), and works around two faults of
 - With `--enable-lora`, vLLM runs every mixture of experts in its Triton kernels, also without adapters on experts. The
   CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
 
-On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and vLLM
-again: 8 of the 17 seconds of a start.
+On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
+vLLM again: 8 of the 17 seconds of a start.
 """
 
 import functools
@@ -77,7 +77,7 @@ def _on_the_cpu() -> bool:
 
 
 def _fork_the_engine_on_the_cpu() -> None:
-    """A fork is safe there, and vLLM's own default where it is a library: one thread runs Python, and none has computed."""
+    """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has computed."""
     if not _on_the_cpu():
         return
     from vllm.v1.engine import utils
