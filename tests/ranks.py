@@ -88,6 +88,20 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
             assert rank.exitcode == 0, log.read_text(errors="replace")[-6000:]
 
 
+def run_program(script: str, *arguments: str, seconds: float) -> str:
+    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`; what it printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)
+        try:
+            wait_for([program], seconds)
+        finally:
+            program.kill()
+        printed = log.read_text(errors="replace")
+        assert program.exitcode == 0, f"{program.exitcode}: {printed[-6000:]}"
+        return printed
+
+
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
     """Wait until all have ended, for `seconds` at most."""
     end = time.monotonic() + seconds
