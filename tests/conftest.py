@@ -14,12 +14,15 @@ from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
 os.environ.update(omp_waiting(os.environ))
+# Where several programs share two cores, two threads for a tiny model only wait for each other: they took a fifth of
+# the CPU of tests with a real vLLM. tests/stack/test_stack.py and the containers have as many as a deployment.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
-# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls a port: 20 to 40 ms of
-# CPU. It took a tenth of a vLLM server's start.
+# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls a port: 20 to 40 ms
+# of CPU. It took a tenth of a vLLM server's start.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
