@@ -15,6 +15,7 @@ vLLM again: 8 of the 17 seconds of a start.
 import functools
 import multiprocessing
 import os
+import sys
 from typing import Any
 
 from tandem.system.processes import die_with_parent
@@ -78,7 +79,8 @@ def _on_the_cpu() -> bool:
 
 def _fork_the_engine_on_the_cpu() -> None:
     """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has computed."""
-    if not _on_the_cpu():
+    # vLLM also calls its plugins where it only looks at a model's class.
+    if "vllm.engine.arg_utils" not in sys.modules or not _on_the_cpu():
         return
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
