@@ -15,7 +15,11 @@ vLLM again: 8 of the 17 seconds of a start.
 import functools
 import multiprocessing
 import os
+import socket
+import stat
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from tandem.system.processes import die_with_parent
@@ -88,12 +92,26 @@ def _fork_the_engine_on_the_cpu() -> None:
     run_engine = EngineCoreProc.run_engine_core
 
     def run_changed_engine(*args: Any, **kwargs: Any) -> None:
+        _give_up_the_port()
         register()  # vLLM thinks that it has called its plugins here: the server has
         run_engine(*args, **kwargs)
 
     EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
     # vLLM sets the variable that chooses the method to "spawn".
     utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+
+
+def _give_up_the_port() -> None:
+    """Close the API server's port, which a fork inherits. Otherwise who connects while the server shuts down waits."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # one was the directory's
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    os.dup2(null, descriptor)  # the server's object, which is here too, still closes that number
+    os.close(null)
 
 
 def _switch_expert_lora_off_on_the_cpu() -> None:
