@@ -198,7 +198,7 @@ class ComposeStack(Compose):
     def wait_healthy(self, *services: str, timeout: float = 240) -> None:
         for service in services:
             until(
-                f"{service} is healthy, it is {self.status(service)}", partial(self.healthy, service), timeout, poll=1
+                f"{service} is healthy, it is {self.status(service)}", partial(self.healthy, service), timeout, poll=2
             )
 
     def logs(self, service: str) -> str:

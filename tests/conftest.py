@@ -1,18 +1,29 @@
+import functools
 import os
 import random
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import every_process.sitecustomize
 from fake_nvml import FakeNvml
 from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
 os.environ.update(omp_waiting(os.environ))
+# Where several programs share two cores, two threads for a tiny model only wait for each other: they took a fifth of
+# the CPU of tests with a real vLLM. tests/stack/test_stack.py and the containers have as many as a deployment.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
+# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls a port: 20 to 40 ms
+# of CPU. It took a tenth of a vLLM server's start.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 # The workers of pytest-xdist inherit it.
@@ -38,7 +49,8 @@ FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "te
          "tests/inference/test_merged_faults.py", "tests/inference/test_whole_vllm.py", "tests/soak/test_soak.py",
          "tests/inference/test_merged_vllm.py", "tests/stack/test_fine_tuning.py", "tests/inference/test_real_vllm.py",
          "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
-         "tests/runner/test_resident.py"]  # fmt: skip
+         "tests/runner/test_resident.py", "tests/runner/test_runner_lives.py", "tests/stack/test_merged_stack.py",
+         "tests/stack/test_whole_stack.py"]  # fmt: skip
 
 
 def _group(nodeid: str) -> str:

@@ -50,7 +50,8 @@ def _server() -> Any:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.worker", "rank.jobs"])
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    path = os.pathsep.join(filter(None, [os.environ["PYTHONPATH"], *sys.path]))
+    variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with mock.patch.dict(os.environ, variables):
         forkserver.ensure_running()
     return server
@@ -86,6 +87,20 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
                 rank.kill()
         for rank, log in zip(ranks, logs, strict=True):
             assert rank.exitcode == 0, log.read_text(errors="replace")[-6000:]
+
+
+def run_program(script: str, *arguments: str, seconds: float) -> str:
+    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`; what it printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "log"
+        program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)
+        try:
+            wait_for([program], seconds)
+        finally:
+            program.kill()
+        printed = log.read_text(errors="replace")
+        assert program.exitcode == 0, f"{program.exitcode}: {printed[-6000:]}"
+        return printed
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:

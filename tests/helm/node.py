@@ -111,7 +111,7 @@ class RunningPod:
                     state = docker("inspect", "-f", "{{.State.Running}}", self.containers[container["name"]])
                     assert state.stdout.strip() == "true", f"{self.name} ended\n{self.log(container['name'])}"
                     assert time.monotonic() < end, f"{self.name}: {wrong}\n{self.log(container['name'])}"
-                    time.sleep(0.5)
+                    time.sleep(2)  # a probe starts Python in the container, which needs its share of the CPU to start
 
     def probe(self, container: Object, kind: str) -> str | None:
         """Why a probe fails; None if it succeeds or the container has none of this kind."""

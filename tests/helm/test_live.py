@@ -19,7 +19,7 @@ from helm.node import Node, RunningPod
 from helm.pods import quantity
 from helm.renders import pod_of
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 # With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it would be the setting
 # TANDEM_CONTROLLER_PORT.
 RELEASE, NAMESPACE = "tandem", "ml"
@@ -43,7 +43,7 @@ def pods(rendered) -> Iterator[dict[str, RunningPod]]:
     with Node(rendered.all("Service"), {RELEASE: KEYS}, helper=f"tandem-controller:{TAG}") as node:
         running = {role: RunningPod(node, role, pod_of(rendered, role)) for role in ROLES}
         for pod in running.values():
-            pod.wait_ready(240)
+            pod.wait_ready(400)
         yield running
     assert not node.left("container") + node.left("volume")
 

@@ -9,13 +9,14 @@ from importlib.metadata import entry_points
 from tandem.system import processes
 from waiting import until
 
-# A server that starts its engine as vLLM does on the CPU: a spawned child that calls the plugin.
+# A server that starts its engine as vLLM does on CUDA: a spawned child that calls the plugin.
 SERVER = """
 import multiprocessing, sys, time
 from tandem.inference.server.plugin import register
 
+sys.modules["vllm"] = None  # the plugin does without it, and its import takes 8 s
+
 def engine(pipe):
-    sys.modules["vllm"] = None  # the plugin does without it, and its import takes 8 s
     register()
     pipe.send("ready")
     time.sleep(60)

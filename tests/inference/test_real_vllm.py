@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tiny_model
 from safetensors.torch import load_file, save_file
@@ -89,6 +90,16 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
         body = {"model": "base", "prompt": "yes"}
         assert http.post("/tokenize", json=body).status_code == 401
         assert http.post("/tokenize", json=body, headers=API).json()["tokens"] == [88, 68, 82]
+
+
+def test_only_the_server_listens_on_its_port(vllm: VllmServer) -> None:
+    """Its engine, which is forked from it, does not: a port that outlives the server would let clients wait."""
+    port = int(vllm.url.rpartition(":")[2])
+    server = psutil.Process(vllm.pid)
+    for process in (server, *server.children(recursive=True)):
+        listens = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert (port in listens) == (process == server)
+    assert process != server
 
 
 def test_secrets_are_on_no_command_line_and_in_no_log(vllm: VllmServer) -> None:

@@ -5,8 +5,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 from conftest import SEED
 from cut_rank import BREAKS, lora
 from policies import write_random_adapter
+from ranks import run_program
 from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
@@ -101,9 +100,7 @@ def results(request, tmp_path_factory):
             given[world] = {number: several[number] for number in sorted(asked.get((family, world), ()))}
         orders[str(directory)] = given
     (file := tmp_path_factory.mktemp("orders") / "orders.json").write_text(json.dumps(orders))
-    command = [sys.executable, str(SCRIPT), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program(str(SCRIPT), str(file), seconds=500)
     for family, world in asked:
         of_world = {}
         for number in asked[family, world]:

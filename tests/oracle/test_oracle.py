@@ -6,8 +6,6 @@ decides where fp32 itself is that far off. `breaks.py` has the mistakes that it 
 """
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from itertools import count
@@ -21,6 +19,7 @@ from oracle import oracle_rank, reference
 from oracle.breaks import BREAKS
 from oracle.cases import Case, draw
 from policies import write_random_adapter
+from ranks import run_program
 from tiny import write_random_model
 
 SEEDS = 160
@@ -53,9 +52,7 @@ class Oracle:
         for seed, broken in orders:
             self.make(draw(seed))
             by_world[str(draw(seed).world)].append((seed, broken))
-        command = [sys.executable, oracle_rank.__file__, str(self.directory), json.dumps(by_world)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
-        assert done.returncode == 0, done.stderr[-6000:]
+        run_program(oracle_rank.__file__, str(self.directory), json.dumps(by_world), seconds=3000)
 
     def ours(self, seed: int, broken: str | None = None) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(self.directory / f"{seed}.{broken}.pt", weights_only=False)

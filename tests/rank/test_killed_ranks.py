@@ -1,8 +1,6 @@
 """A job whose ranks are killed anywhere makes, when it is tried again, the bytes of an undisturbed one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 from conftest import SEED
 from rank import jobs
+from ranks import run_program
 
 MODELS: dict[str, dict[str, object]] = {
     "lora": {"family": "qwen3"},
@@ -32,10 +31,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
     script = Path(__file__).with_name("kill_ranks.py")
-    command = [sys.executable, str(script), str(directory), json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = run_program(str(script), str(directory), json.dumps(cases), seconds=280)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return dict(zip(cases, found, strict=True))
 
 

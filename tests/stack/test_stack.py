@@ -33,6 +33,7 @@ CPU = DEVICES["TANDEM_DEVICE"] == "cpu"
 JOB_BOUND, SERVED_BOUND = 180, 180
 SETTINGS = {
     **DEVICES,
+    "OMP_NUM_THREADS": "2",  # what computes before it forks leaves its children waiting for the second thread
     "TANDEM_MAX_MODEL_LEN": "4096",  # a request that runs long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
     "TANDEM_KEEP_SERVED": "30",  # so that every step that survived a fault is verified

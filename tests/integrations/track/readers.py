@@ -2,8 +2,8 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2 as messages
 
@@ -21,7 +21,13 @@ def place(kind: str, directory: Path) -> str:
 
 def make_mlflow(directory: Path) -> None:
     """An empty database, which takes MLflow seconds to make."""
-    MlflowClient(tracking_uri=MLFLOW.format(directory=directory)).search_experiments()
+    _mlflow_client(directory).search_experiments()
+
+
+def _mlflow_client(directory: Path) -> Any:
+    from mlflow import MlflowClient  # 3 s, also for who collects the tests and runs none of them
+
+    return MlflowClient(tracking_uri=MLFLOW.format(directory=directory))
 
 
 def accumulator(directory: Path, run: str) -> EventAccumulator:
@@ -57,7 +63,7 @@ def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
 
 
 def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
-    client = MlflowClient(tracking_uri=MLFLOW.format(directory=directory))
+    client = _mlflow_client(directory)
     experiment = client.get_experiment_by_name("tandem").experiment_id
     runs = client.search_runs([experiment], order_by=["attributes.start_time ASC"])
     histories = [client.get_metric_history(found.info.run_id, metric) for found in runs]

@@ -7,11 +7,19 @@ It installs what merged weights need (`worker/`), and works around two faults of
   process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in its Triton kernels, also without adapters on experts. The
   CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
+
+On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
+vLLM again: 8 of the 17 seconds of a start.
 """
 
 import functools
 import multiprocessing
 import os
+import socket
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from tandem.system.processes import die_with_parent
@@ -19,9 +27,10 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 
 
 def register() -> None:
-    """Change vLLM in its engine and worker processes. The API server needs no change."""
+    """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None:
+        _fork_the_engine_on_the_cpu()
         return
     die_with_parent(parent.pid)
     if MERGED_VARIABLE in os.environ:
@@ -64,12 +73,49 @@ def _install_merged_weights() -> None:
     Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
 
 
-def _switch_expert_lora_off_on_the_cpu() -> None:
+def _on_the_cpu() -> bool:
     try:
         from vllm.platforms import current_platform
     except ImportError:
+        return False
+    return bool(current_platform.is_cpu())
+
+
+def _fork_the_engine_on_the_cpu() -> None:
+    """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has computed."""
+    # vLLM also calls its plugins where it only looks at a model's class.
+    if "vllm.engine.arg_utils" not in sys.modules or not _on_the_cpu():
         return
-    if not current_platform.is_cpu():
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run_engine = EngineCoreProc.run_engine_core
+
+    def run_changed_engine(*args: Any, **kwargs: Any) -> None:
+        _give_up_the_port()
+        register()  # vLLM thinks that it has called its plugins here: the server has
+        run_engine(*args, **kwargs)
+
+    EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
+    # vLLM sets the variable that chooses the method to "spawn".
+    utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+
+
+def _give_up_the_port() -> None:
+    """Close the API server's port, which a fork inherits. Otherwise who connects while the server shuts down waits."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # one was the directory's
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    os.dup2(null, descriptor)  # the server's object, which is here too, still closes that number
+    os.close(null)
+
+
+def _switch_expert_lora_off_on_the_cpu() -> None:
+    if not _on_the_cpu():
         return
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
