@@ -20,6 +20,7 @@ Order = dict[str, Any]
 def logprobs(order: Order) -> list[torch.Tensor]:
     """Of each sequence: log p of every token but the first, in nats at temperature 1."""
     from vllm import LLM, SamplingParams
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
     from vllm.lora.request import LoRARequest
 
     lora: dict[str, Any] = {}
@@ -36,6 +37,9 @@ def logprobs(order: Order) -> list[torch.Tensor]:
     for answer in llm.generate(given, sampling, use_tqdm=False, lora_request=adapter):
         pairs = zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         found.append(torch.tensor([of_token[token].logprob for token, of_token in pairs]))
+    # A dense model's process groups lack the one that a mixture of experts needs.
+    destroy_model_parallel()
+    destroy_distributed_environment()
     return found
 
 
