@@ -250,62 +250,61 @@ class Bench:
         self.publish(transport, senders)
         if senders:
             senders.sent()
-        streams = Streams(self._settings, self.model, options.requests, options.tokens, options, streamed=True)
-        streams.start()
-        time.sleep(options.warm)
         rows = []
-        for _ in range(options.swaps):
-            begin, end = self.publish(transport, senders)
-            streams.model = self.model
-            time.sleep(1.5)
-            seconds = self._publisher._loader._served[f"bench@{self._step}"].record.seconds
-            rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
-            if senders:
-                sent = senders.sent()
-                sending = sent.get("sending_seconds", 0.0)
-                rows[-1] |= {"sent": sent["seconds"], "sending": sending, "GB": sent["bytes"] / 1e9}
-                rows[-1] |= {"GB/s": sent["bytes"] / 1e9 / sending} if sending else {}
-            print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
-        streams.stop()
-        assert not streams.errors, streams.errors[:3]
+        with self._load(options.requests, options.tokens, streamed=True) as streams:
+            for _ in range(options.swaps):
+                begin, end = self.publish(transport, senders)
+                streams.model = self.model
+                time.sleep(1.5)
+                seconds = self._publisher._loader._served[f"bench@{self._step}"].record.seconds
+                rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
+                if senders:
+                    sent = senders.sent()
+                    sending = sent.get("sending_seconds", 0.0)
+                    rows[-1] |= {"sent": sent["seconds"], "sending": sending, "GB": sent["bytes"] / 1e9}
+                    rows[-1] |= {"GB/s": sent["bytes"] / 1e9 / sending} if sending else {}
+                print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
         return {"way": way, "swaps": len(rows)} | _summary(rows)
 
     def stock(self, model: Path) -> dict[str, Any]:
         """vLLM's own transfer of the base model's weights, under the same load: medians and maxima."""
-        settings, rows = self._settings, list[dict[str, Any]]()
-        streams = Streams(settings, self.model, self._options.requests, self._options.tokens, self._options,
-                          streamed=True)  # fmt: skip
+        options, rows = self._options, list[dict[str, Any]]()
         before = self._client.prompt_logprobs(self.model, PROMPTS[0])
-        streams.start()
-        time.sleep(self._options.warm)
-        admin = {ADMIN_HEADER: str(settings.secret("admin_token"))}
-        url, log = settings.resolved_inference_url, self._options.logs / "stock.log"
-        with sender(model, url, admin, log, 1 - self._options.gpu) as transfer:
-            for _ in range(self._options.swaps):
+        admin = {ADMIN_HEADER: str(self._settings.secret("admin_token"))}
+        url, log = self._settings.resolved_inference_url, options.logs / "stock.log"
+        with (
+            self._load(options.requests, options.tokens, streamed=True) as streams,
+            sender(model, url, admin, log, 1 - options.gpu) as transfer,
+        ):
+            for _ in range(options.swaps):
                 begin = time.time()
                 told = transfer()
                 end = time.time()
                 time.sleep(1.5)
                 rows.append({"stall": streams.stall(begin, end + 0.2), **told, "GB": told["bytes"] / 1e9})
                 print(json.dumps({"way": "stock", **rows[-1]}), flush=True)
-        streams.stop()
         after = self._client.prompt_logprobs(self.model, PROMPTS[0])
         assert not np.allclose(before, after, atol=1e-4), "the base model's weights have not arrived"
         return {"way": "stock", "swaps": len(rows)} | _summary(rows)
 
     def throughput(self) -> float:
         """New tokens per second of `--many` requests."""
-        many = Streams(
-            self._settings, self.model, self._options.many, self._options.many_tokens, self._options, streamed=False
-        )
-        many.start()
+        with self._load(self._options.many, self._options.many_tokens, streamed=False):
+            first, begin = generated(self._settings), time.monotonic()
+            time.sleep(self._options.seconds)
+            return (generated(self._settings) - first) / (time.monotonic() - begin)
+
+    @contextlib.contextmanager
+    def _load(self, count: int, tokens: int, *, streamed: bool) -> Iterator[Streams]:
+        """So many requests at once, which are warm when the block begins. None of them may fail."""
+        streams = Streams(self._settings, self.model, count, tokens, self._options, streamed=streamed)
+        streams.start()
         time.sleep(self._options.warm)
-        first, begin = generated(self._settings), time.monotonic()
-        time.sleep(self._options.seconds)
-        tokens = (generated(self._settings) - first) / (time.monotonic() - begin)
-        many.stop()
-        assert not many.errors, many.errors[:3]
-        return tokens
+        try:
+            yield streams
+        finally:
+            streams.stop()
+        assert not streams.errors, streams.errors[:3]
 
     def growth(self, way: str) -> list[dict[str, Any]]:
         """Publish without load; memory after the first, and after each fiftieth."""

@@ -61,12 +61,12 @@ def write_tiny_qwen3(
     def normal(*shape: int, std: float) -> np.ndarray:
         return rng.normal(0.0, std, shape).astype(np.float32)
 
+    mlps = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
+    mlp_size = ffn_size // 2 if experts else ffn_size
     tensors = {"model.embed_tokens.weight": normal(rows, hidden_size, std=0.3)}
     tensors["model.norm.weight"] = np.ones(hidden_size, np.float32)
     for i in range(layers):
         at = f"model.layers.{i}"
-        mlps = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
-        mlp_size = ffn_size // 2 if experts else ffn_size
         for name, out_size, in_size in [
             ("self_attn.q_proj", heads * head_dim, hidden_size),
             ("self_attn.k_proj", kv_heads * head_dim, hidden_size),
@@ -111,7 +111,7 @@ def write_tiny_qwen3(
     if experts:
         config |= {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts,
-            "num_experts_per_tok": 2, "moe_intermediate_size": ffn_size // 2, "norm_topk_prob": True,
+            "num_experts_per_tok": 2, "moe_intermediate_size": mlp_size, "norm_topk_prob": True,
             "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
         }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -19,11 +19,11 @@ from waiting import answers, until
 API_KEY, ADMIN_TOKEN = "the-api-key", "the-admin-token"
 GPU = os.environ.get("TANDEM_TEST_GPU")
 WHERE = {"TANDEM_DEVICE": "cpu"}
-SENDERS = {"TANDEM_DTYPE": "float32"}
+SENDERS: dict[str, str] = {}  # variables of the ranks that send weights to it
 if GPU is not None:
     WHERE = {"TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": GPU, "TANDEM_DTYPE": "float32",
              "TANDEM_ENFORCE_EAGER": "1", "TANDEM_GPU_MEMORY_UTILIZATION": "0.2"}  # fmt: skip
-    SENDERS |= {"CUDA_VISIBLE_DEVICES": str(1 - int(GPU))}
+    SENDERS = {"TANDEM_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": str(1 - int(GPU))}
 
 
 class VllmServer:

@@ -102,10 +102,11 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 
 def _give_up_the_port() -> None:
-    """Close the API server's port, which a fork inherits. Otherwise who connects while the server shuts down waits."""
+    """Close the API server's port, which a fork inherits. Otherwise a client that connects while the server shuts down
+    waits for the engine's end."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # one was the directory's
+        with suppress(OSError):  # the listing had opened one, and has closed it
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:

@@ -77,7 +77,7 @@ class BaseWeights:
             return self.parameters
         share: dict[str, torch.Tensor] = {}
         for section in self.sections:
-            share |= self._shares(section)[self._groups[section.experts].rank()]
+            share |= self._shares(section)[self._readers(section).rank()]
         return share
 
     def connect(self) -> None:
@@ -88,7 +88,7 @@ class BaseWeights:
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
-            group = self._groups[section.experts]
+            group = self._readers(section)
             # Not of all ranks at once: Megatron makes the optimizer meanwhile, which gathers from all.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
@@ -123,17 +123,21 @@ class BaseWeights:
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """The other ranks' shares of each section, with the number of the rank among all. No share is empty."""
-        assert self._groups is not None
         for section in self.sections:
-            ranks = dist.get_process_group_ranks(self._groups[section.experts])
+            ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):
                 if share and rank != dist.get_rank():
                     yield rank, share
 
+    def _readers(self, section: Section) -> dist.ProcessGroup:
+        """The ranks that share the reading of a section."""
+        assert self._groups is not None
+        of_all, of_experts = self._groups
+        return of_experts if section.experts else of_all
+
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
         """Each rank's share of a section: the parameters whose middle lies in the rank's equal part of it."""
-        assert self._groups is not None
-        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._groups[section.experts].size())]
+        shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
         begins = {name: each.storage_offset() * self._ratio(each) for name, each in self.parameters.items()}
         mine = {name: each for name, each in self.parameters.items() if section.begin <= begins[name] < section.end}
         size = len(self._range(mine))

@@ -7,7 +7,7 @@ For a new model on a GPU (a model that a resident rank kept is not built or warm
     pool            load the softmax's kernels
     pool            once placed: read the checkpoint's state -> copy it into model and optimizer
     pool            once allocated: connect to the base weights of the other ranks that have the same ones
-    pool            load cuBLAS
+    pool            load cuBLAS (a rank that shares no layers: in the warm-up thread)
     warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed model
 """
 
@@ -114,6 +114,7 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
+            # A rank alone loads cuBLAS in the thread that rehearses, so that there is one handle less.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
@@ -196,7 +197,8 @@ def _load_cublas() -> None:
 
 @torch.no_grad()
 def _connect() -> None:
-    """Have NCCL connect the groups that compute a layer together; it connects apart for all-to-all."""
+    """Have NCCL connect the groups that compute a layer together, now rather than in the rehearsal. NCCL connects a
+    group once for all-reduce and once more for all-to-all."""
     topology = parallel.current()
     for group, exchanges in (
         (topology.tensor, topology.sizes.sequence), (topology.context, True), (topology.experts, True),
