@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from compose_stack import CPU, MAIN, TAG, Compose, ComposeStack, docker, require_engine
+from compose_stack import TAG, ComposeStack, build_images, docker, require_engine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,7 +17,7 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def images(engine: None) -> None:
     """The CPU images of this checkout."""
-    Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
+    build_images()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compose_stack import CPU, FIND, MAIN, PROCESSES, PROGRAMS, TAG, Compose, docker, require_engine
+from compose_stack import FIND, PROCESSES, PROGRAMS, TAG, build_images, docker, require_engine
 from helm import charts
 from helm.charts import Rendered
 from helm.matrix import ROLES
@@ -39,7 +39,7 @@ def rendered() -> Rendered:
 def pods(rendered) -> Iterator[dict[str, RunningPod]]:
     """The pod of each role, ready at its first start."""
     require_engine()
-    Compose(MAIN, CPU, project="tandem").run("build", timeout=3000)
+    build_images()
     with Node(rendered.all("Service"), {RELEASE: KEYS}, helper=f"tandem-controller:{TAG}") as node:
         running = {role: RunningPod(node, role, pod_of(rendered, role)) for role in ROLES}
         for pod in running.values():

@@ -52,8 +52,14 @@ class WholeTrainer(MergedTrainer):
         return commit(self.spool, self.run, adapter, self.probe(adapter, lora=EVERYWHERE), job).step
 
     def serve(self, seed: int) -> Served:
+        return self.serve_sent(self.send(seed))
+
+    def send(self, seed: int) -> int:
         step = self.offer(seed)
         self.senders.send(step)
+        return step
+
+    def serve_sent(self, step: int) -> Served:
         served = self.publish(self.run)
         assert served.step == step
         self.check_bits(self.adapters[-1])
@@ -87,17 +93,18 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
     first = trainer.publish(trainer.run)
     assert (first.step, first.transport) == (0, "merge"), "nobody trained step 0"
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(complete, vllm, trainer.run, max_tokens=3000)
-        until("it runs", lambda: trainer.client.merged()["in_flight"] == 1, 30)
-        for seed in (1, 2):
-            served = trainer.serve(seed)
+        for step in (1, 2):
+            assert trainer.send(seed=step) == step
+            running = pool.submit(complete, vllm, trainer.run, max_tokens=3500)
+            until("it runs", lambda: trainer.client.merged()["in_flight"] == 1, 30)
+            served = trainer.serve_sent(step)
             assert served.transport == "nccl"
             assert served.mean_abs_logprob_error < 1e-4
             told = trainer.senders.sent()
             assert told["transport"] == "nccl"
             assert told["bytes"] > 0
-        names = running.result().headers["x-tandem-weights"]
-        assert names == ",".join(f"{trainer.run}@{step}" for step in range(3))
+            names = running.result().headers["x-tandem-weights"]
+            assert names == f"{trainer.run}@{step - 1},{trainer.run}@{step}"
     job = trainer.spool.checkpoints.manifest(trainer.run, 2).job
     events = trainer.spool.events.read(str(job))
     assert [e.data["transport"] for e in events if e.type in ("offered", "sent", "served")] == ["nccl"] * 3

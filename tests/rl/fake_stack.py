@@ -77,6 +77,8 @@ class FakeStack:
 
     async def cancel(self, job: str) -> None:
         self.mark()
+        if job not in self.jobs:
+            raise NotFound(job)
         if self.jobs[job].state == "queued":
             self.jobs[job].state = "cancelled"
 
