@@ -31,6 +31,7 @@ class Ledger:
     accepted: set[str] = field(default_factory=set)  # job ids that were answered with success
     refused: set[str] = field(default_factory=set)  # job ids that were answered with a refusal
     damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
+    repeated: set[str] = field(default_factory=set)  # accepted job ids that were submitted again
     runs: set[str] = field(default_factory=set)  # runs whose creation was answered with success
     torn: int = 0  # half lines that were written to event files
     strikes: int = 0  # signals to programs
@@ -43,7 +44,7 @@ class Ledger:
             match entry["kind"]:
                 case "asked":
                     ledger.asked[entry["id"]] = entry["run"]
-                case "accepted" | "refused" | "damaged" as kind:
+                case "accepted" | "refused" | "damaged" | "repeated" as kind:
                     getattr(ledger, kind).add(entry["id"])
                 case "run":
                     ledger.runs.add(entry["run"])
@@ -83,6 +84,10 @@ def violations(root: Path, ledger: Ledger, *, swept: bool = False, served: bool 
     _check_promises(root, ledger, jobs, found)
     torn = 0
     for job in jobs.values():
+        # The submitter died after it had removed the damaged job's events, and before the new job was there.
+        begun_anew = job.state == "damaged" and job.id in ledger.repeated
+        if begun_anew and not (root / "jobs" / "events" / f"{job.id}.jsonl").exists():
+            continue
         torn += _read_events(root, job, found)
         _check_events(job, found)
     if torn > ledger.strikes + ledger.torn:

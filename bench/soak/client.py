@@ -114,6 +114,7 @@ class Client:
     def _repeat(self, job: str) -> None:
         """The same request again is the same job."""
         run, body = self._bodies[job]
+        self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)
         if answer is not None and answer.status_code not in (*LATER, 200) and job not in self._ledger.damaged:
             self.problems.append(f"job {job}, submitted again, was answered {answer.status_code} {answer.text[:300]}")

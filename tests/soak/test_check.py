@@ -308,6 +308,11 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
                                         "damaged it"]  # fmt: skip
     ledger.damaged.add("hurt")
     assert violations(root, ledger) == []
+    # A submitter of the same id that dies has removed the events, and has not queued the new job.
+    (root / "jobs/events/hurt.jsonl").unlink()
+    assert violations(root, ledger) != []
+    ledger.repeated.add("hurt")
+    assert violations(root, ledger) == []
 
 
 def test_a_process_that_is_left_is_found(tmp_path: Path) -> None:

@@ -108,11 +108,13 @@ class Queue:
         key = key_of(job)
         data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
         fs.remove_tree(data)  # left by a submitter that died before the job existed
-        for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
-            fs.remove_file(path, durable=False)  # of an earlier job with this id, which was removed or damaged
         fs.rename_dir(staged, data)
         try:
             fs.write_atomic(name, key.name.encode())
+            # Those of an earlier job with this id, which was removed or damaged, go as late as possible: a damaged job
+            # has no other end.
+            for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
+                fs.remove_file(path, durable=False)
             self._write("queued", job)
         except BaseException:
             for file in (self._paths.job_file("queued", key), name):
