@@ -290,6 +290,7 @@ def test_sweep_of_old_remains_only(spool):
     train = train_one(spool)
     submit(spool, "queued")
     spool.checkpoints.pin("r", 1)
+    (spool.root / "runs/r/merged").mkdir()
     jobs = spool.root / "jobs"
     remains = [jobs / "data/crashed", jobs / "data/.tmp-01ABC", jobs / "work/crashed", spool.root / "runs/.tmp-01ABC"]
     for directory in remains:
@@ -297,7 +298,7 @@ def test_sweep_of_old_remains_only(spool):
         (directory / "file").write_text("x")
     for name in ("jobs/queued/.tmp-x.json.01ABC", "jobs/.tmp-hold.json.01ABC", "jobs/leases/crashed.json",
                  ".tmp-probe.01ABC", "runs/r/.tmp-x", "runs/r/checkpoints/.tmp-x", "runs/r/pinned/.tmp-x",
-                 "jobs/cancel/crashed"):  # fmt: skip
+                 "runs/r/merged/.tmp-x", "jobs/cancel/crashed"):  # fmt: skip
         remains.append(spool.root / name)
         remains[-1].write_text("x")
     ended = jobs / "data" / train.spec.id

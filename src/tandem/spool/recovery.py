@@ -62,7 +62,7 @@ def sweep(spool: Spool) -> None:
     queue = spool.jobs.index.directories("queued")
     directories = [spool.root, spool.paths.runs, spool.paths.jobs, *spool.paths.jobs.glob("[!.]*"), *queue]
     for run in spool.paths.runs.glob("[!.]*"):
-        directories += [run, run / "checkpoints", run / "discarded", run / "pinned"]
+        directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
     stale = [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]
     for path in stale:
         _remove_if_stale(path)
