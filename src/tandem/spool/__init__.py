@@ -6,12 +6,11 @@ from pathlib import Path
 
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.checkpoints import Checkpoints
+from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
 from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
-from tandem.spool.merged_files import MergedFiles
 from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.paths import Paths
 from tandem.spool.queue import Queue
