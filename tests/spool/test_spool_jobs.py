@@ -25,7 +25,6 @@ from spool.volume_tools import temporary_names, tree
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool, index, paths
 from tandem.spool.events import Events
-from tandem.spool.jobs import key_of
 from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RankProcess
 
@@ -372,7 +371,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
         for state, job, run in (("queued", spool.jobs.get("first")[1], "r"), ("failed", ended, "q")):
             job_id = f"{state}-{step}"
             spec = job.spec.model_copy(update={"id": job_id, "base_step": step, "run": run})
-            key = key_of(copied := job.model_copy(update={"spec": spec}))
+            key = (copied := job.model_copy(update={"spec": spec})).key
             spool.paths.id_file(job_id).write_text(key.name)
             file = spool.paths.job_file(state, key)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.spool.listing import listing
-from tandem.spool.paths import BUCKET, JobKey, Paths, is_run_name
-from tandem.spool.schema import TERMINAL, JobState
+from tandem.spool.paths import BUCKET, Paths, is_run_name
+from tandem.spool.schema import TERMINAL, JobKey, JobState
 
 
 class _Parsed(NamedTuple):

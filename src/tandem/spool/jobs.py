@@ -17,8 +17,8 @@ from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.index import Index
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import JobKey, Paths, rank_files
-from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobState
+from tandem.spool.paths import Paths, rank_files
+from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
@@ -158,15 +158,9 @@ class Jobs:
         return job.result.state
 
 
-def key_of(job: Job) -> JobKey:
-    """The key under which the job's file lies."""
-    spec = job.spec
-    return JobKey.of(created=spec.created, base_step=spec.base_step, run=spec.run, job_id=spec.id)
-
-
 def _parse(content: bytes, key: JobKey) -> Job:
     """The job in a file with this key. Raises ValueError for a damaged one."""
     job = Job.model_validate_json(content)
-    if key_of(job) != key:
-        raise ValueError(f"it is the file of {key_of(job).name}")
+    if job.key != key:
+        raise ValueError(f"it is the file of {job.key.name}")
     return job

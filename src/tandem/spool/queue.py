@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.jobs import key_of
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import JobKey
-from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobSpec, JobState
+from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobSpec, JobState
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
@@ -105,7 +103,7 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        key = key_of(job)
+        key = job.key
         data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
         fs.remove_tree(data)  # left by a submitter that died before the job existed
         for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
@@ -123,7 +121,7 @@ class Queue:
             raise
 
     def _write(self, state: JobState, job: Job) -> None:
-        file = self._paths.job_file(state, key_of(job))
+        file = self._paths.job_file(state, job.key)
         with fs.volume_errors(file):
             fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
 
@@ -160,7 +158,7 @@ class Queue:
 
     def _start(self, job: Job, runner: str) -> Job:
         job = job.model_copy(update={"attempt": job.attempt + 1})
-        job_id, key = job.spec.id, key_of(job)
+        job_id, key = job.spec.id, job.key
         work, running = self._paths.work_dir(job_id, job.attempt), self._paths.job_file("running", key)
         try:
             with fs.volume_errors(work):
@@ -210,7 +208,7 @@ class Queue:
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
-                key = key_of(job)
+                key = job.key
                 running = self._paths.job_file("running", key)
                 fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
                 events = self._events.read(job_id)
@@ -237,7 +235,7 @@ class Queue:
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
-        key = key_of(job)
+        key = job.key
         result = job.result or result
         if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
-from tandem.spool.jobs import JobList, key_of
+from tandem.spool.jobs import JobList
 from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
@@ -87,7 +87,7 @@ def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
         _remove_if_stale(path)
         return
     if state in TERMINAL:
-        spool.queue.clear(key_of(job))
+        spool.queue.clear(job.key)
     elif state == "queued" and path.parent.name in ("work", "leases"):
         fs.remove_tree(spool.paths.all_work_dirs(job_id))
         fs.remove_file(spool.paths.lease_file(job_id))

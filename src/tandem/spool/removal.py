@@ -17,8 +17,8 @@ from pathlib import Path
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.paths import HOUR_FORMAT, JobKey
-from tandem.spool.schema import PENDING, TERMINAL
+from tandem.spool.paths import HOUR_FORMAT
+from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
 
 log = Log("spool")
