@@ -107,7 +107,7 @@ class Jobs:
         content = fs.read_bytes(self._paths.id_file(job_id), sure=sure)
         key = None if content is None else JobKey.parse(content.decode(errors="replace").strip())
         if content is not None and (key is None or key.id != job_id):  # damaged
-            return next((key for state in _STATES for key in self.index.all(state) if key.id == job_id), None)
+            return next((key for state in _STATES for key in self.index.newest_first(state) if key.id == job_id), None)
         return key
 
     def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:

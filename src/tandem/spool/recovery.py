@@ -70,7 +70,7 @@ def sweep(spool: Spool) -> None:
 
 def _remove_remains(spool: Spool) -> None:
     """Removes files of ended jobs, and stale files that belong to no job."""
-    queued = {key.id for key in spool.jobs.index.all("queued")}
+    queued = {key.id for key in spool.jobs.index.newest_first("queued")}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
         for name in fs.names(directory):
