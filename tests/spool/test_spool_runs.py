@@ -8,6 +8,7 @@ import pytest
 from spool.spool_tools import (
     add_run,
     commit,
+    job_path,
     refused,
     run_spec,
     stage,
@@ -173,6 +174,13 @@ def test_rollback_is_refused_while_jobs_build_on_the_chain(spool):
     with pytest.raises(NotFound):
         spool.checkpoints.rollback("r", 5)
     assert spool.checkpoints.rollback("r", 0) == [2, 1]
+
+
+def test_a_damaged_job_does_not_keep_its_run_from_a_rollback(spool):
+    train_one(spool)
+    submit(spool, "j")
+    job_path(spool, "queued", "j").write_text("{")
+    assert spool.checkpoints.rollback("r", 0) == [1]
 
 
 def test_fork_copies_adapter_and_optimizer_and_verifies(spool):

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +148,7 @@ class Checkpoints:
         """
         with self._runs.lock(run):
             self.path(run, step)
-            index = self._jobs.index
-            if pending := [*index.running(run), *islice(index.queued(run), 5)]:
-                jobs = ", ".join(f"{key.id} ({self._jobs.get(key.id)[0]})" for key in pending[:5])
-                raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="step")
+            self._jobs.check_none_pending(run, "step")
             later = [other for other in reversed(self.steps(run)) if other > step]
             checkpoints = self._dir(run)
             discarded = checkpoints.parent / "discarded"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.errors import NotFound, TandemError
+from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.index import Index
@@ -82,6 +82,12 @@ class Jobs:
     def pending(self, run: str) -> JobList:
         """Queued and running jobs of the run, in the order of their base steps."""
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
+
+    def check_none_pending(self, run: str, field: str) -> None:
+        """Conflict (with this field) if jobs of the run are queued or running."""
+        if pending := self.list(run, PENDING, limit=5):
+            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
+            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field=field)
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
         """State and id of the newest job of the run that failed or was cancelled on this base step."""

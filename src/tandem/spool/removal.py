@@ -44,9 +44,7 @@ def delete_run(spool: Spool, run: str) -> Path:
     ended jobs may be gone, and calling again does the rest.
     """
     with spool.runs.lock(run):
-        if pending := spool.jobs.list(run, PENDING, limit=5):
-            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
-            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="run")
+        spool.jobs.check_none_pending(run, "run")
         complete_removals(spool)
         index = spool.jobs.index
         for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
