@@ -10,7 +10,6 @@ import time
 from calendar import timegm
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -22,19 +21,6 @@ from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
 
 log = Log("spool")
-
-
-@dataclass(frozen=True)
-class Keep:
-    """What stays. None: everything."""
-
-    newest: int | None = None  # so many of a run's newest checkpoints
-    every: int | None = None  # with `newest`: also the steps that this divides
-    days: float | None = None  # ended jobs, damaged files, discarded checkpoints, since they ended or were set aside
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Keep":
-        return cls(settings.keep_checkpoints, settings.keep_every, settings.keep_days)
 
 
 def delete_run(spool: Spool, run: str) -> Path:
@@ -67,11 +53,13 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
         return _set_aside([directory])[0]
 
 
-def prune(spool: Spool, keep: Keep) -> None:
-    """Removes what `keep` does not keep. Lists no directory that has not changed, except those with something to go."""
-    for run in spool.runs.names() if (keep.newest, keep.days) != (None, None) else ():
+def prune(spool: Spool, settings: Settings) -> None:
+    """Removes what the settings `keep_*` don't keep. Lists no directory that has not changed, except those with
+    something to go."""
+    limit = None if settings.keep_days is None else time.time() - settings.keep_days * 86400
+    for run in spool.runs.names():
         try:
-            doomed = _old_checkpoints(spool, run, keep)
+            doomed = _old_checkpoints(spool, run, settings, limit)
         except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
@@ -80,29 +68,27 @@ def prune(spool: Spool, keep: Keep) -> None:
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
     complete_removals(spool)
-    if keep.days is not None:
-        limit = time.time() - keep.days * 86400
+    if limit is not None:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
 
 
-def _old_checkpoints(spool: Spool, run: str, keep: Keep) -> list[Path]:
-    """Sets aside the checkpoints that are not kept; returns their directories."""
+def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
+    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds; returns
+    their directories."""
     checkpoints, doomed = spool.checkpoints, []
-    if keep.days is not None:
-        limit = time.time() - keep.days * 86400
+    if limit is not None:
         doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
-    if keep.newest is not None and _surplus(checkpoints.steps(run), keep):
+    if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
-            needed = _needed(spool, run)
-            old = [step for step in _surplus(checkpoints.steps(run), keep) if step not in needed]
-            doomed += _set_aside([checkpoints.path(run, step) for step in old])
+            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run)
+            doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
 
 
-def _surplus(steps: Sequence[int], keep: Keep) -> list[int]:
-    assert keep.newest is not None
-    return [step for step in steps[: -keep.newest] if step and (keep.every is None or step % keep.every)]
+def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
+    newest, every = settings.keep_checkpoints, settings.keep_every
+    return set() if newest is None else {step for step in steps[:-newest] if step and (every is None or step % every)}
 
 
 def _needed(spool: Spool, run: str) -> set[int]:
