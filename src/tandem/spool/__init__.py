@@ -83,7 +83,7 @@ class Spool:
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
-        path = self.root / f"{fs.TEMPORARY}probe.{fs.new_ulid()}"
+        path = fs.temporary_beside(self.root / "probe")
         try:
             fs.write_atomic(path, b"\0" * 4096)
         except SpoolUnusable as error:

@@ -53,8 +53,7 @@ class Checkpoints:
         """Keeps a checkpoint from being removed by age; NotFound. A rollback that discards the step ends it."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
-            with fs.volume_errors(marker):
-                fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
+            fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
 
     def unpin(self, run: str, step: int) -> None:
         """Ends `pin`; also for a step that is not pinned."""

@@ -122,8 +122,7 @@ class Queue:
 
     def _write(self, state: JobState, job: Job) -> None:
         file = self._paths.job_file(state, job.key)
-        with fs.volume_errors(file):
-            fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
+        fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
 
     def _remove_empty(self, key: JobKey) -> None:
         """Removes the directories of a job that is not queued any more if they are empty."""

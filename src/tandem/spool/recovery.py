@@ -94,19 +94,15 @@ def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    if _older_than(path, STALE_SECONDS):
-        fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)
-
-
-def _older_than(path: Path, seconds: float) -> bool:
-    """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
-    clock = path.with_name(f"{fs.TEMPORARY}clock.{fs.new_ulid()}")
+    clock = fs.temporary_beside(path.with_name("clock"))  # of the volume's own host, by which the file has its time
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            return clock.stat().st_mtime - path.stat().st_mtime > seconds
+            age = clock.stat().st_mtime - path.stat().st_mtime
         except FileNotFoundError:
-            return False
+            return
         finally:
             with suppress(OSError):
                 clock.unlink()
+    if age > STALE_SECONDS:
+        fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)

@@ -111,7 +111,7 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
     """Renames directories with one parent to temporary names, durably; returns those."""
     doomed = []
     for directory in directories:
-        target = directory.with_name(f"{fs.TEMPORARY}{directory.name}.{fs.new_ulid()}")
+        target = fs.temporary_beside(directory)
         with fs.volume_errors(directory):
             directory.rename(target)
         doomed.append(target)
