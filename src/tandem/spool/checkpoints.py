@@ -222,10 +222,7 @@ class MergedFiles:
         """The directory with the whole weights of this checkpoint, after comparing every file with its manifest; None
         if there is none. CheckpointDamaged names each damaged file."""
         directory = self._dir(checkpoint.run) / step_name(checkpoint.step)
-        try:
-            manifest = fs.read_record(directory / MANIFEST, Manifest)
-        except ValidationError:
-            return None
+        manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (checkpoint.job, checkpoint.created):
             return None
         verify_files(directory, manifest)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from tandem.errors import SpoolUnusable, VolumeFull
 
@@ -284,6 +284,13 @@ def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
     content = read_bytes(path)
     return None if content is None else model.model_validate_json(content)
+
+
+def read_undamaged[R: BaseModel](path: Path, model: type[R]) -> R | None:
+    """The record in a file; None if the file does not exist or is damaged."""
+    with suppress(ValidationError):
+        return read_record(path, model)
+    return None
 
 
 def sha256_file(path: Path) -> str:
