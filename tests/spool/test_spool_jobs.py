@@ -173,6 +173,15 @@ def test_a_lease_is_renewed_by_its_runner_while_the_job_runs(spool):
     assert spool.leases.get("j") is None
 
 
+def test_heartbeats_are_read_while_ranks_write_the_next_ones(spool):
+    start(spool, "j")
+    work = spool.paths.work_dir("j", 1)
+    for rank in range(8):
+        for name in sorted((f"beat.{rank}", f"beat.{rank}.tmp"), reverse=rank % 2 == 0):
+            (work / name).write_text("{" if name.endswith("tmp") else '{"time": 1.0, "phase": "train"}')
+    assert list(spool.jobs.beats("j", 1)) == list(range(8))
+
+
 def test_a_queued_job_is_cancelled_at_once(spool):
     submit(spool, "j")
     for _ in range(2):

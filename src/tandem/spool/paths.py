@@ -53,8 +53,9 @@ def error_file(work: Path, rank: int) -> Path:
 
 
 def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank."""
-    return {int(rank): path for path in work.glob(f"{kind}.*") if (rank := path.name.split(".")[1]).isdigit()}
+    """The files of this kind that exist, by rank; without those that are being written (`beat.0.tmp`)."""
+    paths = {path.name.removeprefix(f"{kind}.").removesuffix(".json"): path for path in work.glob(f"{kind}.*")}
+    return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
 
 def staged_checkpoint(work: Path) -> Path:
