@@ -5,7 +5,7 @@ has not changed is not listed again (`tandem.spool.listing`), so no answer costs
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -72,16 +72,16 @@ class Index:
         """The running jobs, by submission."""
         return [key for key in self.keys(self._paths.state_dir("running")) if run in (None, key.run)]
 
-    def first_gap(self, run: str, step: int, *, taken: frozenset[int], free: frozenset[int]) -> int:
-        """The first base step from `step` on that is in `free`, or else neither in `taken` nor a queued job's."""
-        bucket = step // BUCKET
+    def first_gap(self, run: str, step: int, running: Mapping[int, bool]) -> int:
+        """The first base step from `step` on that no job takes. `running`: whether the run's running jobs take theirs,
+        by base step; then the queue does not count, which a decided job's file may not have left yet."""
         while True:
-            queued = {key.base_step for key in self.keys(self._paths.queue_dir(run, bucket))} - free
-            bucket += 1
-            for gap in range(step, bucket * BUCKET):
-                if gap not in queued and gap not in taken:
+            bucket = step // BUCKET
+            queued = {key.base_step for key in self.keys(self._paths.queue_dir(run, bucket))}
+            for gap in range(step, (bucket + 1) * BUCKET):
+                if not running.get(gap, gap in queued):
                     return gap
-            step = bucket * BUCKET
+            step = (bucket + 1) * BUCKET
 
     def junk(self) -> list[Path]:
         """Names among the jobs' files that belong to no job."""

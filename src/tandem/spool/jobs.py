@@ -122,9 +122,10 @@ class Jobs:
         Reads the weakest directory first, so that a job that moves meanwhile is met later.
         """
         key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
+        if key is None:
+            return None
         located: tuple[JobState, Job] | None = None
-        for directory in _STATES if key is not None else ():
-            assert key is not None
+        for directory in _STATES:
             path = self._paths.job_file(directory, key)
             if (content := fs.read_bytes(path, sure=sure)) is not None:
                 try:

@@ -32,10 +32,8 @@ class Queue:
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
         running = [located for key in self._index.running(run) if (located := self._jobs.locate(key, sure=False))]
-        steps = {job.spec.base_step: job.result is None for _, job in running}
-        taken = frozenset(step for step, undecided in steps.items() if undecided)
-        newest = self._spool.checkpoints.newest(run)
-        return self._index.first_gap(run, newest, taken=taken, free=frozenset(steps) - taken)
+        undecided = {job.spec.base_step: job.result is None for _, job in running}
+        return self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
 
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,

@@ -16,6 +16,8 @@ class _JobSpec(Record):
     base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
     created: float  # Unix seconds
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
+    data: PackedData
+    optimizer: OptimizerSettings = OptimizerSettings()
     # Most seconds that one attempt may take. The runner stops a longer one.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # The runner takes ranks for hung after this many seconds without a heartbeat.
@@ -26,23 +28,17 @@ class _JobSpec(Record):
 
 class RLJob(_JobSpec):
     kind: Literal["rl"] = "rl"
-    data: PackedData
     loss: RLLoss = RLLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 class SFTJob(_JobSpec):
     kind: Literal["sft"] = "sft"
-    data: PackedData
     loss: SFTLoss = SFTLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 class DPOJob(_JobSpec):
     kind: Literal["dpo"] = "dpo"
-    data: PackedData
     loss: PreferenceLoss = PreferenceLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 JobSpec = Annotated[RLJob | SFTJob | DPOJob, Field(discriminator="kind")]
