@@ -213,7 +213,7 @@ class MergedFiles:
             fs.rename_dir(staged, target)
         served = self._served.get(run)
         keep = {target.name, step_name(served.step) if served else ""}
-        for name in fs.names(directory):
+        for name in listing(directory):
             if name not in keep:
                 fs.remove_tree(directory / name)
         return sum(entry.size for entry in manifest.files.values())
@@ -232,7 +232,7 @@ class MergedFiles:
 @remembered
 def _bytes_of_all(directory: Path) -> int:
     """Bytes of all files in the subdirectories, which never change while they have their names."""
-    return sum(_bytes_of(directory / name) or 0 for name in fs.names(directory))
+    return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
 @remembered

@@ -226,14 +226,6 @@ def remove_tree(directory: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def names(directory: Path) -> list[str]:
-    """Sorted names in `directory`, without temporary and hidden ones; empty if it does not exist."""
-    try:
-        return sorted(name for name in os.listdir(directory) if not name.startswith("."))  # noqa: PTH208
-    except FileNotFoundError:
-        return []
-
-
 def exists(path: Path) -> bool:
     """Whether the name exists. Opens its directory first: an NFS client, which remembers absent names, then asks the
     server whether the directory has changed."""

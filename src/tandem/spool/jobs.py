@@ -16,6 +16,7 @@ from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.index import Index
+from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths, rank_files
 from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
@@ -151,7 +152,7 @@ class Jobs:
     def located(self, job_id: str) -> tuple[JobState, Job]:
         """As `locate`; NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
-            damaged = [name for name in fs.names(self._paths.damaged) if f",{job_id}.json." in name]
+            damaged = [name for name in listing(self._paths.damaged) if f",{job_id}.json." in name]
             why = f": its file was damaged and is {self._paths.damaged / damaged[-1]}" if damaged else ""
             raise NotFound(f"there is no job {job_id!r}{why}", field="id")
         return located

@@ -32,7 +32,8 @@ _SETTLED_SECONDS = 2.5
 
 
 def listing(directory: Path) -> Names:
-    """As `names`, but the very same tuple as long as the directory has not changed."""
+    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The very same object as
+    long as the directory has not changed."""
     # Opening a directory makes an NFS client ask the server for its mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)

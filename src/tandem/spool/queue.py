@@ -111,10 +111,8 @@ class Queue:
             fs.write_atomic(name, key.name.encode())
             self._write("queued", job)
         except BaseException:
-            for file in (self._paths.job_file("queued", key), name):
-                with suppress(OSError):
-                    file.unlink()
-            self._remove_empty(key)
+            self._remove_queued(key)
+            _remove(name)
             fs.remove_tree(data)
             raise
 
@@ -165,17 +163,14 @@ class Queue:
             fs.write_json_atomic(running, job)  # from here on the job is claimed
             self._events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
         except BaseException:
-            for path in (running, self._paths.lease_file(job_id)):
-                with suppress(OSError):
-                    path.unlink()
+            _remove(running, self._paths.lease_file(job_id))
             fs.remove_tree(work.parent)
             raise
         self._remove_queued(key)
         return job
 
     def _remove_queued(self, key: JobKey) -> None:
-        with suppress(SpoolUnusable):  # a file in another directory is stronger than one that stays here
-            fs.remove_file(self._paths.job_file("queued", key), durable=False)
+        _remove(self._paths.job_file("queued", key))  # a file in another directory is stronger than one that stays here
         self._remove_empty(key)
 
     def cancel(self, job_id: str) -> JobState:
@@ -259,7 +254,7 @@ class Queue:
 def _remove(*paths: Path) -> None:
     """Removes files that have no meaning any more, unless the volume refuses."""
     for path in paths:
-        with suppress(SpoolUnusable):
+        with suppress(OSError, SpoolUnusable):
             fs.remove_file(path, durable=False)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
+from tandem.spool.listing import listing
 from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
@@ -73,7 +74,7 @@ def _remove_remains(spool: Spool) -> None:
     queued = {key.id for key in spool.jobs.index.newest_first("queued")}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
-        for name in fs.names(directory):
+        for name in listing(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
             if is_job_id(job_id) and (kind != "data" or job_id not in queued):
                 with spool.job_lock(job_id):

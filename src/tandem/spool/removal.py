@@ -16,6 +16,7 @@ from pathlib import Path
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
+from tandem.spool.listing import listing
 from tandem.spool.paths import HOUR_FORMAT
 from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
@@ -146,7 +147,7 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
     """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
-    for path in (spool.paths.damaged / name for name in fs.names(spool.paths.damaged)):
+    for path in (spool.paths.damaged / name for name in listing(spool.paths.damaged)):
         if _set_aside_at(path) >= limit:
             continue
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
@@ -187,7 +188,7 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
 def complete_removals(spool: Spool) -> None:
     """Removes events, logs and ids of the jobs in `jobs/removed/`, and then their files."""
     paths = spool.paths
-    if not (keys := [key for name in fs.names(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
+    if not (keys := [key for name in listing(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
         return
     for key in keys:
         with spool.job_lock(key.id):
