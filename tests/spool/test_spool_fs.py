@@ -151,6 +151,21 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
     assert forgotten
 
 
+def test_no_number_of_settled_directories_is_too_many(memory_path, monkeypatch):
+    """A year of ended jobs has 8,760 directories in each of three states."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    directories = [memory_path / str(number) for number in range(5000)]
+    for directory in directories:
+        directory.mkdir()
+    for _ in range(2):
+        for directory in directories:
+            listing(directory)
+        now += 3
+    monkeypatch.setattr(os, "listdir", None)
+    assert {listing(directory) for directory in directories} == {()}
+
+
 def test_a_listing_is_remembered_only_once_its_directory_has_settled(tmp_path, monkeypatch):
     """Two changes within one tick of the file system's clock leave one mtime."""
     now = time.monotonic()

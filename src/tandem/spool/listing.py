@@ -26,7 +26,6 @@ class _Listing:
 
 
 _listings: dict[str, _Listing] = {}
-_MOST_LISTINGS = 4096
 _SETTLED_SECONDS = 2.5
 """A change this long after another one changes a directory's mtime, on every file system."""
 
@@ -54,8 +53,6 @@ def listing(directory: Path) -> Names:
     elif known is not None:
         for gone in set(known.names).difference(names):
             _listings.pop(f"{directory}/{gone}", None)
-    if len(_listings) >= _MOST_LISTINGS:
-        _listings.clear()
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names
 
