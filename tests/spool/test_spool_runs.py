@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +141,11 @@ def test_a_damaged_manifest(spool):
     file.unlink()
     with pytest.raises(CheckpointDamaged, match=r"manifest\.json is missing"):
         spool.checkpoints.verify("r", 1)
+
+
+def test_a_record_that_is_withdrawn_meanwhile_was_never_written(spool, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path, **_: True)
+    assert spool.served.changed("r") is None
 
 
 def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):

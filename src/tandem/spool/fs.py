@@ -257,7 +257,7 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a
     link to itself the content is b"", which every reader takes for damage.
     """
-    for _ in range(5):
+    for more in (4, 3, 2, 1, 0):
         try:
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -266,7 +266,7 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
         except OSError as error:
             if error.errno in _NO_FILE:
                 return b""
-            if error.errno != errno.ESTALE:  # NFS: replaced between open and read
+            if error.errno != errno.ESTALE or not more:  # NFS: replaced between open and read
                 raise
         time.sleep(0.01)
     return None

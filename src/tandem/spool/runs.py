@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,5 +141,6 @@ class ServedRecords:
 
     def changed(self, run: str) -> float | None:
         """When the record was last written, Unix seconds by the volume's clock; None without one."""
-        path = self._path(run)
-        return path.stat().st_mtime if path.exists() else None
+        with suppress(FileNotFoundError):
+            return self._path(run).stat().st_mtime
+        return None
