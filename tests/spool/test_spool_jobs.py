@@ -420,6 +420,7 @@ def test_a_damaged_job_is_set_aside_only_with_its_end(spool, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", full)
         assert spool.jobs.locate("j") is None
+        assert spool.queue.claim("me") is None
     assert path.exists()
     assert spool.jobs.locate("j") is None
     assert not path.exists()

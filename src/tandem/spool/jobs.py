@@ -141,7 +141,7 @@ class Jobs:
         target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
         message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
-            if not path.exists():
+            if not fs.exists(path):
                 return  # another process was faster
             if directory not in TERMINAL and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")

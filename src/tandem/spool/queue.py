@@ -137,16 +137,19 @@ class Queue:
                 job = self._jobs.locate(key)
                 if job is not None and job[1].result is not None:  # a process died while it cancelled this job
                     self.finish(job[1], job[1].result)
+            passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}
-                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in waiting)
+                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in passed)
                 for head in heads:
                     with self._spool.job_lock(head.id):
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # It was cancelled or set aside since, or is left from a job that has gone on.
-                        fs.remove_file(self._paths.job_file("queued", head))
+                        if located is None:  # it is set aside, or damaged and stays until the volume takes its end
+                            passed.add(head.id)
+                        else:  # the file is left from a job that has gone on
+                            fs.remove_file(self._paths.job_file("queued", head))
                         self._remove_empty(head)
                 if not heads:
                     return None
