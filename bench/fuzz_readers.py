@@ -236,7 +236,7 @@ def clean(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -
 
     def both() -> None:
         spool = Spool(root)
-        removal.prune(spool, removal.Keep.of(stage.settings(root)))
+        removal.prune(spool, stage.settings(root))
         sweep(spool)
 
     yield from guarded("sweeper", both, unusable)

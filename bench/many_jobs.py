@@ -17,7 +17,6 @@ import httpx
 
 from tandem.client import Tandem
 from tandem.spool import Spool
-from tandem.spool.jobs import key_of
 from tandem.spool.schema import Event, Job, JobResult, JobState
 from tandem.system import ports
 
@@ -111,7 +110,7 @@ def fill(spool: Spool, job: Job, state: JobState, count: int, runs: int) -> None
         data = job.spec.data.model_copy(update={"path": f"jobs/data/{job_id}"})
         changed = {"id": job_id, "run": run, "base_step": 1 + number // runs, "created": created, "data": data}
         copy = job.model_copy(update={"spec": job.spec.model_copy(update=changed), "result": result})
-        key = key_of(copy)
+        key = copy.key
         file = spool.paths.job_file(state, key)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(copy.model_dump_json(indent=1) + "\n")

@@ -16,9 +16,9 @@ import pytest
 from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
 from spool.volume_tools import mounted
 from tandem.client import Tandem
+from tandem.config import Settings
 from tandem.controller import sweeper
 from tandem.spool import Spool
-from tandem.spool.removal import Keep
 from waiting import until
 
 CHAT = [{"messages": [{"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "maybe"}]}]
@@ -140,7 +140,7 @@ def test_stale_litter_is_removed_while_the_controller_runs(tmp_path, monkeypatch
     for path in (old, young):
         path.touch()
     os.utime(old, (time.time() - 4000,) * 2)
-    thread = sweeper.Sweeper(spool, Keep())
+    thread = sweeper.Sweeper(spool, Settings())
     thread.start()
     until("the stale one is gone", lambda: not old.exists())
     thread.stop()

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from inference.stage import Stage, make_run
-from tandem.spool.removal import Keep, delete_run, prune
+from tandem.config import Settings
+from tandem.spool.removal import delete_run, prune
 
 
 def delete(stage: Stage) -> None:
@@ -68,10 +69,10 @@ def test_a_step_that_was_removed_by_age_is_not_taken_from_those_who_sample_from_
     publisher.once()
     stage.step(0.5)
     stage.step(0.7)
-    prune(stage.spool, Keep(newest=1))  # the served step stays
+    prune(stage.spool, Settings(keep_checkpoints=1))  # the served step stays
     assert stage.spool.checkpoints.steps("run") == [0, 1, 3]
     publisher.once()
-    prune(stage.spool, Keep(newest=1))
+    prune(stage.spool, Settings(keep_checkpoints=1))
     assert stage.spool.checkpoints.steps("run") == [0, 3]
     publisher.once()
     assert "run@1" in stage.listed(), "a conversation may go on within the grace"

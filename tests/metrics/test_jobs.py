@@ -10,6 +10,7 @@ import pytest
 from metrics.metric_tools import Exported, Scraped, opener
 from spool.spool_tools import commit, failed, job_path, submit, succeeded
 from spool.volume_tools import full_disk
+from tandem.config import Settings
 from tandem.metrics import collector, ranks
 from tandem.metrics.controller import QueueCollector
 from tandem.metrics.jobs import JobsCollector
@@ -17,7 +18,7 @@ from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import beat_file
-from tandem.spool.removal import Keep, prune
+from tandem.spool.removal import prune
 from tandem.spool.schema import Beat, Job, JobError
 
 GPU = "GPU-5d8f"
@@ -284,7 +285,7 @@ def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_count
         assert exported.collect().get("tandem_jobs_finished_total", outcome="failed") == number + 1
     exported.collect()
     assert jobs._ended == set()
-    prune(volume, Keep(days=1e-9))
+    prune(volume, Settings(keep_days=1e-9))
     exported.collect()
     assert jobs._listed == {}
     submit(volume, "before")

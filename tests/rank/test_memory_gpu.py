@@ -176,7 +176,7 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
 def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path) -> None:
     """Although the fork server is still there. The job's report agrees with what the device says."""
     gpu = Devices(Settings(device="cuda", trainer_devices=["0"]), "trainer")
-    busy = gpu.busy()
+    busy = gpu.busy({})
     assert not busy, f"another process uses the GPU: {busy}"
     idle = gpu.used()
     stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.rank.worker")

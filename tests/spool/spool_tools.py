@@ -44,7 +44,7 @@ def maker(run: str = "r", **more) -> Callable[[str, int, Path], JobSpec]:
     def make(job_id: str, base_step: int, directory: Path) -> JobSpec:
         (directory / "tokens.npy").write_bytes(b"tokens of " + job_id.encode())
         data = PackedData(
-            path="", num_rows=1, sequence_length=8, num_items=1, num_tokens=1, num_unshared_tokens=1,
+            path="", sha256="", num_rows=1, sequence_length=8, num_items=1, num_tokens=1, num_unshared_tokens=1,
             num_trajectories=1, num_groups=1,
         )  # fmt: skip
         changed = {"created": time.time()} | more

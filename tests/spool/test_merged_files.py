@@ -6,7 +6,7 @@ import pytest
 
 from spool.spool_tools import run_spec, write_adapter
 from tandem.errors import CheckpointDamaged
-from tandem.spool import Spool
+from tandem.spool import Spool, fs
 from tandem.spool.schema import Manifest, Served
 
 
@@ -69,12 +69,26 @@ def test_damage_is_found(spool: Spool) -> None:
     write(spool, manifest)
     directory = spool.merged.find(manifest)
     assert directory is not None
-    spool.merged.verify(directory)
     (directory / "model.safetensors").write_bytes(b"wEights" * 100)
     with pytest.raises(CheckpointDamaged, match="altered"):
-        spool.merged.verify(directory)
+        spool.merged.find(manifest)
     (directory / "manifest.json").write_text("{")
     assert spool.merged.find(manifest) is None
+
+
+def test_weights_that_a_newer_step_removes_meanwhile_are_damaged(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = checkpoint(1, "job")
+    write(spool, manifest)
+    real = fs.read_record
+
+    def removed_after(path: Path, model: type[Manifest]) -> Manifest | None:
+        record = real(path, model)
+        fs.remove_tree(path.parent)
+        return record
+
+    monkeypatch.setattr(fs, "read_record", removed_after)
+    with pytest.raises(CheckpointDamaged, match="missing"):
+        spool.merged.find(manifest)
 
 
 def test_what_cannot_be_committed_leaves_the_step_before(spool: Spool) -> None:

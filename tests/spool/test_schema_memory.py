@@ -1,5 +1,7 @@
 """What was read of jobs that are gone is freed."""
 
+import os
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +21,25 @@ def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
     event = spool.events.append(NAME, "step", attempt=1, of=NAME)
     text, parse = (job.model_dump_json(), Job.model_validate_json) if kind == "job" else (
         event.model_dump_json(), Event.model_validate_json)  # fmt: skip
-    assert growth(kind, text, parse) < 20_000
+    assert growth(lambda number: parse(text.replace(NAME, f"{kind}-{number:026d}"))) < 20_000
 
 
-def growth(kind: str, text: str, parse: Callable[[str], object]) -> int:
+def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) -> None:
+    spool = spool_with_run(memory_path)
+    top = str(spool.paths.state_dir("failed"))
+
+    def list_an_hour(number: int) -> None:
+        os.mkdir(directory := f"{top}/hour-{number}")  # noqa: PTH102 (pathlib keeps the names)
+        for job in range(5):
+            os.close(os.open(f"{directory}/{job:016d},00000000,r,job-{number}-{job}.json", os.O_CREAT))
+        assert spool.jobs.index.count("failed") == 5
+        shutil.rmtree(directory)
+
+    assert growth(list_an_hour) < 1_000_000
+
+
+def growth(read: Callable[[int], object]) -> int:
     """Bytes that stay of 2,000 records with names of their own."""
-
-    def read(number: int) -> None:
-        parse(text.replace(NAME, f"{kind}-{number:026d}"))
-
     for number in range(200):
         read(number)
     tracemalloc.start()

@@ -65,6 +65,7 @@ def test_what_is_no_file_keeps_no_other_job_waiting(tmp_path: Path, name: str, d
         assert spool.jobs.get(job_id)[0] in TERMINAL
         assert spool.events.ended(job_id)
     assert spool.damage()
+    assert not name.endswith("job") or len(spool.damage()["job"]) == 1
     assert "other" in spool.runs.names()
 
 

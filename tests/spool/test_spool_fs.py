@@ -1,5 +1,6 @@
 """Files on the volume: ids, atomic writes, the order of syncs, locks, and what an NFS client may forget."""
 
+import errno
 import os
 import re
 import time
@@ -149,6 +150,39 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
     monkeypatch.setattr(Path, "read_bytes", forgetful)
     assert spool.jobs.get("j")[0] == "queued"
     assert forgotten
+
+
+def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
+    """An absent job would be removed from the queue, and an absent hold would wake vLLM."""
+    (path := tmp_path / "file").write_text("x")
+    real, stale = Path.read_bytes, [3]
+
+    def read_bytes(self):
+        if stale[0]:
+            stale[0] -= 1
+            raise OSError(errno.ESTALE, "stale")
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert fs.read_bytes(path) == b"x"
+    stale[0] = 100
+    with pytest.raises(OSError, match="stale"):
+        fs.read_bytes(path)
+
+
+def test_no_number_of_settled_directories_is_too_many(memory_path, monkeypatch):
+    """A year of ended jobs has 8,760 directories in each of three states."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    directories = [memory_path / str(number) for number in range(5000)]
+    for directory in directories:
+        directory.mkdir()
+    for _ in range(2):
+        for directory in directories:
+            listing(directory)
+        now += 3
+    monkeypatch.setattr(os, "listdir", None)
+    assert {listing(directory) for directory in directories} == {()}
 
 
 def test_a_listing_is_remembered_only_once_its_directory_has_settled(tmp_path, monkeypatch):

@@ -25,7 +25,6 @@ from spool.volume_tools import temporary_names, tree
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool, index, paths
 from tandem.spool.events import Events
-from tandem.spool.jobs import key_of
 from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RankProcess
 
@@ -174,6 +173,15 @@ def test_a_lease_is_renewed_by_its_runner_while_the_job_runs(spool):
     assert spool.leases.get("j") is None
 
 
+def test_heartbeats_are_read_while_ranks_write_the_next_ones(spool):
+    start(spool, "j")
+    work = spool.paths.work_dir("j", 1)
+    for rank in range(8):
+        for name in sorted((f"beat.{rank}", f"beat.{rank}.tmp"), reverse=rank % 2 == 0):
+            (work / name).write_text("{" if name.endswith("tmp") else '{"time": 1.0, "phase": "train"}')
+    assert list(spool.jobs.beats("j", 1)) == list(range(8))
+
+
 def test_a_queued_job_is_cancelled_at_once(spool):
     submit(spool, "j")
     for _ in range(2):
@@ -290,6 +298,7 @@ def test_sweep_of_old_remains_only(spool):
     train = train_one(spool)
     submit(spool, "queued")
     spool.checkpoints.pin("r", 1)
+    (spool.root / "runs/r/merged").mkdir()
     jobs = spool.root / "jobs"
     remains = [jobs / "data/crashed", jobs / "data/.tmp-01ABC", jobs / "work/crashed", spool.root / "runs/.tmp-01ABC"]
     for directory in remains:
@@ -297,7 +306,7 @@ def test_sweep_of_old_remains_only(spool):
         (directory / "file").write_text("x")
     for name in ("jobs/queued/.tmp-x.json.01ABC", "jobs/.tmp-hold.json.01ABC", "jobs/leases/crashed.json",
                  ".tmp-probe.01ABC", "runs/r/.tmp-x", "runs/r/checkpoints/.tmp-x", "runs/r/pinned/.tmp-x",
-                 "jobs/cancel/crashed"):  # fmt: skip
+                 "runs/r/merged/.tmp-x", "jobs/cancel/crashed"):  # fmt: skip
         remains.append(spool.root / name)
         remains[-1].write_text("x")
     ended = jobs / "data" / train.spec.id
@@ -371,7 +380,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
         for state, job, run in (("queued", spool.jobs.get("first")[1], "r"), ("failed", ended, "q")):
             job_id = f"{state}-{step}"
             spec = job.spec.model_copy(update={"id": job_id, "base_step": step, "run": run})
-            key = key_of(copied := job.model_copy(update={"spec": spec}))
+            key = (copied := job.model_copy(update={"spec": spec})).key
             spool.paths.id_file(job_id).write_text(key.name)
             file = spool.paths.job_file(state, key)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -411,6 +420,7 @@ def test_a_damaged_job_is_set_aside_only_with_its_end(spool, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", full)
         assert spool.jobs.locate("j") is None
+        assert spool.queue.claim("me") is None
     assert path.exists()
     assert spool.jobs.locate("j") is None
     assert not path.exists()

@@ -22,17 +22,18 @@ from spool.spool_tools import (
     train_one,
 )
 from spool.volume_tools import DiedError, dying_at, tree
+from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool, recovery
 from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.fs import CROCKFORD
 from tandem.spool.recovery import sweep
-from tandem.spool.removal import Keep, delete_checkpoint, delete_run, prune
+from tandem.spool.removal import delete_checkpoint, delete_run, prune
 from tandem.spool.schema import Manifest, RLJob, RLLoss, Served
 from tandem.system.logs import Log
 
-NEWEST = Keep(newest=1)
-NOW_OLD = Keep(days=1e-9)  # whatever ended before this moment is too old
+NEWEST = Settings(keep_checkpoints=1)
+NOW_OLD = Settings(keep_days=1e-9)  # whatever ended before this moment is too old
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +53,8 @@ def hours_ago(spool: Spool, job_id: str, hours: float) -> None:
     os.utime(path, (time.time() - hours * 3600,) * 2)
 
 
-def steps_after(spool: Spool, keep: Keep, run: str = "r") -> list[int]:
-    prune(spool, keep)
+def steps_after(spool: Spool, settings: Settings, run: str = "r") -> list[int]:
+    prune(spool, settings)
     return spool.checkpoints.steps(run)
 
 
@@ -68,16 +69,16 @@ def test_everything_stays_unless_it_is_asked_for(spool):
         train_logged(spool)
     spool.checkpoints.rollback("r", 2)
     before = tree(spool.root)
-    prune(spool, Keep())
+    prune(spool, Settings())
     assert tree(spool.root) == before
 
 
 def test_the_newest_every_mth_and_step_0_stay(spool):
     for _ in range(9):
         train_one(spool)
-    assert steps_after(spool, Keep(newest=20)) == list(range(10))
-    assert steps_after(spool, Keep(newest=2, every=3)) == [0, 3, 6, 8, 9]
-    assert steps_after(spool, Keep(newest=2)) == [0, 8, 9]
+    assert steps_after(spool, Settings(keep_checkpoints=20)) == list(range(10))
+    assert steps_after(spool, Settings(keep_checkpoints=2, keep_every=3)) == [0, 3, 6, 8, 9]
+    assert steps_after(spool, Settings(keep_checkpoints=2)) == [0, 8, 9]
     with refused(NotFound, "step", "0 to 9 without those that were removed"):
         spool.checkpoints.path("r", 3)
     assert train_one(spool).spec.base_step == 9
@@ -178,11 +179,11 @@ def test_discarded_checkpoints_go_by_the_age_of_the_rollback(spool):
     for _ in range(3):
         train_one(spool)
     spool.checkpoints.rollback("r", 1)
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     old, young = spool.checkpoints.discarded("r")
     old.rename(old.with_name("00000002-" + "0" * 26))
     old.with_name("by-hand").mkdir()
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     assert [path.name for path in spool.checkpoints.discarded("r")] == [young.name, "by-hand"]
     assert spool.checkpoints.steps("r") == [0, 1]
 
@@ -194,7 +195,7 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
         commit(spool, job)
         spool.queue.finish(job, succeeded(job))
     hours_ago(spool, "old", 30)
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     assert [job.spec.id for _, job in spool.jobs.list()] == ["young"]
     with refused(NotFound, "id"):
         spool.jobs.get("old")
@@ -228,13 +229,13 @@ def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
     before = tree(spool.root)
     prune(spool, NEWEST)
     assert tree(spool.root) == before
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     assert files_of_jobs(spool) == {"young", "waits"}
     assert len(spool.damage()["job"]) == 3
     with refused(NotFound, "id", "there is no job 'old'"):
         spool.jobs.get("old")
     set_aside_hours_ago(spool, "waits", 25)
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     assert sorted(path.name.rpartition(",")[2][:7] for path in spool.paths.damaged.iterdir()) == ["by-hand", "young.j"]
     assert submit(spool, "old").spec.id == "old"
 
@@ -251,7 +252,7 @@ def test_a_damaged_file_goes_alone_if_its_job_or_another_of_its_id_is_whole(spoo
     spool.queue.finish(start(spool, "again"), failed())
     for job_id in ("twice", "again"):
         set_aside_hours_ago(spool, job_id, 25)
-    prune(spool, Keep(days=1.0))
+    prune(spool, Settings(keep_days=1.0))
     assert spool.damage()["job"] == []
     for job_id in ("twice", "again"):
         assert spool.jobs.get(job_id)[0] == "failed"
@@ -388,7 +389,7 @@ def remove_run(spool: Spool) -> None:
     try:
         shutil.rmtree(delete_run(spool, "r"))
     except NotFound:
-        prune(spool, Keep())  # what the sweeper does
+        prune(spool, Settings())  # what the sweeper does
 
 
 OPERATIONS: dict[str, Callable[[Spool], object]] = {

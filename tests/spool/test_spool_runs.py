@@ -2,12 +2,14 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from spool.spool_tools import (
     add_run,
     commit,
+    job_path,
     refused,
     run_spec,
     stage,
@@ -141,6 +143,11 @@ def test_a_damaged_manifest(spool):
         spool.checkpoints.verify("r", 1)
 
 
+def test_a_record_that_is_withdrawn_meanwhile_was_never_written(spool, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path, **_: True)
+    assert spool.served.changed("r") is None
+
+
 def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
     for _ in range(3):
         train_one(spool)
@@ -173,6 +180,13 @@ def test_rollback_is_refused_while_jobs_build_on_the_chain(spool):
     with pytest.raises(NotFound):
         spool.checkpoints.rollback("r", 5)
     assert spool.checkpoints.rollback("r", 0) == [2, 1]
+
+
+def test_a_damaged_job_does_not_keep_its_run_from_a_rollback(spool):
+    train_one(spool)
+    submit(spool, "j")
+    job_path(spool, "queued", "j").write_text("{")
+    assert spool.checkpoints.rollback("r", 0) == [1]
 
 
 def test_fork_copies_adapter_and_optimizer_and_verifies(spool):

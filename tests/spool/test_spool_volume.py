@@ -203,7 +203,7 @@ def test_names_cannot_lead_elsewhere(spool, bad):
     before = tree(spool.root)
     calls = {
         "run": [
-            spool.runs.get, spool.runs.lock, spool.checkpoints.steps, spool.served.get,
+            spool.runs.get, lambda name: spool.runs.lock(name).__enter__(), spool.checkpoints.steps, spool.served.get,
             lambda name: submit(spool, run=name),
         ],
         "id": [

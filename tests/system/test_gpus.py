@@ -46,11 +46,11 @@ def test_a_mig_device_is_known_by_its_own_uuid_and_measured_by_itself(nvml):
 def test_in_use_and_not_answering_are_both_not_free(three, caplog):
     ours = devices("0", "1")
     assert ours.used() == {A: 3 * MIB, B: USED}
-    assert list(ours.busy()) == [B]
+    assert list(ours.busy({})) == [B]
     three.set(gpu(A, 3 * MIB), gpu(B, lost=True))
-    assert ours.busy() == {B: None}
+    assert ours.busy({}) == {B: None}
     three.set(gpu(A), gpu(B), nvmlInit=TIMEOUT)
-    assert ours.busy() == ours.busy() == {A: None, B: None}
+    assert ours.busy({}) == ours.busy({}) == {A: None, B: None}
     assert [record.fields["error"] for record in caplog.records] == [
         f"{B}: nvmlDeviceGetMemoryInfo: GPU is lost", "NVML does not start: Timeout; check the driver with `nvidia-smi`"
     ]  # fmt: skip

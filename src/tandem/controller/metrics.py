@@ -18,7 +18,6 @@ from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
 from tandem.spool import Spool
-from tandem.spool.removal import Keep
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.
 OTHER = "other"
@@ -28,7 +27,7 @@ OTHER = "other"
 async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
     """The application's lifespan: collectors and the sweeper run as long as it does."""
     deployment = app.state.deployment
-    sweeper = Sweeper(deployment.spool, Keep.of(deployment.settings))
+    sweeper = Sweeper(deployment.spool, deployment.settings)
     threads = (*app.state.collector_threads, sweeper)
     for thread in threads:
         thread.start()

@@ -2,10 +2,11 @@
 
 import threading
 
+from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
-from tandem.spool.removal import Keep, prune
+from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
@@ -14,9 +15,9 @@ log = Log("controller")
 
 
 class Sweeper:
-    def __init__(self, spool: Spool, keep: Keep) -> None:
+    def __init__(self, spool: Spool, settings: Settings) -> None:
         self._spool = spool
-        self._keep = keep
+        self._settings = settings
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -30,7 +31,7 @@ class Sweeper:
         while not self._stop.wait(SWEEP_SECONDS):
             try:
                 self._spool.check()
-                prune(self._spool, self._keep)
+                prune(self._spool, self._settings)
                 sweep(self._spool)
             except (TandemError, OSError) as error:
                 log.warning("can't remove old or stale files", error=error)

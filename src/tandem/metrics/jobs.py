@@ -14,8 +14,7 @@ from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
 from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
-from tandem.spool.paths import JobKey
-from tandem.spool.schema import TERMINAL, Event
+from tandem.spool.schema import TERMINAL, Event, JobKey
 from tandem.system.gpus import beyond
 
 ERRORS = (

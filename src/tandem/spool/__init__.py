@@ -6,12 +6,11 @@ from pathlib import Path
 
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.checkpoints import Checkpoints
+from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
 from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
-from tandem.spool.merged_files import MergedFiles
 from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
 from tandem.spool.paths import Paths
 from tandem.spool.queue import Queue
@@ -84,7 +83,7 @@ class Spool:
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
-        path = self.root / f"{fs.TEMPORARY}probe.{fs.new_ulid()}"
+        path = fs.temporary_beside(self.root / "probe")
         try:
             fs.write_atomic(path, b"\0" * 4096)
         except SpoolUnusable as error:

@@ -1,4 +1,7 @@
-"""Checkpoints: `runs/<run>/checkpoints/<8 digits>/`, immutable once they have that name."""
+"""Checkpoints, `runs/<run>/checkpoints/<8 digits>/`, and whole merged weights, `runs/<run>/merged/<8 digits>/`.
+
+Both are immutable once they have that name.
+"""
 
 import os
 import re
@@ -6,7 +9,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tandem.spool.checkpoint_files import MANIFEST, verify_files, write_manifest
 from tandem.spool.jobs import Jobs
 from tandem.spool.listing import listing, remembered
 from tandem.spool.paths import step_name
-from tandem.spool.runs import Runs
+from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
@@ -51,8 +53,7 @@ class Checkpoints:
         """Keeps a checkpoint from being removed by age; NotFound. A rollback that discards the step ends it."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
-            with fs.volume_errors(marker):
-                fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
+            fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
 
     def unpin(self, run: str, step: int) -> None:
         """Ends `pin`; also for a step that is not pinned."""
@@ -146,10 +147,7 @@ class Checkpoints:
         """
         with self._runs.lock(run):
             self.path(run, step)
-            index = self._jobs.index
-            if pending := [*index.running(run), *islice(index.queued(run), 5)]:
-                jobs = ", ".join(f"{key.id} ({self._jobs.get(key.id)[0]})" for key in pending[:5])
-                raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="step")
+            self._jobs.check_none_pending(run, "step")
             later = [other for other in reversed(self.steps(run)) if other > step]
             checkpoints = self._dir(run)
             discarded = checkpoints.parent / "discarded"
@@ -193,10 +191,48 @@ class Checkpoints:
             return self._runs.create(new.model_copy(update={"forked_from": origin}), copy, origin=origin, **details)
 
 
+class MergedFiles:
+    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, with these files."""
+
+    def __init__(self, runs: Runs, served: ServedRecords) -> None:
+        self._runs, self._served = runs, served
+
+    def _dir(self, run: str) -> Path:
+        return self._runs.directory(run) / "merged"
+
+    def commit(self, staged: Path, checkpoint: Manifest) -> int:
+        """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of other steps but the
+        served one. Returns their bytes. If this fails, `staged` stays where it was."""
+        run, directory = checkpoint.run, self._dir(checkpoint.run)
+        target = directory / step_name(checkpoint.step)
+        with fs.volume_errors(target):
+            manifest = write_manifest(staged, checkpoint.model_copy(update={"files": {}}))
+            fs.fsync_tree(staged)
+            directory.mkdir(exist_ok=True)
+            fs.remove_tree(target)  # of a checkpoint that a rollback discarded
+            fs.rename_dir(staged, target)
+        served = self._served.get(run)
+        keep = {target.name, step_name(served.step) if served else ""}
+        for name in listing(directory):
+            if name not in keep:
+                fs.remove_tree(directory / name)
+        return sum(entry.size for entry in manifest.files.values())
+
+    def find(self, checkpoint: Manifest) -> Path | None:
+        """The directory with the whole weights of this checkpoint, after comparing every file with its manifest; None
+        if there is none. CheckpointDamaged names each damaged file."""
+        directory = self._dir(checkpoint.run) / step_name(checkpoint.step)
+        manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
+        if manifest is None or (manifest.job, manifest.created) != (checkpoint.job, checkpoint.created):
+            return None
+        verify_files(directory, manifest)
+        return directory
+
+
 @remembered
 def _bytes_of_all(directory: Path) -> int:
     """Bytes of all files in the subdirectories, which never change while they have their names."""
-    return sum(_bytes_of(directory / name) or 0 for name in fs.names(directory))
+    return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
 @remembered

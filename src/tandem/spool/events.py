@@ -51,10 +51,9 @@ class Events:
                 fs.fsync_dir(path.parent)
             return Event.model_validate_json(content)
 
-    def read(self, job_id: str, after: int = -1) -> list[Event]:
-        """Events with `seq` > `after`, in order; empty if the job has none (yet)."""
-        content = fs.read_bytes(self._paths.events_file(job_id)) or b""
-        return [event for event in _parse(content) if event.seq > after]
+    def read(self, job_id: str) -> list[Event]:
+        """All events, in order; empty if the job has none (yet)."""
+        return _parse(fs.read_bytes(self._paths.events_file(job_id)) or b"")
 
     def since(self, job_id: str, offset: int, limit: int | None = None) -> tuple[list[Event], int, int]:
         """Events of the complete lines from byte `offset` on, the offset to go on from, and where reading ended.

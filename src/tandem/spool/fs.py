@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from tandem.errors import SpoolUnusable, VolumeFull
 
@@ -44,6 +44,11 @@ def new_ulid() -> str:
     return "".join(CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
 
+def temporary_beside(path: Path) -> Path:
+    """A temporary name in the directory of `path`."""
+    return path.with_name(f"{TEMPORARY}{path.name}.{new_ulid()}")
+
+
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
     """Turns an OSError about the state of the volume into SpoolUnusable naming `path`; other errors pass."""
@@ -56,17 +61,13 @@ def volume_errors(path: Path) -> Iterator[None]:
 
 
 def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
-    """The SpoolUnusable that an OSError about the state of the volume means, or None for another OSError."""
+    """The SpoolUnusable that an OSError about the state of the volume means: the same call can succeed later. None for
+    another OSError."""
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
     kind = VolumeFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpoolUnusable
     return kind(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}")
-
-
-def is_about_volume(error: OSError) -> bool:
-    """Whether the error is about the state of the volume, so that the same call can succeed later."""
-    return error.errno in _REMEDIES
 
 
 def fsync_dir(directory: Path) -> None:
@@ -109,7 +110,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     Not `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only,
     no permission, …), and leaves no temporary file then.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}.{new_ulid()}")
+    temporary = temporary_beside(path)
     with volume_errors(path):
         try:
             with temporary.open("xb") as file:
@@ -145,23 +146,23 @@ def staging(parent: Path) -> Iterator[Path]:
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
     """The result of `action`, which puts a file into `directory`. Makes the directory, also if another process removes
     it at the same moment because it is empty."""
-    for _ in range(20):
-        try:
-            _make_dir(directory)
-            return action()
-        except FileNotFoundError:
-            if directory.is_dir():
-                break
-    return action()
+    with volume_errors(directory):
+        for _ in range(20):
+            try:
+                _make_dir(directory)
+                return action()
+            except FileNotFoundError:
+                if directory.is_dir():
+                    break
+        return action()
 
 
 def _make_dir(directory: Path) -> None:
     if not directory.is_dir():
         _make_dir(directory.parent)
-        with volume_errors(directory):
-            with suppress(FileExistsError):
-                directory.mkdir()
-            fsync_dir(directory.parent)
+        with suppress(FileExistsError):
+            directory.mkdir()
+        fsync_dir(directory.parent)
 
 
 def remove_empty(*directories: Path) -> None:
@@ -219,18 +220,10 @@ def remove_tree(directory: Path) -> None:
 
     Renames it to a temporary name first, so that nobody finds half of it.
     """
-    doomed = directory.with_name(f"{TEMPORARY}{directory.name}.{new_ulid()}")
+    doomed = temporary_beside(directory)
     with suppress(OSError):
         directory.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def names(directory: Path) -> list[str]:
-    """Sorted names in `directory`, without temporary and hidden ones; empty if it does not exist."""
-    try:
-        return sorted(name for name in os.listdir(directory) if not name.startswith("."))  # noqa: PTH208
-    except FileNotFoundError:
-        return []
 
 
 def exists(path: Path) -> bool:
@@ -264,7 +257,7 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a
     link to itself the content is b"", which every reader takes for damage.
     """
-    for _ in range(5):
+    for more in (4, 3, 2, 1, 0):
         try:
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -273,7 +266,7 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
         except OSError as error:
             if error.errno in _NO_FILE:
                 return b""
-            if error.errno != errno.ESTALE:  # NFS: replaced between open and read
+            if error.errno != errno.ESTALE or not more:  # NFS: replaced between open and read
                 raise
         time.sleep(0.01)
     return None
@@ -283,6 +276,13 @@ def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
     content = read_bytes(path)
     return None if content is None else model.model_validate_json(content)
+
+
+def read_undamaged[R: BaseModel](path: Path, model: type[R]) -> R | None:
+    """The record in a file; None if the file does not exist or is damaged."""
+    with suppress(ValidationError):
+        return read_record(path, model)
+    return None
 
 
 def sha256_file(path: Path) -> str:

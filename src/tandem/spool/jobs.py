@@ -12,13 +12,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.errors import NotFound, TandemError
+from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.index import Index
+from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import JobKey, Paths, rank_files
-from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobState
+from tandem.spool.paths import Paths, rank_files
+from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
@@ -83,6 +84,12 @@ class Jobs:
         """Queued and running jobs of the run, in the order of their base steps."""
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
 
+    def check_none_pending(self, run: str, field: str) -> None:
+        """Conflict (with this field) if jobs of the run are queued or running."""
+        if pending := self.list(run, PENDING, limit=5):
+            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
+            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field=field)
+
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
         """State and id of the newest job of the run that failed or was cancelled on this base step."""
         for state in ("failed", "cancelled"):
@@ -107,7 +114,7 @@ class Jobs:
         content = fs.read_bytes(self._paths.id_file(job_id), sure=sure)
         key = None if content is None else JobKey.parse(content.decode(errors="replace").strip())
         if content is not None and (key is None or key.id != job_id):  # damaged
-            return next((key for state in _STATES for key in self.index.all(state) if key.id == job_id), None)
+            return next((key for state in _STATES for key in self.index.newest_first(state) if key.id == job_id), None)
         return key
 
     def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
@@ -116,9 +123,10 @@ class Jobs:
         Reads the weakest directory first, so that a job that moves meanwhile is met later.
         """
         key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
+        if key is None:
+            return None
         located: tuple[JobState, Job] | None = None
-        for directory in _STATES if key is not None else ():
-            assert key is not None
+        for directory in _STATES:
             path = self._paths.job_file(directory, key)
             if (content := fs.read_bytes(path, sure=sure)) is not None:
                 try:
@@ -133,7 +141,7 @@ class Jobs:
         target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
         message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
-            if not path.exists():
+            if not fs.exists(path):
                 return  # another process was faster
             if directory not in TERMINAL and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
@@ -144,7 +152,7 @@ class Jobs:
     def located(self, job_id: str) -> tuple[JobState, Job]:
         """As `locate`; NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
-            damaged = [name for name in fs.names(self._paths.damaged) if f",{job_id}.json." in name]
+            damaged = [name for name in listing(self._paths.damaged) if f",{job_id}.json." in name]
             why = f": its file was damaged and is {self._paths.damaged / damaged[-1]}" if damaged else ""
             raise NotFound(f"there is no job {job_id!r}{why}", field="id")
         return located
@@ -158,15 +166,9 @@ class Jobs:
         return job.result.state
 
 
-def key_of(job: Job) -> JobKey:
-    """The key under which the job's file lies."""
-    spec = job.spec
-    return JobKey.of(created=spec.created, base_step=spec.base_step, run=spec.run, job_id=spec.id)
-
-
 def _parse(content: bytes, key: JobKey) -> Job:
     """The job in a file with this key. Raises ValueError for a damaged one."""
     job = Job.model_validate_json(content)
-    if key_of(job) != key:
-        raise ValueError(f"it is the file of {key_of(job).name}")
+    if job.key != key:
+        raise ValueError(f"it is the file of {job.key.name}")
     return job

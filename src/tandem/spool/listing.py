@@ -6,8 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tandem.spool import fs
+
+
+class Names(tuple[str, ...]):
+    """Sorted names in a directory; `parsed` is what their reader made of them."""
+
+    parsed: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -15,21 +22,21 @@ class _Listing:
     directory: tuple[int, int, int]  # device, inode, mtime (ns)
     since: float  # monotonic, when this mtime was first seen
     listed: float  # monotonic
-    names: tuple[str, ...]
+    names: Names
 
 
 _listings: dict[str, _Listing] = {}
-_MOST_LISTINGS = 4096
 _SETTLED_SECONDS = 2.5
 """A change this long after another one changes a directory's mtime, on every file system."""
 
 
-def listing(directory: Path) -> tuple[str, ...]:
-    """As `names`, but the very same tuple as long as the directory has not changed."""
+def listing(directory: Path) -> Names:
+    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The very same object as
+    long as the directory has not changed."""
     # Opening a directory makes an NFS client ask the server for its mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)
-        return ()
+        return Names()
     try:
         status, now, known = os.fstat(fd), time.monotonic(), _listings.get(str(directory))
         identity = status.st_dev, status.st_ino, status.st_mtime_ns
@@ -38,13 +45,14 @@ def listing(directory: Path) -> tuple[str, ...]:
             if known.listed - known.since > _SETTLED_SECONDS:
                 return known.names
             since = known.since
-        names = tuple(sorted(name for name in os.listdir(fd) if not name.startswith(".")))  # noqa: PTH208
+        names = Names(sorted(name for name in os.listdir(fd) if not name.startswith(".")))  # noqa: PTH208
     finally:
         os.close(fd)
     if known is not None and known.names == names:
         names = known.names
-    while len(_listings) >= _MOST_LISTINGS:
-        _listings.pop(next(iter(_listings)), None)
+    elif known is not None:
+        for gone in set(known.names).difference(names):
+            _listings.pop(f"{directory}/{gone}", None)
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names
 

@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from pydantic import ValidationError
 
@@ -54,9 +54,7 @@ class Leases:
 
     def get(self, job_id: str) -> Lease | None:
         """The job's lease; None if nobody runs the job, or if the file is damaged."""
-        with suppress(ValidationError):
-            return fs.read_record(self._paths.lease_file(job_id), Lease)
-        return None
+        return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def renew(self, job_id: str, runner: str, phase: str, ranks: Sequence[RankProcess] | None = None) -> Lease:
         """The runner's heartbeat; `ranks` None keeps the recorded ones.
@@ -102,10 +100,7 @@ class HoldRecord:
 
     def get(self) -> Hold | None:
         """The hold; None without one, or if the file is damaged."""
-        try:
-            return fs.read_record(self._paths.hold, Hold)
-        except ValidationError:
-            return None
+        return fs.read_undamaged(self._paths.hold, Hold)
 
     def put(self, hold: Hold) -> None:
         """Replaces the hold, durably."""

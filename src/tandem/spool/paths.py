@@ -4,10 +4,10 @@ import hashlib
 import re
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal
 
 from tandem.errors import InvalidInput
-from tandem.spool.schema import PENDING, TERMINAL, JobState
+from tandem.spool.schema import PENDING, TERMINAL, JobKey, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
 _JOB_DIRECTORIES = (
@@ -23,37 +23,10 @@ _JOB_DIRECTORIES = (
     "locks",
     "removed",
 )
-_KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
 HOUR_FORMAT = "%Y-%m-%dT%H"
 """Names of the directories of ended jobs: the UTC hour of their submission."""
 BUCKET = 250
 """Base steps per directory of queued jobs: the most names that a claim lists."""
-
-
-class JobKey(NamedTuple):
-    """What the name of a job's file says, so that listings need not read the file. Keys sort by submission."""
-
-    created: int  # Unix microseconds
-    base_step: int
-    run: str
-    id: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.created:016d},{self.base_step:08d},{self.run},{self.id}"
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """The key with this name, or None for another name."""
-        if (match := _KEY_PATTERN.fullmatch(name)) is None:
-            return None
-        created, base_step, run, job_id = match.groups()
-        return cls(int(created), int(base_step), run, job_id)
-
-    @classmethod
-    def of(cls, *, created: float, base_step: int, run: str, job_id: str) -> Self:
-        """`created` in Unix seconds."""
-        return cls(int(min(max(0, created * 1e6), 10**16 - 1)), base_step, run, job_id)
 
 
 def is_run_name(name: str) -> bool:
@@ -80,8 +53,9 @@ def error_file(work: Path, rank: int) -> Path:
 
 
 def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank."""
-    return {int(rank): path for path in work.glob(f"{kind}.*") if (rank := path.name.split(".")[1]).isdigit()}
+    """The files of this kind that exist, by rank; without those that are being written (`beat.0.tmp`)."""
+    paths = {path.name.removeprefix(f"{kind}.").removesuffix(".json"): path for path in work.glob(f"{kind}.*")}
+    return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
 
 def staged_checkpoint(work: Path) -> Path:

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.jobs import key_of
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import JobKey
-from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobSpec, JobState
+from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobSpec, JobState
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
@@ -34,10 +32,8 @@ class Queue:
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
         running = [located for key in self._index.running(run) if (located := self._jobs.locate(key, sure=False))]
-        steps = {job.spec.base_step: job.result is None for _, job in running}
-        taken = frozenset(step for step, undecided in steps.items() if undecided)
-        newest = self._spool.checkpoints.newest(run)
-        return self._index.first_gap(run, newest, taken=taken, free=frozenset(steps) - taken)
+        undecided = {job.spec.base_step: job.result is None for _, job in running}
+        return self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
 
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,
@@ -105,7 +101,7 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        key = key_of(job)
+        key = job.key
         data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
         fs.remove_tree(data)  # left by a submitter that died before the job existed
         fs.rename_dir(staged, data)
@@ -117,17 +113,14 @@ class Queue:
                 fs.remove_file(path, durable=False)
             self._write("queued", job)
         except BaseException:
-            for file in (self._paths.job_file("queued", key), name):
-                with suppress(OSError):
-                    file.unlink()
-            self._remove_empty(key)
+            self._remove_queued(key)
+            _remove(name)
             fs.remove_tree(data)
             raise
 
     def _write(self, state: JobState, job: Job) -> None:
-        file = self._paths.job_file(state, key_of(job))
-        with fs.volume_errors(file):
-            fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
+        file = self._paths.job_file(state, job.key)
+        fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
 
     def _remove_empty(self, key: JobKey) -> None:
         """Removes the directories of a job that is not queued any more if they are empty."""
@@ -146,23 +139,26 @@ class Queue:
                 job = self._jobs.locate(key)
                 if job is not None and job[1].result is not None:  # a process died while it cancelled this job
                     self.finish(job[1], job[1].result)
+            passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}
-                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in waiting)
+                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in passed)
                 for head in heads:
                     with self._spool.job_lock(head.id):
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # It was cancelled or set aside since, or is left from a job that has gone on.
-                        fs.remove_file(self._paths.job_file("queued", head))
+                        if located is None:  # it is set aside, or damaged and stays until the volume takes its end
+                            passed.add(head.id)
+                        else:  # the file is left from a job that has gone on
+                            fs.remove_file(self._paths.job_file("queued", head))
                         self._remove_empty(head)
                 if not heads:
                     return None
 
     def _start(self, job: Job, runner: str) -> Job:
         job = job.model_copy(update={"attempt": job.attempt + 1})
-        job_id, key = job.spec.id, key_of(job)
+        job_id, key = job.spec.id, job.key
         work, running = self._paths.work_dir(job_id, job.attempt), self._paths.job_file("running", key)
         try:
             with fs.volume_errors(work):
@@ -172,17 +168,14 @@ class Queue:
             fs.write_json_atomic(running, job)  # from here on the job is claimed
             self._events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
         except BaseException:
-            for path in (running, self._paths.lease_file(job_id)):
-                with suppress(OSError):
-                    path.unlink()
+            _remove(running, self._paths.lease_file(job_id))
             fs.remove_tree(work.parent)
             raise
         self._remove_queued(key)
         return job
 
     def _remove_queued(self, key: JobKey) -> None:
-        with suppress(SpoolUnusable):  # a file in another directory is stronger than one that stays here
-            fs.remove_file(self._paths.job_file("queued", key), durable=False)
+        _remove(self._paths.job_file("queued", key))  # a file in another directory is stronger than one that stays here
         self._remove_empty(key)
 
     def cancel(self, job_id: str) -> JobState:
@@ -212,7 +205,7 @@ class Queue:
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
-                key = key_of(job)
+                key = job.key
                 running = self._paths.job_file("running", key)
                 fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
                 events = self._events.read(job_id)
@@ -239,7 +232,7 @@ class Queue:
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
-        key = key_of(job)
+        key = job.key
         result = job.result or result
         if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})
@@ -266,7 +259,7 @@ class Queue:
 def _remove(*paths: Path) -> None:
     """Removes files that have no meaning any more, unless the volume refuses."""
     for path in paths:
-        with suppress(SpoolUnusable):
+        with suppress(OSError, SpoolUnusable):
             fs.remove_file(path, durable=False)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
-from tandem.spool.jobs import JobList, key_of
+from tandem.spool.jobs import JobList
+from tandem.spool.listing import listing
 from tandem.spool.paths import is_job_id
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
@@ -62,7 +63,7 @@ def sweep(spool: Spool) -> None:
     queue = spool.jobs.index.directories("queued")
     directories = [spool.root, spool.paths.runs, spool.paths.jobs, *spool.paths.jobs.glob("[!.]*"), *queue]
     for run in spool.paths.runs.glob("[!.]*"):
-        directories += [run, run / "checkpoints", run / "discarded", run / "pinned"]
+        directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
     stale = [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]
     for path in stale:
         _remove_if_stale(path)
@@ -70,10 +71,10 @@ def sweep(spool: Spool) -> None:
 
 def _remove_remains(spool: Spool) -> None:
     """Removes files of ended jobs, and stale files that belong to no job."""
-    queued = {key.id for key in spool.jobs.index.all("queued")}
+    queued = {key.id for key in spool.jobs.index.newest_first("queued")}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
-        for name in fs.names(directory):
+        for name in listing(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
             if is_job_id(job_id) and (kind != "data" or job_id not in queued):
                 with spool.job_lock(job_id):
@@ -87,26 +88,22 @@ def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
         _remove_if_stale(path)
         return
     if state in TERMINAL:
-        spool.queue.clear(key_of(job))
+        spool.queue.clear(job.key)
     elif state == "queued" and path.parent.name in ("work", "leases"):
         fs.remove_tree(spool.paths.all_work_dirs(job_id))
         fs.remove_file(spool.paths.lease_file(job_id))
 
 
 def _remove_if_stale(path: Path) -> None:
-    if _older_than(path, STALE_SECONDS):
-        fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)
-
-
-def _older_than(path: Path, seconds: float) -> bool:
-    """Whether `path` was last changed more than `seconds` ago, by the clock of the volume's own host."""
-    clock = path.with_name(f"{fs.TEMPORARY}clock.{fs.new_ulid()}")
+    clock = fs.temporary_beside(path.with_name("clock"))  # of the volume's own host, by which the file has its time
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            return clock.stat().st_mtime - path.stat().st_mtime > seconds
+            age = clock.stat().st_mtime - path.stat().st_mtime
         except FileNotFoundError:
-            return False
+            return
         finally:
             with suppress(OSError):
                 clock.unlink()
+    if age > STALE_SECONDS:
+        fs.remove_tree(path) if path.is_dir() else fs.remove_file(path)

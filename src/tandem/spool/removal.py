@@ -10,31 +10,18 @@ import time
 from calendar import timegm
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.paths import HOUR_FORMAT, JobKey
-from tandem.spool.schema import PENDING, TERMINAL
+from tandem.spool.listing import listing
+from tandem.spool.paths import HOUR_FORMAT
+from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
 
 log = Log("spool")
-
-
-@dataclass(frozen=True)
-class Keep:
-    """What stays. None: everything."""
-
-    newest: int | None = None  # so many of a run's newest checkpoints
-    every: int | None = None  # with `newest`: also the steps that this divides
-    days: float | None = None  # ended jobs, damaged files, discarded checkpoints, since they ended or were set aside
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Keep":
-        return cls(settings.keep_checkpoints, settings.keep_every, settings.keep_days)
 
 
 def delete_run(spool: Spool, run: str) -> Path:
@@ -44,9 +31,7 @@ def delete_run(spool: Spool, run: str) -> Path:
     ended jobs may be gone, and calling again does the rest.
     """
     with spool.runs.lock(run):
-        if pending := spool.jobs.list(run, PENDING, limit=5):
-            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
-            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field="run")
+        spool.jobs.check_none_pending(run, "run")
         complete_removals(spool)
         index = spool.jobs.index
         for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
@@ -69,11 +54,13 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
         return _set_aside([directory])[0]
 
 
-def prune(spool: Spool, keep: Keep) -> None:
-    """Removes what `keep` does not keep. Lists no directory that has not changed, except those with something to go."""
-    for run in spool.runs.names() if (keep.newest, keep.days) != (None, None) else ():
+def prune(spool: Spool, settings: Settings) -> None:
+    """Removes what the settings `keep_*` don't keep. Lists no directory that has not changed, except those with
+    something to go."""
+    limit = None if settings.keep_days is None else time.time() - settings.keep_days * 86400
+    for run in spool.runs.names():
         try:
-            doomed = _old_checkpoints(spool, run, keep)
+            doomed = _old_checkpoints(spool, run, settings, limit)
         except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
@@ -82,29 +69,27 @@ def prune(spool: Spool, keep: Keep) -> None:
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
     complete_removals(spool)
-    if keep.days is not None:
-        limit = time.time() - keep.days * 86400
+    if limit is not None:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
 
 
-def _old_checkpoints(spool: Spool, run: str, keep: Keep) -> list[Path]:
-    """Sets aside the checkpoints that are not kept; returns their directories."""
+def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
+    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds; returns
+    their directories."""
     checkpoints, doomed = spool.checkpoints, []
-    if keep.days is not None:
-        limit = time.time() - keep.days * 86400
+    if limit is not None:
         doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
-    if keep.newest is not None and _surplus(checkpoints.steps(run), keep):
+    if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
-            needed = _needed(spool, run)
-            old = [step for step in _surplus(checkpoints.steps(run), keep) if step not in needed]
-            doomed += _set_aside([checkpoints.path(run, step) for step in old])
+            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run)
+            doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
 
 
-def _surplus(steps: Sequence[int], keep: Keep) -> list[int]:
-    assert keep.newest is not None
-    return [step for step in steps[: -keep.newest] if step and (keep.every is None or step % keep.every)]
+def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
+    newest, every = settings.keep_checkpoints, settings.keep_every
+    return set() if newest is None else {step for step in steps[:-newest] if step and (every is None or step % every)}
 
 
 def _needed(spool: Spool, run: str) -> set[int]:
@@ -127,7 +112,7 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
     """Renames directories with one parent to temporary names, durably; returns those."""
     doomed = []
     for directory in directories:
-        target = directory.with_name(f"{fs.TEMPORARY}{directory.name}.{fs.new_ulid()}")
+        target = fs.temporary_beside(directory)
         with fs.volume_errors(directory):
             directory.rename(target)
         doomed.append(target)
@@ -162,7 +147,7 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
     """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
-    for path in (spool.paths.damaged / name for name in fs.names(spool.paths.damaged)):
+    for path in (spool.paths.damaged / name for name in listing(spool.paths.damaged)):
         if _set_aside_at(path) >= limit:
             continue
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
@@ -203,7 +188,7 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
 def complete_removals(spool: Spool) -> None:
     """Removes events, logs and ids of the jobs in `jobs/removed/`, and then their files."""
     paths = spool.paths
-    if not (keys := [key for name in fs.names(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
+    if not (keys := [key for name in listing(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
         return
     for key in keys:
         with spool.job_lock(key.id):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,11 @@ class Runs:
                 pass
         return found
 
-    def lock(self, name: str) -> AbstractContextManager[None]:
-        """Serialises changes of the run's chain: submit, rollback, fork, removal. NotFound (field `run`) if the run is
-        deleted while this waits."""
-        return self._hold(self.directory(name) / "lock", name)
-
     @contextmanager
-    def _hold(self, path: Path, name: str) -> Iterator[None]:
+    def lock(self, name: str) -> Iterator[None]:
+        """Serialises changes of the run's chain: submit, rollback, fork, removal. NotFound (field `run`) if there is no
+        run, also if it is deleted while this waits."""
+        path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:
                 held = os.fstat(stack.enter_context(file_lock(path)))
@@ -131,9 +129,7 @@ class ServedRecords:
 
     def get(self, run: str) -> Served | None:
         """The run's record; None while vLLM serves no step of it, and if the file is damaged."""
-        with suppress(ValidationError):
-            return fs.read_record(self._path(run), Served)
-        return None
+        return fs.read_undamaged(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
         """Replaces the record, durably."""
@@ -145,5 +141,6 @@ class ServedRecords:
 
     def changed(self, run: str) -> float | None:
         """When the record was last written, Unix seconds by the volume's clock; None without one."""
-        path = self._path(run)
-        return path.stat().st_mtime if path.exists() else None
+        with suppress(FileNotFoundError):
+            return self._path(run).stat().st_mtime
+        return None

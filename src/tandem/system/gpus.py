@@ -23,8 +23,6 @@ STAYING_BYTES = 8 * 2**30
 """Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
 
 Side = Literal["trainer", "inference"]
-Floor = Mapping[str, int] | None
-"""Bytes that may stay in use, by UUID: of a sleeping vLLM, of resident ranks."""
 
 
 class Devices:
@@ -73,11 +71,12 @@ class Devices:
         self._failure = failure
         return used
 
-    def busy(self, floor: Floor = None) -> dict[str, int | None]:
-        """The devices that are not free, or do not answer, as in `used`."""
+    def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
+        """The devices that are not free, or do not answer, as in `used`. `floor`: bytes that may stay in use, by UUID:
+        of a sleeping vLLM, of resident ranks."""
         return over(self.used(), floor)
 
-    def wait_free(self, timeout: float, floor: Floor = None) -> dict[str, int | None]:
+    def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
         """`used` as soon as every device is free, or after `timeout` seconds. The driver frees a process's memory a
         little after the process has ended."""
         end = time.monotonic() + timeout
@@ -102,16 +101,15 @@ def check_apart(settings: Settings) -> None:
             raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_GPU_MODE")
 
 
-def over(used: Mapping[str, int | None], floor: Floor = None) -> dict[str, int | None]:
+def over(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
     """The devices of `used` that are not free: FREE_BYTES or more are in use beyond the floor, or they don't answer."""
     left = beyond(used, floor)
     return {uuid: used[uuid] for uuid, size in left.items() if size is None or size >= FREE_BYTES}
 
 
-def beyond(used: Mapping[str, int | None], floor: Floor) -> dict[str, int | None]:
+def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
     """Bytes in use on each device beyond its floor; None for a device that does not answer."""
-    kept = floor or {}
-    return {uuid: None if size is None else max(size - kept.get(uuid, 0), 0) for uuid, size in used.items()}
+    return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
 
 
 def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:

@@ -94,12 +94,11 @@ class MergedTransport:
             time.sleep(0.1)
         if offer and offer["transport"] != "volume":
             sources.append({**offer, "way": offer["transport"]})
-        if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
-            try:
-                self._spool.merged.verify(files)
+        try:
+            if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
                 sources.append({"way": "volume", "directory": str(files)})
-            except CheckpointDamaged as error:
-                log.warning(error.message)
+        except CheckpointDamaged as error:
+            log.warning(error.message)
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tandem.spool.schema.jobs import (
     EventType,
     Job,
     JobError,
+    JobKey,
     JobKind,
     JobResult,
     JobSpec,
@@ -23,7 +24,7 @@ from tandem.spool.schema.training import Loss, OptimizerSettings, PackedData, Pr
 
 __all__ = [
     "LORA_TARGETS", "PENDING", "SCHEMA_VERSION", "STEPS", "TERMINAL", "Beat", "DPOJob", "Event", "EventType",
-    "Hold", "HoldPhase", "Job", "JobError", "JobId", "JobKind", "JobResult", "JobSpec", "JobState", "Lease",
+    "Hold", "HoldPhase", "Job", "JobError", "JobId", "JobKey", "JobKind", "JobResult", "JobSpec", "JobState", "Lease",
     "LongProbe", "LoraShape", "LoraTarget", "Loss", "Manifest", "OptimizerSettings", "Origin", "PackedData",
     "PreferenceLoss", "Probe", "RLJob", "RLLoss", "RankMemory", "RankProcess", "Record", "RunName", "RunSpec",
     "RunnerInfo", "SFTJob", "SFTLoss", "Schedule", "Served", "Serving", "Trainable",

@@ -1,10 +1,11 @@
 """Records of a job: its specification, its state, its result and its events."""
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.spool.schema.base import JobId, Record, RunName
+from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, JobId, Record, RunName
 from tandem.spool.schema.training import OptimizerSettings, PackedData, PreferenceLoss, RLLoss, SFTLoss
 
 
@@ -15,6 +16,8 @@ class _JobSpec(Record):
     base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
     created: float  # Unix seconds
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
+    data: PackedData
+    optimizer: OptimizerSettings = OptimizerSettings()
     # Most seconds that one attempt may take. The runner stops a longer one.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # The runner takes ranks for hung after this many seconds without a heartbeat.
@@ -25,23 +28,17 @@ class _JobSpec(Record):
 
 class RLJob(_JobSpec):
     kind: Literal["rl"] = "rl"
-    data: PackedData
     loss: RLLoss = RLLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 class SFTJob(_JobSpec):
     kind: Literal["sft"] = "sft"
-    data: PackedData
     loss: SFTLoss = SFTLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 class DPOJob(_JobSpec):
     kind: Literal["dpo"] = "dpo"
-    data: PackedData
     loss: PreferenceLoss = PreferenceLoss()
-    optimizer: OptimizerSettings = OptimizerSettings()
 
 
 JobSpec = Annotated[RLJob | SFTJob | DPOJob, Field(discriminator="kind")]
@@ -64,14 +61,43 @@ class JobResult(Record):
     finished: float  # Unix seconds
 
 
+_KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
+
+
+class JobKey(NamedTuple):
+    """What the name of a job's file says, so that listings need not read the file. Keys sort by submission."""
+
+    created: int  # Unix microseconds
+    base_step: int
+    run: str
+    id: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.created:016d},{self.base_step:08d},{self.run},{self.id}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The key with this name, or None for another name."""
+        if (match := _KEY_PATTERN.fullmatch(name)) is None:
+            return None
+        created, base_step, run, job_id = match.groups()
+        return cls(int(created), int(base_step), run, job_id)
+
+
 class Job(Record):
-    """`jobs/<state>/<id>.json`. The directory is the job's state; the file holds everything else."""
+    """A job's file (`Paths.job_file`). Its directory is the job's state; the file holds everything else."""
 
     spec: JobSpec
     attempt: int = 0  # attempts started so far
     stopped: int = 0  # attempts that ended because the runner stopped; they don't count against max_attempts
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None
+
+    @property
+    def key(self) -> JobKey:
+        created = int(min(max(0, self.spec.created * 1e6), 10**16 - 1))
+        return JobKey(created, self.spec.base_step, self.spec.run, self.spec.id)
 
 
 EventType = Literal[

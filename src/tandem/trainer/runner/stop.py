@@ -48,7 +48,7 @@ class Stop:
             except errors as error:
                 if isinstance(error, TandemError) and not error.retriable:
                     raise
-                if isinstance(error, OSError) and not fs.is_about_volume(error) and time.monotonic() > give_up:
+                if isinstance(error, OSError) and not fs.volume_error(error, "") and time.monotonic() > give_up:
                     raise
                 if not failed:
                     log.error(f"can't {what}; trying again until the volume is back", error=error)
