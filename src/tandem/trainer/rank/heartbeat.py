@@ -4,6 +4,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tandem.errors import SpoolUnusable
+from tandem.spool import fs
 from tandem.spool.schema import Beat
 from tandem.training.phases import MemoryWatch
 
@@ -31,7 +33,5 @@ class Heartbeat:
         """Write the file now. If the volume refuses it, the rank goes on."""
         self._phase, self._written = phase, time.time()
         beat = Beat(time=self._written, phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
-        temporary = self._path.with_suffix(self._path.suffix + ".tmp")
-        with suppress(OSError):
-            temporary.write_text(beat.model_dump_json())
-            temporary.replace(self._path)
+        with suppress(SpoolUnusable, OSError):
+            fs.write_json_atomic(self._path, beat, durable=False)
