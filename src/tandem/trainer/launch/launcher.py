@@ -50,7 +50,7 @@ class Launcher:
                 return
             reason = "the code changed" if self._standby.alive else "it ended"
             log.info(f"replacing the {self._standby.name}", reason=reason)
-            self._standby.close()
+            self.close()
         if self._settings.launch == "fork":
             self._standby = ForkServer(self._entry, self._environment)
         else:

@@ -42,7 +42,7 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
     Without `state` the rank has left the process groups, together with the others. With `state`, of a rank that stays,
     it has given back its device memory, and `state` holds what the next job can use.
 
-    Raises Conflict if another job made that checkpoint, CheckpointDamaged if the one to start from isn't whole,
+    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't whole,
     NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after an error.
     """
     session = _Session(spool, settings, job_id, attempt, state or RankState())
@@ -74,8 +74,6 @@ class _Session:
     def run(self) -> None:
         self.heartbeat("rendezvous")
         self._assignment, connect = meet(self._spool, self._job_id, self._attempt, self.heartbeat)
-        if self._assignment.done:
-            return
         arch = read_arch(self._assignment.model)
         # The checkpoint's files are hashed while ranks connect and the model is built.
         checked = self._state.check_checkpoint(self._spool, self._assignment, arch)
