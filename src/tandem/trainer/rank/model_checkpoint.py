@@ -25,7 +25,6 @@ from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool import Spool, fs
-from tandem.spool.schema import Manifest
 from tandem.trainer.rank.model_files import ModelFiles, Weights
 from tandem.training.optimizer import MOMENTS
 from tandem.training.sharded_adam import ShardedAdam
@@ -39,7 +38,7 @@ class Found:
 
     model: Path
     state: Path | None
-    """The checkpoint with the optimizer's state: `model`, an older one, or none that is left."""
+    """The checkpoint with the optimizer's state: `model`, an older one, or none: never trained, or none is left."""
     older: int | None = None
     """The step of an older one; 0: none is left."""
 
@@ -60,21 +59,16 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
     return directory if trained else None
 
 
-def find(spool: Spool, run: str, step: int) -> Found | None:
-    """`check`, also of the checkpoint with the optimizer's state; None for the base model."""
+def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
+    """`check`, also of the checkpoint with the optimizer's state."""
     if (model := check(spool, run, step)) is None:
-        return None
+        return Found(base_model, None)
     if (older := spool.checkpoints.manifest(run, step).optimizer_state) is None:
         return Found(model, model)
     try:
         return Found(model, check(spool, run, older), older)
     except NotFound:
         return Found(model, None, 0)
-
-
-def state_step(before: Manifest) -> int:
-    """The step whose optimizer state goes with the checkpoint after `before`, if that one gets none of its own."""
-    return before.step if before.optimizer_state is None else before.optimizer_state
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:

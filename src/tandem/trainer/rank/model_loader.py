@@ -38,13 +38,8 @@ from tandem.training.optimizer import AdamState, AdapterOptimizer
 from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
-
-@dataclass(frozen=True)
-class Checked:
-    """The checkpoint to start from, whose files are whole."""
-
-    model: model_checkpoint.Found | None = None  # of a run that trains all weights; None: the base model
-    adapter: checkpoint.Contents[StoredTensor] | None = None
+type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
+"""The checkpoint to start from, whose files are whole: of an adapter, or of a run that trains all weights."""
 
 
 @dataclass(frozen=True)
@@ -149,22 +144,20 @@ class ModelLoader:
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         """Frozen ones are the base model's, trained ones the checkpoint's."""
-        directory, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
-        if self.assignment.run.lora is None:
-            checked = self.checked.result()
-            directory = checked.model.model if checked and checked.model else directory
-        load_weights(directory, self.arch, parameters, sizes, place)
+        directory = Path(self.assignment.model)
+        if self.assignment.run.lora is None and isinstance(found := self.checked.result(), model_checkpoint.Found):
+            directory = found.model
+        load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
     def _read_state(self) -> checkpoint.Contents[Tensor] | None:
         checked = self.checked.result()
-        return checkpoint.read(checked.adapter) if checked and checked.adapter else None
+        return checkpoint.read(checked) if isinstance(checked, checkpoint.Contents) else None
 
     def _load_state(self, model: LoadedModel) -> None:
         if isinstance(model.optimizer, ShardedAdam):
-            if (checked := self.checked.result()) is not None:
+            if isinstance(found := self.checked.result(), model_checkpoint.Found):
                 model.optimizer.reset(self.assignment.job.optimizer)
-                if checked.model is not None:
-                    model_checkpoint.load_state(checked.model, self.arch, model.optimizer, self.topology)
+                model_checkpoint.load_state(found, self.arch, model.optimizer, self.topology)
             return
         if (saved := self._state.result()) is not None:
             checkpoint.load(saved, model.policy, model.optimizer)

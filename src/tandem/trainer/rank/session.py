@@ -96,7 +96,7 @@ class _Session:
             )
             self._state.model = loader.load(self._state.model, self.phases)
             found = checked.result()
-            self._older_state = found.model.older if found and found.model else None
+            self._older_state = found.older if isinstance(found, model_checkpoint.Found) else None
             self._train(batch, self._state.model, sequences, long)
 
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
@@ -190,9 +190,10 @@ class _Session:
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        state = None
+        state = None  # the step whose optimizer state goes with this checkpoint, if it has none of its own
         if self._assignment.run.lora is None and not self._writes_state:
-            state = model_checkpoint.state_step(self._spool.checkpoints.manifest(run, base_step))
+            before = self._spool.checkpoints.manifest(run, base_step).optimizer_state
+            state = base_step if before is None else before
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
             optimizer_state=state,
