@@ -88,7 +88,8 @@ class ModelLoader:
             with phases.phase("base_weights"):
                 for task in self._weights_tasks:
                     task.result()
-                if unread := model.base.exchange():
+                # Where nothing was read, the other ranks' memory is closed since the job before.
+                if self._weights_tasks and (unread := model.base.exchange()):
                     self._read_base_weights(lambda: unread).result()
             with phases.phase("state"):
                 state_loaded.result()
