@@ -220,8 +220,13 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_state_in_memory_is_used_and_is_not_exchanged(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that share the reading copy from one another's memory, which they close when they have."""
-    exchange, exchanged = BaseWeights.exchange, []
-    monkeypatch.setattr(BaseWeights, "exchange", lambda self: exchanged.append(self) or exchange(self))
+    exchange, exchanged = BaseWeights.exchange, list[BaseWeights]()
+
+    def noted(base: BaseWeights) -> dict[str, torch.Tensor]:
+        exchanged.append(base)
+        return exchange(base)
+
+    monkeypatch.setattr(BaseWeights, "exchange", noted)
     state = RankState()
     main = partial(worker.main, state=state)
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"), main)

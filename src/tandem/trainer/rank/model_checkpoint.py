@@ -10,11 +10,9 @@ with it. Ranks that lost theirs go on with that one: moments of some steps ago, 
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -118,27 +116,3 @@ def write(
         for name, files in of_state.items():
             files.write(Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat)
         parallel.gather_objects(None)
-
-
-@contextmanager
-def reference_policy(
-    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
-) -> Iterator[None]:
-    """Within the block the policy is the loss's reference: the base model, or another checkpoint of the run. Its own
-    weights wait in host memory, and are back afterwards, bit for bit.
-
-    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
-    """
-    try:
-        directory = None if reference == "base" else check(spool, run, reference)
-    except NotFound as error:
-        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
-    own = {name: weight.detach().to("cpu", copy=True) for name, weight in policy.base().items()}
-    sizes, place = policy.topology.sizes, policy.topology.place
-    try:
-        load_weights(directory or base_model, policy.arch, policy.base, sizes, place)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, weight in policy.base().items():
-                weight.copy_(own[name])

@@ -6,12 +6,11 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
 from tandem.trainer.rank.publish.publication import Publication
+from tandem.trainer.rank.reference import reference_policy
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
@@ -102,9 +102,10 @@ class _Session:
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
         """Train and write the checkpoint. `sequences`, `long`: the probe's."""
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
+        base_model = Path(self._assignment.model)
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=partial(self._reference_policy, policy, job.loss.reference_field),
+            reference=partial(reference_policy, self._spool, run.name, base_model, policy, job.loss.reference_field),
             fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
@@ -157,15 +158,6 @@ class _Session:
             self._settings, self._spool, Path(self._assignment.model), policy.arch, policy, self._topology, self._work,
             f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
         )  # fmt: skip
-
-    def _reference_policy(
-        self, policy: Policy, field: str, reference: int | Literal["base"]
-    ) -> AbstractContextManager[None]:
-        run, spool = self._assignment.run, self._spool
-        if run.lora is None:
-            base_model = Path(self._assignment.model)
-            return model_checkpoint.reference_policy(spool, run.name, base_model, policy, field, reference)
-        return checkpoint.reference_policy(spool, run.name, policy, field, reference)
 
     def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""
