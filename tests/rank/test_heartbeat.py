@@ -7,7 +7,7 @@ from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
-from tandem.trainer.rank.heartbeat import Heartbeat
+from tandem.trainer.rank.session import Heartbeat
 from tandem.training.phases import MemoryWatch
 
 

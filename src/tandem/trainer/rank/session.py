@@ -6,6 +6,7 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,14 +19,14 @@ from torch import Tensor
 from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
+from tandem.errors import SpoolUnusable
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
-from tandem.spool import Spool
+from tandem.spool import Spool, fs
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import EventType, Manifest, Probe
+from tandem.spool.schema import Beat, EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
-from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
 from tandem.trainer.rank.publish.publication import Publication
 from tandem.trainer.rank.reference import reference_policy
@@ -34,6 +35,9 @@ from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
 from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.steps import Training
+
+BEAT_SECONDS = 0.5
+"""Within a phase the heartbeat is rewritten at most this often."""
 
 
 def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState | None = None) -> None:
@@ -57,6 +61,30 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
     session.heartbeat.write("leave")
     if state is None:
         parallel.destroy()
+
+
+class Heartbeat:
+    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the exporter."""
+
+    def __init__(self, path: Path, watch: MemoryWatch) -> None:
+        self._path = path
+        self._watch = watch
+        self._phase = ""
+        self._written = 0.0
+        self.step = 0  # optimizer steps done
+        self.steps = 0  # optimizer steps of the job; 0: not known yet
+
+    def __call__(self, phase: str) -> None:
+        """Write the file if the phase is new or the last beat is old enough."""
+        if phase != self._phase or time.time() - self._written >= BEAT_SECONDS:
+            self.write(phase)
+
+    def write(self, phase: str) -> None:
+        """Write the file now. If the volume refuses it, the rank goes on."""
+        self._phase, self._written = phase, time.time()
+        beat = Beat(time=self._written, phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
+        with suppress(SpoolUnusable, OSError):
+            fs.write_json_atomic(self._path, beat, durable=False)
 
 
 class _Session:
