@@ -62,13 +62,11 @@ class SharedGpus:
         # Several beats long, because none is written while the runner waits for killed ranks or for the driver.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
         self._hold: Hold | None = None
-        self._recovered = False
 
     def recover(self) -> None:
-        """Wake a vLLM that a killed runner left asleep. Call it until that is done; later calls do nothing."""
-        if not self._recovered:
+        """Wake a vLLM that a killed runner left asleep. Call it between jobs: a hold is another runner's then."""
+        if self._spool.hold.get() is not None:
             self.unavailable()
-            self._recovered = self._spool.hold.get() is None
 
     def unavailable(self) -> str | None:
         """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
