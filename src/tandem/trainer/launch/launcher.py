@@ -66,7 +66,7 @@ class Launcher:
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(work, ranks, f"{job}-{attempt}", [launch.to_json()], self._environment)
+        return Torchrun(work, ranks, [launch.to_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:
