@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from tandem.families.model_config import model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
+from tandem.system import liveness
 
 # How long ranks wait for one another at the start, when each has imported what it needs.
 RENDEZVOUS_SECONDS = 300.0
@@ -99,7 +99,8 @@ def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
 
 def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
     """The fields of an `Assignment` that say which base model this host has."""
-    directory = _with_beats(lambda: model_directory(resolve_model(spool.root, run.base_model)), "download", beat)
+    model = resolve_model(spool.root, run.base_model)
+    directory = liveness.in_thread(lambda: model_directory(model), lambda: beat("download"), seconds=1.0)
     stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return {"model": str(directory), "model_files": files}
@@ -114,12 +115,3 @@ def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignmen
         problem = f"{own.model} is not the base model that rank 0's host has in {assignment.model}: {names} differ"
         raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
     return own
-
-
-def _with_beats[T](action: Callable[[], T], phase: str, beat: Beat) -> T:
-    """The result of `action`, which runs in a thread; heartbeats of `phase` while it lasts longer than a second."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(action)
-        while not wait([future], timeout=1.0).done:
-            beat(phase)
-    return future.result()

@@ -6,7 +6,6 @@ is checked, and a vLLM that starts looks for a hold first (`inference.server.wai
 take the memory is either noticed here or waits there.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -251,24 +250,14 @@ class SharedGpus:
 
         Raises what `request` raises, and InferenceUnavailable after `seconds` or when interrupted.
         """
-        errors: list[TandemError] = []
-
-        def run() -> None:
-            try:
-                request()
-            except TandemError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="vllm", daemon=True)
-        thread.start()
         end = time.monotonic() + seconds
-        while thread.is_alive():
+
+        def beat() -> None:
             if time.monotonic() > end or interrupted():
                 raise InferenceUnavailable(f"vLLM did not answer within {seconds:.0f} s or until the runner gave up")
-            thread.join(_POLL_SECONDS)
             self.beat()
-        if errors:
-            raise errors[0]
+
+        liveness.in_thread(request, beat, _POLL_SECONDS)
 
 
 def _unavailable(message: str) -> JobError:
