@@ -43,8 +43,7 @@ def stay(entry: str, control: str) -> int:
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)
     module = importlib.import_module(entry)
-    if hasattr(module, "preload"):
-        module.preload()
+    module.preload()
     main = module.resident() if hasattr(module, "resident") else module.main
     own_output = os.dup(1)
     while request := runner.recv(1 << 16):

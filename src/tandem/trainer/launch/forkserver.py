@@ -45,8 +45,7 @@ def main() -> None:
     runner = socket.socket(fileno=int(descriptor))
     begin = time.monotonic()
     entry = importlib.import_module(entry_name)
-    if hasattr(entry, "preload"):
-        entry.preload()
+    entry.preload()
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     names = [(task / "comm").read_text().strip() for task in others]
     threads = [name for name in names if not name.startswith("cuda")]  # NVML's

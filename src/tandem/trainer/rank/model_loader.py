@@ -90,7 +90,7 @@ class ModelLoader:
                     task.result()
                 # Where nothing was read, the other ranks' memory is closed since the job before.
                 if self._weights_tasks and (unread := model.base.exchange()):
-                    self._read_base_weights(lambda: unread).result()
+                    self._read_weights(lambda: unread)
             with phases.phase("state"):
                 state_loaded.result()
                 memory.release_cached()  # reading and rehearsing leave unused memory
@@ -103,7 +103,7 @@ class ModelLoader:
         allocated = self._pool.submit(
             on_device(lambda: BaseWeights(arch, dtype, sizes, groups=parallel.reading_groups()))
         )
-        self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
+        self._weights_tasks.append(self._pool.submit(self._read_weights, lambda: allocated.result().own_share()))
         if self.rehearse is not None:
             self._weights_tasks.append(
                 self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // sizes.tensor)
@@ -130,7 +130,7 @@ class ModelLoader:
         self._state = self._pool.submit(on_device(self._read_state))
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
-            self._weights_tasks.append(self._read_base_weights(kept.base.own_share))
+            self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
             self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
         if isinstance(kept.optimizer, ShardedAdam):
@@ -139,9 +139,6 @@ class ModelLoader:
             self._kept_adam = kept.optimizer.state()
             kept.optimizer.reset(self.assignment.job.optimizer)
         return kept
-
-    def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-        return self._pool.submit(self._read_weights, parameters)
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         """Frozen ones are the base model's, trained ones the checkpoint's."""
