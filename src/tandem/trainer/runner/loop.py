@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import SpoolUnusable, VolumeFull
+from tandem.errors import Conflict, SpoolUnusable, VolumeFull
 from tandem.families.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
@@ -38,16 +38,15 @@ class Runner:
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        self._status = 0
         self._waiting: dict[str, float] = {}  # failed job -> when it may be claimed again, by the monotonic clock
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self.stop = Stop()
 
-    def run(self) -> int:
-        """Run jobs until SIGTERM; returns the exit status.
+    def run(self) -> None:
+        """Run jobs until SIGTERM.
 
-        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already, and
-        InvalidInput when the settings name devices that don't exist.
+        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already,
+        InvalidInput when the settings name devices that don't exist, and Conflict when another volume is mounted.
         """
         settings = self._settings
         with ExitStack() as held:
@@ -61,7 +60,6 @@ class Runner:
             if spool is not None:
                 self._spool = spool
                 self._run_jobs()
-        return self._status
 
     def _run_jobs(self) -> None:
         """Settle what an earlier runner left, then run jobs."""
@@ -107,10 +105,8 @@ class Runner:
             # A mount point without its volume is an empty directory and would pass for a spool without jobs.
             if not fs.exists(self._spool.paths.version_file):
                 raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
-            log.error("another volume is mounted here, on which this runner holds no lock; exiting to be restarted")
-            self.stop.request()
-            self._status = 1
-            return None
+            problem = f"another volume is mounted at {self._spool.root}, on which this runner holds no lock"
+            raise Conflict(f"{problem}; it exits to be restarted")
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()}
