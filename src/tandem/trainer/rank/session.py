@@ -14,7 +14,6 @@ from platform import python_version
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tandem import __version__
 from tandem.config import Settings
@@ -189,34 +188,30 @@ class _Session:
 
     def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""
+        staged, run, step = staged_checkpoint(self._work), self._assignment.run.name, self._assignment.job.base_step
         if isinstance(model.optimizer, ShardedAdam):
-            staged, base_model = staged_checkpoint(self._work), Path(self._assignment.model)
-            beat = partial(self.heartbeat, "checkpoint")
             model_checkpoint.write(
-                staged, base_model, model.policy, model.optimizer, state=self._writes_state, beat=beat
-            )
+                staged, Path(self._assignment.model), model.policy, model.optimizer,
+                state=self._state_elsewhere is None, beat=partial(self.heartbeat, "checkpoint"),
+            )  # fmt: skip
             return writer.submit(dict) if self._rank == 0 else None
-        contents = checkpoint.gather(model.policy, model.optimizer)
-        return writer.submit(self._write_files, contents) if self._rank == 0 else None
+        contents, previous = checkpoint.gather(model.policy, model.optimizer), self._spool.checkpoints.path(run, step)
+        return writer.submit(checkpoint.write, contents, previous, staged) if self._rank == 0 else None
 
     @property
-    def _writes_state(self) -> bool:
-        """Whether a checkpoint of all weights gets the optimizer's state."""
-        return (self._assignment.job.base_step + 1) % self._settings.optimizer_state_every == 0
-
-    def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
-        previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
-        return checkpoint.write(contents, previous, staged_checkpoint(self._work))
+    def _state_elsewhere(self) -> int | None:
+        """The step whose optimizer state goes with the new checkpoint, if that gets none of its own."""
+        run, step = self._assignment.run, self._assignment.job.base_step
+        if run.lora is not None or (step + 1) % self._settings.optimizer_state_every == 0:
+            return None
+        before = self._spool.checkpoints.manifest(run.name, step).optimizer_state
+        return step if before is None else before
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        state = None  # the step whose optimizer state goes with this checkpoint, if it has none of its own
-        if self._assignment.run.lora is None and not self._writes_state:
-            before = self._spool.checkpoints.manifest(run, base_step).optimizer_state
-            state = base_step if before is None else before
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
-            optimizer_state=state,
+            optimizer_state=self._state_elsewhere,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
