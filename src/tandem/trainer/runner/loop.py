@@ -38,7 +38,7 @@ class Runner:
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        self._waiting: dict[str, float] = {}  # failed job -> when it may be claimed again, by the monotonic clock
+        self._waiting: dict[str, float] = {}  # job -> when it may be claimed again, by the monotonic clock
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self.stop = Stop()
 
@@ -77,22 +77,19 @@ class Runner:
         settled = self.stop.retry("settle the jobs of an earlier runner", lambda: recover(self._spool, self._name))
         for state, ended in settled or []:
             log.info("settled a job of an earlier runner", job=ended.spec.id, run=ended.spec.run, state=state)
-        self._job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
+        job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
         try:
             launcher.prepare()
             while not self.stop.requested:
                 liveness.beat("runner")
                 if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                    self._run_job(claimed)
+                    pause = job_run(claimed).run()
+                    self._waiting[claimed.spec.id] = time.monotonic() + pause
                 elif not self.stop.requested:
                     time.sleep(0.2)
         finally:
             launcher.close()
         log.info("runner is down")
-
-    def _run_job(self, claimed: Job) -> None:
-        if pause := self._job_run(claimed).run():
-            self._waiting[claimed.spec.id] = time.monotonic() + pause
 
     def _mounted_volume(self) -> str:
         with fs.volume_errors(self._spool.root):
