@@ -47,11 +47,12 @@ def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wai
     assert "ends at byte 7" in error.message
 
 
-def test_a_checkpoint_that_exists_is_kept_and_another_jobs_is_a_conflict(spool: Spool) -> None:
+def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> None:
     job = jobs.claim(spool, jobs.submit_sft(spool))
     assert worker.main(spool.root, "sft", 1) == 0
     before = spool.checkpoints.manifest("r", 1)
-    assert worker.main(spool.root, "sft", 1) == 0
+    assert worker.main(spool.root, "sft", 1) == 1
+    assert jobs.error_of(spool, job).type == "conflict"
     assert spool.checkpoints.manifest("r", 1) == before
     manifest = spool.checkpoints.path("r", 1) / "manifest.json"
     manifest.write_text(before.model_copy(update={"job": "somebody"}).model_dump_json())

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rank import jobs
 from tandem.errors import Conflict, InvalidInput
 from tandem.model import parallel
+from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool import Spool
 from tandem.spool.removal import delete_checkpoint
 from tandem.spool.schema import RLLoss, SFTLoss
@@ -217,13 +218,22 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
     assert (error.type, "another dtype" in error.message) == ("invalid_input", True)
 
 
-def test_the_state_in_memory_is_used(spool: Spool) -> None:
+def test_the_state_in_memory_is_used_and_is_not_exchanged(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share the reading copy from one another's memory, which they close when they have."""
+    exchange, exchanged = BaseWeights.exchange, list[BaseWeights]()
+
+    def noted(base: BaseWeights) -> dict[str, torch.Tensor]:
+        exchanged.append(base)
+        return exchange(base)
+
+    monkeypatch.setattr(BaseWeights, "exchange", noted)
     state = RankState()
     main = partial(worker.main, state=state)
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"), main)
     model = state.model
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="second"), main)
     assert state.model is model
+    assert len(exchanged) == 1
     parallel.destroy()
 
 

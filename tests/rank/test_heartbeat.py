@@ -5,8 +5,9 @@ from pathlib import Path
 from rank import jobs
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
+from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
-from tandem.trainer.rank.heartbeat import Heartbeat
+from tandem.trainer.rank.session import Heartbeat
 from tandem.training.phases import MemoryWatch
 
 
@@ -34,6 +35,23 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     assert last.step_floor is not None
     assert last.device_used_peak >= last.device_used > last.memory["allocated"] > 50 * 2**20
     assert all(beat.step_floor is None for beat in beats if beat.phase in ("data", "build"))
+
+
+def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:
+    """`rank_files` would take its temporary file for the rank's heartbeat."""
+    monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
+    heartbeat, seen = Heartbeat(beat_file(tmp_path, 0), MemoryWatch()), []
+    replace = Path.replace
+
+    def look_and_replace(path: Path, target: Path) -> Path:
+        seen.append(list(tmp_path.glob("beat.*")))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", look_and_replace)
+    for phase in ("build", "train"):
+        heartbeat(phase)
+    assert seen == [[], [beat_file(tmp_path, 0)]]
+    assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).phase == "train"
 
 
 def test_measuring_memory_changes_no_bit_of_the_results(spool: Spool, model: Path, monkeypatch) -> None:

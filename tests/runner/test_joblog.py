@@ -59,3 +59,12 @@ def test_a_long_line_stays_one_piece_and_a_gone_reader_is_no_error():
     os.close(out)
     JobStdout("j1", into).write(["[rank 0] nobody"])
     os.close(into)
+
+
+@pytest.mark.parametrize("character", ["é", '"', "\x1b"])
+def test_a_long_line_is_a_whole_object_as_json(pipe, monkeypatch, character):
+    monkeypatch.setenv("TANDEM_LOG_FORMAT", "json")
+    JobStdout("j1", pipe[1]).write(["[rank 0] " + character * 50_000])
+    (line,) = read(pipe[0])
+    assert len(line) < 4096
+    assert json.loads(line)["message"].count(character) > 300

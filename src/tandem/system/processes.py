@@ -126,10 +126,15 @@ def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Collec
         time.sleep(0.02)
 
 
-def send(process: Process, sig: signal.Signals) -> None:
-    """Signal `process`, unless it is gone or its pid belongs to another process by now."""
+def alive(process: Process) -> bool:
+    """Whether `process` has not ended, and its pid belongs to no other process by now."""
     now = read(process.pid)
-    if now is not None and now.started == process.started:
+    return now is not None and now.started == process.started and not now.zombie
+
+
+def send(process: Process, sig: signal.Signals) -> None:
+    """Signal `process` if it is alive."""
+    if alive(process):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, sig)
 

@@ -8,7 +8,6 @@ import importlib
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,21 +24,14 @@ def redirect(log: Path) -> None:
 
 
 def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
-    """Run this process's rank, with its output in the rank's log; returns its exit status.
+    """Run this process's rank, with its output in the rank's log; returns its exit status. What the rank raises is for
+    the caller, who writes it to stderr, which is the rank's log by now, and exits with 1.
 
     `main`: by default that of the launch's entry module.
     """
     redirect(launch.work / f"rank.{os.environ['RANK']}.log")
-    try:
-        main = main or importlib.import_module(launch.entry).main
-        return main(launch.root, launch.job, launch.attempt) or 0
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    return 1
+    main = main or importlib.import_module(launch.entry).main
+    return main(launch.root, launch.job, launch.attempt) or 0
 
 
 def stay(entry: str, control: str) -> int:
@@ -51,8 +43,7 @@ def stay(entry: str, control: str) -> int:
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)
     module = importlib.import_module(entry)
-    if hasattr(module, "preload"):
-        module.preload()
+    module.preload()
     main = module.resident() if hasattr(module, "resident") else module.main
     own_output = os.dup(1)
     while request := runner.recv(1 << 16):

@@ -22,7 +22,6 @@ and {"exited": status, "work": <the launch's work directory>}, which may come la
 import importlib
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -46,8 +45,7 @@ def main() -> None:
     runner = socket.socket(fileno=int(descriptor))
     begin = time.monotonic()
     entry = importlib.import_module(entry_name)
-    if hasattr(entry, "preload"):
-        entry.preload()
+    entry.preload()
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     names = [(task / "comm").read_text().strip() for task in others]
     threads = [name for name in names if not name.startswith("cuda")]  # NVML's
@@ -109,7 +107,6 @@ def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(_torchrun_environment(launch, rank, listener.getsockname()[1]))
     listener.close()
-    _reset_random_state()
     return run(launch)
 
 
@@ -144,16 +141,6 @@ def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }  # fmt: skip
-
-
-def _reset_random_state() -> None:
-    """Set the random state that a new process has. Otherwise all ranks of all jobs would draw the same numbers."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        # In a new process, torch's CPU generator starts from this constant.
-        torch.default_generator.manual_seed(torch.default_generator.__class__().initial_seed())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The runner's side of starting ranks, in the way that TANDEM_LAUNCH names."""
 
-import getpass
 import hashlib
 import os
 import tempfile
@@ -50,7 +49,7 @@ class Launcher:
                 return
             reason = "the code changed" if self._standby.alive else "it ended"
             log.info(f"replacing the {self._standby.name}", reason=reason)
-            self._standby.close()
+            self.close()
         if self._settings.launch == "fork":
             self._standby = ForkServer(self._entry, self._environment)
         else:
@@ -66,7 +65,7 @@ class Launcher:
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(work, ranks, f"{job}-{attempt}", [launch.to_json()], self._environment)
+        return Torchrun(work, ranks, [launch.to_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:
@@ -95,8 +94,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
-        # torch's own default, which is below TMPDIR; ranks have a TMPDIR that does not last.
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"),
+        # torch's default is below TMPDIR, and that of ranks does not last.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"),
     }
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
@@ -112,13 +111,6 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a uid without a name
-        return str(os.getuid())
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:

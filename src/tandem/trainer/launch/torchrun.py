@@ -1,7 +1,7 @@
 """Ranks under torchrun (R2): new processes for each job (R3), or ranks that stay between jobs.
 
-The rendezvous endpoint is `localhost:0`: the agent's store listens on a port that the kernel chooses, and the ranks
-connect to that same store. No port is closed and opened again (R11).
+With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks connect to that same
+store. No port is closed and opened again (R11).
 """
 
 import os
@@ -23,15 +23,14 @@ from tandem.trainer.launch import Launch, start_child
 class Torchrun:
     """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `work` gets launcher.log and exits.json.
 
-    `name` is the rendezvous' name. The agent restarts no ranks: attempts are counted only in the spool.
+    The agent restarts no ranks: attempts are counted only in the spool.
     """
 
-    def __init__(self, work: Path, ranks: int, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, work: Path, ranks: int, arguments: list[str], environment: dict[str, str]) -> None:
         command = [
             sys.executable, "-m", "tandem.trainer.launch.torchrun_agent", str(work),
-            "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", "--monitor-interval=0.1",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={name}", "--local-addr=localhost",
-            "-m", "tandem.trainer.launch.bootstrap", *arguments,
+            "--standalone", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", "--monitor-interval=0.1",
+            "--local-addr=localhost", "-m", "tandem.trainer.launch.bootstrap", *arguments,
         ]  # fmt: skip
         with (work / "launcher.log").open("ab") as log:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
@@ -78,7 +77,7 @@ class ResidentRanks(Torchrun):
         self._idle: list[socket.socket] = []
         self._launch: Launch | None = None
         self._exit: int | None = None
-        super().__init__(self._directory, count, "resident", [entry, str(path)], environment)
+        super().__init__(self._directory, count, [entry, str(path)], environment)
 
     @property
     def alive(self) -> bool:

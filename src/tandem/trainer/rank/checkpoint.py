@@ -9,17 +9,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
+from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
 from tandem.model import device
@@ -164,31 +163,3 @@ def _write_and_sync(path: Path, parts: list[memoryview]) -> None:
         for part in parts:
             fs.write_all(file.fileno(), part)
         os.fsync(file.fileno())
-
-
-@contextmanager
-def reference_policy(
-    spool: Spool, run: str, policy: Policy, field: str, reference: int | Literal["base"]
-) -> Iterator[None]:
-    """Within the block the policy is the loss's reference: the base model, or another checkpoint of the run.
-
-    Afterwards its own adapter is back, bit for bit. Raises InvalidInput (field: `field`) if there is no such
-    checkpoint, and CheckpointDamaged if it is not whole.
-    """
-    if reference == "base":
-        with policy.adapter_disabled():
-            yield
-        return
-    try:
-        spool.checkpoints.verify(run, reference)
-    except NotFound as error:
-        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
-    parameters = policy.lora_parameters().values()
-    own = [parameter.detach().clone() for parameter in parameters]
-    try:
-        policy.load_adapter(spool.checkpoints.path(run, reference))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, saved in zip(parameters, own, strict=True):
-                parameter.copy_(saved)

@@ -10,11 +10,9 @@ with it. Ranks that lost theirs go on with that one: moments of some steps ago, 
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -25,7 +23,6 @@ from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool import Spool, fs
-from tandem.spool.schema import Manifest
 from tandem.trainer.rank.model_files import ModelFiles, Weights
 from tandem.training.optimizer import MOMENTS
 from tandem.training.sharded_adam import ShardedAdam
@@ -39,7 +36,7 @@ class Found:
 
     model: Path
     state: Path | None
-    """The checkpoint with the optimizer's state: `model`, an older one, or none that is left."""
+    """The checkpoint with the optimizer's state: `model`, an older one, or none: never trained, or none is left."""
     older: int | None = None
     """The step of an older one; 0: none is left."""
 
@@ -60,21 +57,16 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
     return directory if trained else None
 
 
-def find(spool: Spool, run: str, step: int) -> Found | None:
-    """`check`, also of the checkpoint with the optimizer's state; None for the base model."""
+def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
+    """`check`, also of the checkpoint with the optimizer's state."""
     if (model := check(spool, run, step)) is None:
-        return None
+        return Found(base_model, None)
     if (older := spool.checkpoints.manifest(run, step).optimizer_state) is None:
         return Found(model, model)
     try:
         return Found(model, check(spool, run, older), older)
     except NotFound:
         return Found(model, None, 0)
-
-
-def state_step(before: Manifest) -> int:
-    """The step whose optimizer state goes with the checkpoint after `before`, if that one gets none of its own."""
-    return before.step if before.optimizer_state is None else before.optimizer_state
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
@@ -124,27 +116,3 @@ def write(
         for name, files in of_state.items():
             files.write(Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat)
         parallel.gather_objects(None)
-
-
-@contextmanager
-def reference_policy(
-    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
-) -> Iterator[None]:
-    """Within the block the policy is the loss's reference: the base model, or another checkpoint of the run. Its own
-    weights wait in host memory, and are back afterwards, bit for bit.
-
-    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
-    """
-    try:
-        directory = None if reference == "base" else check(spool, run, reference)
-    except NotFound as error:
-        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
-    own = {name: weight.detach().to("cpu", copy=True) for name, weight in policy.base().items()}
-    sizes, place = policy.topology.sizes, policy.topology.place
-    try:
-        load_weights(directory or base_model, policy.arch, policy.base, sizes, place)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, weight in policy.base().items():
-                weight.copy_(own[name])

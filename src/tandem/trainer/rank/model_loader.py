@@ -38,13 +38,8 @@ from tandem.training.optimizer import AdamState, AdapterOptimizer
 from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
-
-@dataclass(frozen=True)
-class Checked:
-    """The checkpoint to start from, whose files are whole."""
-
-    model: model_checkpoint.Found | None = None  # of a run that trains all weights; None: the base model
-    adapter: checkpoint.Contents[StoredTensor] | None = None
+type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
+"""The checkpoint to start from, whose files are whole: of an adapter, or of a run that trains all weights."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +88,9 @@ class ModelLoader:
             with phases.phase("base_weights"):
                 for task in self._weights_tasks:
                     task.result()
-                if unread := model.base.exchange():
-                    self._read_base_weights(lambda: unread).result()
+                # Where nothing was read, the other ranks' memory is closed since the job before.
+                if self._weights_tasks and (unread := model.base.exchange()):
+                    self._read_weights(lambda: unread)
             with phases.phase("state"):
                 state_loaded.result()
                 memory.release_cached()  # reading and rehearsing leave unused memory
@@ -107,7 +103,7 @@ class ModelLoader:
         allocated = self._pool.submit(
             on_device(lambda: BaseWeights(arch, dtype, sizes, groups=parallel.reading_groups()))
         )
-        self._weights_tasks.append(self._read_base_weights(lambda: allocated.result().own_share()))
+        self._weights_tasks.append(self._pool.submit(self._read_weights, lambda: allocated.result().own_share()))
         if self.rehearse is not None:
             self._weights_tasks.append(
                 self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // sizes.tensor)
@@ -134,7 +130,7 @@ class ModelLoader:
         self._state = self._pool.submit(on_device(self._read_state))
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
-            self._weights_tasks.append(self._read_base_weights(kept.base.own_share))
+            self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
             self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
         if isinstance(kept.optimizer, ShardedAdam):
@@ -144,27 +140,22 @@ class ModelLoader:
             kept.optimizer.reset(self.assignment.job.optimizer)
         return kept
 
-    def _read_base_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> Future[None]:
-        return self._pool.submit(self._read_weights, parameters)
-
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         """Frozen ones are the base model's, trained ones the checkpoint's."""
-        directory, sizes, place = Path(self.assignment.model), self.topology.sizes, self.topology.place
-        if self.assignment.run.lora is None:
-            checked = self.checked.result()
-            directory = checked.model.model if checked and checked.model else directory
-        load_weights(directory, self.arch, parameters, sizes, place)
+        directory = Path(self.assignment.model)
+        if self.assignment.run.lora is None and isinstance(found := self.checked.result(), model_checkpoint.Found):
+            directory = found.model
+        load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
     def _read_state(self) -> checkpoint.Contents[Tensor] | None:
         checked = self.checked.result()
-        return checkpoint.read(checked.adapter) if checked and checked.adapter else None
+        return checkpoint.read(checked) if isinstance(checked, checkpoint.Contents) else None
 
     def _load_state(self, model: LoadedModel) -> None:
         if isinstance(model.optimizer, ShardedAdam):
-            if (checked := self.checked.result()) is not None:
+            if isinstance(found := self.checked.result(), model_checkpoint.Found):
                 model.optimizer.reset(self.assignment.job.optimizer)
-                if checked.model is not None:
-                    model_checkpoint.load_state(checked.model, self.arch, model.optimizer, self.topology)
+                model_checkpoint.load_state(found, self.arch, model.optimizer, self.topology)
             return
         if (saved := self._state.result()) is not None:
             checkpoint.load(saved, model.policy, model.optimizer)

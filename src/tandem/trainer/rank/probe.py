@@ -27,7 +27,7 @@ def choose(batch: PackedBatch) -> list[list[int]]:
     tokens before its first trained token, because trained tokens change most. The same batch gives the same probes.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
-    chosen: dict[tuple[int, ...], None] = {}
+    chosen: list[list[int]] = []
     for index in range(len(batch)):
         row = batch.row(index)
         for start in np.flatnonzero(np.diff(row.item_sequence, prepend=-1)):
@@ -36,10 +36,11 @@ def choose(batch: PackedBatch) -> list[list[int]]:
             path = np.flatnonzero(row.subtree_end[: last + 1] > last)
             first_trained = int(row.positions[row.item_target[start]])
             begin = max(0, min(first_trained - CONTEXT, len(path) - limit))
-            chosen[tuple(row.tokens[path[begin : begin + limit]].tolist())] = None
+            if (tokens := row.tokens[path[begin : begin + limit]].tolist()) not in chosen:
+                chosen.append(tokens)
             if len(chosen) == MAX_SEQUENCES:
-                return [list(tokens) for tokens in chosen]
-    return [list(tokens) for tokens in chosen]
+                return chosen
+    return chosen
 
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:

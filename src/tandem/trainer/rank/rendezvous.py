@@ -3,8 +3,8 @@
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from typing import Any
 
 from pydantic import TypeAdapter
 from torch.distributed.distributed_c10d import PrefixStore
@@ -16,6 +16,7 @@ from tandem.families.model_config import model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
+from tandem.system import liveness
 
 # How long ranks wait for one another at the start, when each has imported what it needs.
 RENDEZVOUS_SECONDS = 300.0
@@ -28,9 +29,8 @@ class Assignment(Record):
 
     run: RunSpec
     job: JobSpec
-    done: bool  # the job made its checkpoint in an earlier attempt
-    model: str = ""  # directory of the base model
-    model_files: tuple[tuple[str, int, int], ...] = ()  # name, bytes, and time of the last change in ns
+    model: str  # directory of the base model
+    model_files: tuple[tuple[str, int, int], ...]  # name, bytes, and time of the last change in ns
 
     def requirements(self) -> tuple[object, ...]:
         """All that process groups and a loaded model depend on. They can be used again for a job with the same."""
@@ -81,49 +81,37 @@ def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignmen
 
 
 def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
-    """Raises Conflict if the job is not running this attempt, or another job made its checkpoint."""
+    """Raises Conflict if the job is not running this attempt, or its checkpoint exists."""
     state, job = spool.jobs.get(job_id)
     if state != "running" or job.attempt != attempt:
         raise Conflict(f"job {job_id} is {state}, attempt {job.attempt}; this rank was started for attempt {attempt}")
-    spec, run = job.spec, spool.runs.get(job.spec.run)
+    spec = job.spec
     newest = spool.checkpoints.newest(spec.run)
     if newest > spec.base_step:
         made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job
-        if made_by != job_id:
-            raise Conflict(
-                f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by {made_by or 'no job'}, so job "
-                f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
-            )
-        return Assignment(run=run, job=spec, done=True)
-    return _with_model(Assignment(run=run, job=spec, done=False), spool, beat)
+        raise Conflict(
+            f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by {made_by or 'no job'}, so job "
+            f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
+        )
+    run = spool.runs.get(spec.run)
+    return Assignment(run=run, job=spec, **_base_model(run, spool, beat))
 
 
-def _with_model(assignment: Assignment, spool: Spool, beat: Beat) -> Assignment:
-    """`assignment` with the base model as this host has it."""
-    base_model = assignment.run.base_model
-    directory = _with_beats(lambda: model_directory(resolve_model(spool.root, base_model)), "download", beat)
+def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
+    """The fields of an `Assignment` that say which base model this host has."""
+    model = resolve_model(spool.root, run.base_model)
+    directory = liveness.in_thread(lambda: model_directory(model), lambda: beat("download"), seconds=1.0)
     stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
-    return assignment.model_copy(update={"model": str(directory), "model_files": files})
+    return {"model": str(directory), "model_files": files}
 
 
 def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignment:
     """What rank 0 of another host sent, with this host's own directory of the base model."""
-    if assignment.done:
-        return assignment
-    own = _with_model(assignment, spool, beat)
+    own = assignment.model_copy(update=_base_model(assignment.run, spool, beat))
     theirs, ours = ({name: size for name, size, _ in one.model_files} for one in (assignment, own))
     if theirs != ours:
         names = ", ".join(sorted({name for name, _ in theirs.items() ^ ours.items()}))
         problem = f"{own.model} is not the base model that rank 0's host has in {assignment.model}: {names} differ"
         raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
     return own
-
-
-def _with_beats[T](action: Callable[[], T], phase: str, beat: Beat) -> T:
-    """The result of `action`, which runs in a thread; heartbeats of `phase` while it lasts longer than a second."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(action)
-        while not wait([future], timeout=1.0).done:
-            beat(phase)
-    return future.result()

@@ -7,6 +7,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from tandem.config import Settings
 from tandem.families.arch import Arch
@@ -45,8 +46,8 @@ class RankState:
                 spool.checkpoints.verify(run.name, step)
                 return None
             if run.lora is None:
-                return Checked(model_checkpoint.find(spool, run.name, step))
-            return Checked(adapter=checkpoint.check(spool, run.name, step, arch, run.lora))
+                return model_checkpoint.find(spool, run.name, step, Path(assignment.model))
+            return checkpoint.check(spool, run.name, step, arch, run.lora)
 
         thread = ThreadPoolExecutor(1)
         result = thread.submit(check)
@@ -74,5 +75,4 @@ class RankState:
             self.model.optimizer.offload()
         gc.collect()  # graphs and buffers in reference cycles
         memory.release_cached()
-        if hasattr(_libc, "malloc_trim"):
-            _libc.malloc_trim(0)  # each job's threads fragment the heap further
+        _libc.malloc_trim(0)  # each job's threads fragment the heap further

@@ -6,34 +6,37 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
+from tandem.errors import SpoolUnusable
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
-from tandem.spool import Spool
+from tandem.spool import Spool, fs
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import EventType, Manifest, Probe
+from tandem.spool.schema import Beat, EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
-from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
 from tandem.trainer.rank.publish.publication import Publication
+from tandem.trainer.rank.reference import reference_policy
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
 from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.steps import Training
+
+BEAT_SECONDS = 0.5
+"""Within a phase the heartbeat is rewritten at most this often."""
 
 
 def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState | None = None) -> None:
@@ -42,7 +45,7 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
     Without `state` the rank has left the process groups, together with the others. With `state`, of a rank that stays,
     it has given back its device memory, and `state` holds what the next job can use.
 
-    Raises Conflict if another job made that checkpoint, CheckpointDamaged if the one to start from isn't whole,
+    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't whole,
     NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after an error.
     """
     session = _Session(spool, settings, job_id, attempt, state or RankState())
@@ -57,6 +60,30 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
     session.heartbeat.write("leave")
     if state is None:
         parallel.destroy()
+
+
+class Heartbeat:
+    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the exporter."""
+
+    def __init__(self, path: Path, watch: MemoryWatch) -> None:
+        self._path = path
+        self._watch = watch
+        self._phase = ""
+        self._written = 0.0
+        self.step = 0  # optimizer steps done
+        self.steps = 0  # optimizer steps of the job; 0: not known yet
+
+    def __call__(self, phase: str) -> None:
+        """Write the file if the phase is new or the last beat is old enough."""
+        if phase != self._phase or time.time() - self._written >= BEAT_SECONDS:
+            self.write(phase)
+
+    def write(self, phase: str) -> None:
+        """Write the file now. If the volume refuses it, the rank goes on."""
+        self._phase, self._written = phase, time.time()
+        beat = Beat(time=self._written, phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
+        with suppress(SpoolUnusable, OSError):
+            fs.write_json_atomic(self._path, beat, durable=False)
 
 
 class _Session:
@@ -74,8 +101,6 @@ class _Session:
     def run(self) -> None:
         self.heartbeat("rendezvous")
         self._assignment, connect = meet(self._spool, self._job_id, self._attempt, self.heartbeat)
-        if self._assignment.done:
-            return
         arch = read_arch(self._assignment.model)
         # The checkpoint's files are hashed while ranks connect and the model is built.
         checked = self._state.check_checkpoint(self._spool, self._assignment, arch)
@@ -98,15 +123,16 @@ class _Session:
             )
             self._state.model = loader.load(self._state.model, self.phases)
             found = checked.result()
-            self._older_state = found.model.older if found and found.model else None
+            self._older_state = found.older if isinstance(found, model_checkpoint.Found) else None
             self._train(batch, self._state.model, sequences, long)
 
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
         """Train and write the checkpoint. `sequences`, `long`: the probe's."""
         run, job, policy = self._assignment.run, self._assignment.job, model.policy
+        base_model = Path(self._assignment.model)
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=partial(self._reference_policy, policy, job.loss.reference_field),
+            reference=partial(reference_policy, self._spool, run.name, base_model, policy, job.loss.reference_field),
             fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
@@ -160,44 +186,32 @@ class _Session:
             f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
         )  # fmt: skip
 
-    def _reference_policy(
-        self, policy: Policy, field: str, reference: int | Literal["base"]
-    ) -> AbstractContextManager[None]:
-        run, spool = self._assignment.run, self._spool
-        if run.lora is None:
-            base_model = Path(self._assignment.model)
-            return model_checkpoint.reference_policy(spool, run.name, base_model, policy, field, reference)
-        return checkpoint.reference_policy(spool, run.name, policy, field, reference)
-
     def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""
+        staged, run, step = staged_checkpoint(self._work), self._assignment.run.name, self._assignment.job.base_step
         if isinstance(model.optimizer, ShardedAdam):
-            staged, base_model = staged_checkpoint(self._work), Path(self._assignment.model)
-            beat = partial(self.heartbeat, "checkpoint")
             model_checkpoint.write(
-                staged, base_model, model.policy, model.optimizer, state=self._writes_state, beat=beat
-            )
+                staged, Path(self._assignment.model), model.policy, model.optimizer,
+                state=self._state_elsewhere is None, beat=partial(self.heartbeat, "checkpoint"),
+            )  # fmt: skip
             return writer.submit(dict) if self._rank == 0 else None
-        contents = checkpoint.gather(model.policy, model.optimizer)
-        return writer.submit(self._write_files, contents) if self._rank == 0 else None
+        contents, previous = checkpoint.gather(model.policy, model.optimizer), self._spool.checkpoints.path(run, step)
+        return writer.submit(checkpoint.write, contents, previous, staged) if self._rank == 0 else None
 
     @property
-    def _writes_state(self) -> bool:
-        """Whether a checkpoint of all weights gets the optimizer's state."""
-        return (self._assignment.job.base_step + 1) % self._settings.optimizer_state_every == 0
-
-    def _write_files(self, contents: checkpoint.Contents[Tensor]) -> dict[str, str]:
-        previous = self._spool.checkpoints.path(self._assignment.run.name, self._assignment.job.base_step)
-        return checkpoint.write(contents, previous, staged_checkpoint(self._work))
+    def _state_elsewhere(self) -> int | None:
+        """The step whose optimizer state goes with the new checkpoint, if that gets none of its own."""
+        run, step = self._assignment.run, self._assignment.job.base_step
+        if run.lora is not None or (step + 1) % self._settings.optimizer_state_every == 0:
+            return None
+        before = self._spool.checkpoints.manifest(run.name, step).optimizer_state
+        return step if before is None else before
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        state = None
-        if self._assignment.run.lora is None and not self._writes_state:
-            state = model_checkpoint.state_step(self._spool.checkpoints.manifest(run, base_step))
         manifest = self._spool.checkpoints.commit(
             staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
-            optimizer_state=state,
+            optimizer_state=self._state_elsewhere,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start

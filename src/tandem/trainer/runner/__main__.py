@@ -19,10 +19,11 @@ def main(entry: str = DEFAULT_ENTRY) -> int:
         runner = Runner(load_settings(), entry)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, runner.stop.request)
-        return runner.run()
+        runner.run()
     except TandemError as error:
         log.error("the runner can't run", type=error.code, error=error)
         return 1
+    return 0
 
 
 if __name__ == "__main__":

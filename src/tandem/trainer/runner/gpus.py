@@ -56,8 +56,7 @@ class JobGpus:
             return reason, {}
         # Until vLLM sleeps, what is in use on shared devices belongs to vLLM.
         busy = self._devices.busy(self.floor) if self.shared is None else {}
-        alive = {(process.pid, process.started) for process in processes.all_processes() if not process.zombie}
-        self.survivors = [process for process in self.survivors if (process.pid, process.started) in alive]
+        self.survivors = [process for process in self.survivors if processes.alive(process)]
         if not busy and not self.survivors:
             return None
         pids = [process.pid for process in self.survivors]

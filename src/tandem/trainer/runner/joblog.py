@@ -11,7 +11,9 @@ from tandem.system.logs import as_json, json_line
 from tandem.system.tail import Tail, last_lines
 
 _LINE_BYTES = 3000
-"""Longer lines are cut on stdout: a pipe that is writable takes 4096 bytes at once and in one piece."""
+"""Longer lines are cut on stdout."""
+_PIECE_BYTES = 4096
+"""What a pipe that is writable takes at once and in one piece."""
 
 
 class JobStdout:
@@ -36,13 +38,20 @@ class JobStdout:
                 self._left_out += 1
 
     def _write_line(self, line: str, end: float) -> bool:
-        cut = line.encode(errors="replace")[:_LINE_BYTES].decode(errors="ignore")
-        text = json_line("info", "job", cut, job=self._job) if as_json() else f"job {self._job} {cut}"
         with suppress(OSError):  # the reader is gone
             if self._poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                os.write(self._descriptor, text.encode()[:4095] + b"\n")
+                os.write(self._descriptor, self._piece(line))
                 return True
         return False
+
+    def _piece(self, line: str) -> bytes:
+        cut = line.encode(errors="replace")[:_LINE_BYTES].decode(errors="ignore")
+        if not as_json():
+            return f"job {self._job} {cut}\n".encode()
+        # JSON has up to six bytes for one of the line's, and an object that is cut is none.
+        while len(piece := json_line("info", "job", cut, job=self._job).encode() + b"\n") > _PIECE_BYTES:
+            cut = cut[: len(cut) // 2]
+        return piece
 
 
 class JobLog:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import SpoolUnusable, VolumeFull
+from tandem.errors import Conflict, SpoolUnusable, VolumeFull
 from tandem.families.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
@@ -38,16 +38,15 @@ class Runner:
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        self._status = 0
-        self._waiting: dict[str, float] = {}  # failed job -> when it may be claimed again, by the monotonic clock
+        self._waiting: dict[str, float] = {}  # job -> when it may be claimed again, by the monotonic clock
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self.stop = Stop()
 
-    def run(self) -> int:
-        """Run jobs until SIGTERM; returns the exit status.
+    def run(self) -> None:
+        """Run jobs until SIGTERM.
 
-        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already, and
-        InvalidInput when the settings name devices that don't exist.
+        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already,
+        InvalidInput when the settings name devices that don't exist, and Conflict when another volume is mounted.
         """
         settings = self._settings
         with ExitStack() as held:
@@ -61,7 +60,6 @@ class Runner:
             if spool is not None:
                 self._spool = spool
                 self._run_jobs()
-        return self._status
 
     def _run_jobs(self) -> None:
         """Settle what an earlier runner left, then run jobs."""
@@ -79,22 +77,19 @@ class Runner:
         settled = self.stop.retry("settle the jobs of an earlier runner", lambda: recover(self._spool, self._name))
         for state, ended in settled or []:
             log.info("settled a job of an earlier runner", job=ended.spec.id, run=ended.spec.run, state=state)
-        self._job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
+        job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
         try:
             launcher.prepare()
             while not self.stop.requested:
                 liveness.beat("runner")
                 if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                    self._run_job(claimed)
+                    pause = job_run(claimed).run()
+                    self._waiting[claimed.spec.id] = time.monotonic() + pause
                 elif not self.stop.requested:
                     time.sleep(0.2)
         finally:
             launcher.close()
         log.info("runner is down")
-
-    def _run_job(self, claimed: Job) -> None:
-        if pause := self._job_run(claimed).run():
-            self._waiting[claimed.spec.id] = time.monotonic() + pause
 
     def _mounted_volume(self) -> str:
         with fs.volume_errors(self._spool.root):
@@ -107,10 +102,8 @@ class Runner:
             # A mount point without its volume is an empty directory and would pass for a spool without jobs.
             if not fs.exists(self._spool.paths.version_file):
                 raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
-            log.error("another volume is mounted here, on which this runner holds no lock; exiting to be restarted")
-            self.stop.request()
-            self._status = 1
-            return None
+            problem = f"another volume is mounted at {self._spool.root}, on which this runner holds no lock"
+            raise Conflict(f"{problem}; it exits to be restarted")
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
         self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()}

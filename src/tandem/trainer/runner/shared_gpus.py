@@ -6,7 +6,6 @@ is checked, and a vLLM that starts looks for a hold first (`inference.server.wai
 take the memory is either noticed here or waits there.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -62,13 +61,11 @@ class SharedGpus:
         # Several beats long, because none is written while the runner waits for killed ranks or for the driver.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
         self._hold: Hold | None = None
-        self._recovered = False
 
     def recover(self) -> None:
-        """Wake a vLLM that a killed runner left asleep. Call it until that is done; later calls do nothing."""
-        if not self._recovered:
+        """Wake a vLLM that a killed runner left asleep. Call it between jobs: a hold is another runner's then."""
+        if self._spool.hold.get() is not None:
             self.unavailable()
-            self._recovered = self._spool.hold.get() is None
 
     def unavailable(self) -> str | None:
         """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
@@ -253,24 +250,14 @@ class SharedGpus:
 
         Raises what `request` raises, and InferenceUnavailable after `seconds` or when interrupted.
         """
-        errors: list[TandemError] = []
-
-        def run() -> None:
-            try:
-                request()
-            except TandemError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="vllm", daemon=True)
-        thread.start()
         end = time.monotonic() + seconds
-        while thread.is_alive():
+
+        def beat() -> None:
             if time.monotonic() > end or interrupted():
                 raise InferenceUnavailable(f"vLLM did not answer within {seconds:.0f} s or until the runner gave up")
-            thread.join(_POLL_SECONDS)
             self.beat()
-        if errors:
-            raise errors[0]
+
+        liveness.in_thread(request, beat, _POLL_SECONDS)
 
 
 def _unavailable(message: str) -> JobError:
