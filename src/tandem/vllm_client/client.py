@@ -48,11 +48,9 @@ class VllmClient:
         if admin_token := settings.secret("admin_token"):
             headers[ADMIN_HEADER] = admin_token.strip()
         self.url = settings.resolved_inference_url
-        self._work_timeout = work_timeout
+        self._timeout, self._work_timeout = timeout, work_timeout
         # Not through the environment's proxies: they would get the API key and the admin token.
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False
-        )
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False)
 
     def healthy(self) -> bool:
         """Whether the server answers and its engine is alive. Raises nothing."""
@@ -214,7 +212,7 @@ class VllmClient:
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
-                response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
+                response = self._http.request(method, path, json=body, timeout=_limits(timeout or self._timeout))
                 break
             except httpx.TransportError as error:
                 # A call that timed out has used its bound. Only a failed connection is worth another try.
@@ -231,6 +229,11 @@ class VllmClient:
         if response.status_code in (408, 429, 502, 503, 504) or (response.status_code == 500 and not self.healthy()):
             raise InferenceUnavailable(message)
         raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
+
+
+def _limits(seconds: float) -> httpx.Timeout:
+    """A host that is gone is noticed by the connection, however long vLLM may take to answer."""
+    return httpx.Timeout(seconds, connect=5.0)
 
 
 def _error_message(response: httpx.Response) -> str:
