@@ -10,8 +10,7 @@ from api_server import KEY, rl_request, run_one, tree
 from tandem import client as package
 from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options
-from tandem.client.errors import error_of
-from tandem.client.http import connection
+from tandem.client.http import connection, error_of
 from tandem.errors import CheckpointDamaged, InvalidInput, TandemError, Unauthorized, Unreachable
 
 

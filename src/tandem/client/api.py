@@ -8,8 +8,16 @@ from typing import Any, Literal, Unpack
 import httpx
 
 from tandem.client.download import staging, unpack
-from tandem.client.errors import raise_if_failed, unreachable
-from tandem.client.http import CONNECT_SECONDS, Backoff, Requests, events_of, path, whole_lines
+from tandem.client.http import (
+    CONNECT_SECONDS,
+    Backoff,
+    Requests,
+    events_of,
+    path,
+    raise_if_failed,
+    unreachable,
+    whole_lines,
+)
 from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus

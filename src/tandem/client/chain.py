@@ -99,18 +99,16 @@ class Chain:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
         self._data = _checked(config.data, config)
+        self._held_out: list[tuple[str, dict[str, Any]]] = []  # place and record
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
             size = max(1, round(config.held_out * len(indices)))
-            held_out = [self._data[index] for index in indices[:size]]
+            self._held_out = [self._data[index] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
             others = _checked(config.held_out, config)
-            held_out = [others[index] for index in range(len(others))]
-        else:
-            held_out = []
-        self._held_out = held_out
+            self._held_out = [others[index] for index in range(len(others))]
         if not indices:
             raise InvalidInput(f"{config.data} has nothing to train", field="data")
         self._indices = indices

@@ -1,4 +1,5 @@
-"""HTTP for both clients: the controller's address and key, its paths, the I/O, and requests that are repeated."""
+"""HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and requests that are
+repeated."""
 
 import asyncio
 import os
@@ -11,17 +12,22 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from tandem import __version__
-from tandem.client.errors import RETRIED_STATUSES, error_of, stream_error, unreachable
-from tandem.errors import TandemError
+from tandem import __version__, errors
+from tandem.controller.schemas import ErrorBody, JobStatus
+from tandem.errors import JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+# The controller, or a proxy before it, cannot answer now but may soon.
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
+# Base classes come first in the module: of several classes with one code the base is raised.
+_KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
 def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
@@ -40,6 +46,45 @@ def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
 def path(*parts: str) -> str:
     """`path("runs", run, "train")` is /v1/runs/<run>/train."""
     return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
+
+
+def unreachable(error: httpx.TransportError) -> Unreachable:
+    """The error for a controller that did not answer."""
+    return Unreachable(
+        f"the controller did not answer ({type(error).__name__}: {error}); check that it runs and that TANDEM_URL is "
+        "its address"
+    )
+
+
+def error_of(response: httpx.Response) -> TandemError:
+    """The exception that the controller raised, from a response whose body has been read."""
+    try:
+        detail = ErrorBody.model_validate_json(response.content).error
+    except ValidationError:  # a proxy's page, for example
+        return TandemError(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
+    error = _KINDS.get(detail.type, TandemError)(detail.message, field=detail.field)
+    error.code = detail.type
+    return error
+
+
+def stream_error(response: httpx.Response) -> TandemError | httpx.TransportError:
+    """Why a stream did not open; a transport error where another attempt may help."""
+    if response.status_code in _RETRIED_STATUSES:
+        return httpx.RemoteProtocolError(f"HTTP {response.status_code}: {response.text[:200]}")
+    return error_of(response)
+
+
+def raise_if_failed(job: JobStatus) -> None:
+    """Raises JobFailed, with the reason and the end of the log, for a job that ended without success."""
+    if job.state == "succeeded":
+        return
+    reason = job.error.type if job.error else job.state
+    message = f"job {job.id} {job.state} in attempt {job.attempt}: {reason}"
+    if job.error:
+        message += f": {job.error.message}"
+        if job.error.log_tail:
+            message += f"\n--- end of its log ---\n{job.error.log_tail.rstrip()}"
+    raise JobFailed(message, job_id=job.id, reason=reason)
 
 
 class Backoff:
@@ -177,7 +222,7 @@ class Requests:
                 if response.is_success:
                     return response
                 error = error_of(response)
-                again = idempotent and response.status_code in RETRIED_STATUSES
+                again = idempotent and response.status_code in _RETRIED_STATUSES
             except httpx.TransportError as failure:
                 error = unreachable(failure)
                 again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
