@@ -69,6 +69,24 @@ def test_errors_have_the_class_that_the_controller_raised():
     assert "teapot" in error_of(proxys).message
 
 
+@pytest.mark.parametrize("page", [False, True], ids=["the controller's", "a proxy's page"])
+def test_a_stream_that_is_refused_for_long_raises_why(page, tmp_path):
+    body = b"<html>no backend</html>" if page else b'{"error": {"type": "spool_unusable", "message": "read-only"}}'
+    requests = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(503, content=body)
+
+    with Tandem("http://somewhere", patience=0.4) as client:
+        client._client._transport = httpx.MockTransport(answer)
+        for refused in (lambda: list(client.events("j")), lambda: client.download("r", 1, tmp_path / "new")):
+            with pytest.raises(Unreachable if page else errors.SpoolUnusable, match="no backend" if page else "^read-"):
+                refused()
+        assert len(requests) >= 4
+    assert list(tmp_path.iterdir()) == []
+
+
 class LosesAnswers(httpx.HTTPTransport):
     """Loses the first `lost` responses after the server has sent them."""
 

@@ -48,8 +48,7 @@ def path(*parts: str) -> str:
     return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
 
 
-def unreachable(error: httpx.TransportError) -> Unreachable:
-    """The error for a controller that did not answer."""
+def _unreachable(error: httpx.TransportError) -> Unreachable:
     return Unreachable(
         f"the controller did not answer ({type(error).__name__}: {error}); check that it runs and that TANDEM_URL is "
         "its address"
@@ -57,21 +56,17 @@ def unreachable(error: httpx.TransportError) -> Unreachable:
 
 
 def error_of(response: httpx.Response) -> TandemError:
-    """The exception that the controller raised, from a response whose body has been read."""
+    """The exception that the controller raised, from a response whose body has been read; `retriable` where another
+    attempt may help."""
+    retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content).error
     except ValidationError:  # a proxy's page, for example
-        return TandemError(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
+        kind = Unreachable if retriable else TandemError
+        return kind(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
     error = _KINDS.get(detail.type, TandemError)(detail.message, field=detail.field)
-    error.code = detail.type
+    error.code, error.retriable = detail.type, retriable
     return error
-
-
-def stream_error(response: httpx.Response) -> TandemError | httpx.TransportError:
-    """Why a stream did not open; a transport error where another attempt may help."""
-    if response.status_code in _RETRIED_STATUSES:
-        return httpx.RemoteProtocolError(f"HTTP {response.status_code}: {response.text[:200]}")
-    return error_of(response)
 
 
 def raise_if_failed(job: JobStatus) -> None:
@@ -122,11 +117,11 @@ class AsyncHttp:
 
     @asynccontextmanager
     async def stream(self, url: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of the response's body; raises `stream_error` of a response without success."""
+        """The parts of the response's body; raises `error_of` a response without success."""
         async with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 await response.aread()
-                raise stream_error(response)
+                raise error_of(response)
             yield response.aiter_bytes()
 
     async def sleep(self, seconds: float) -> None:
@@ -151,7 +146,7 @@ class BlockingHttp:
         with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 response.read()
-                raise stream_error(response)
+                raise error_of(response)
             yield _as_async(response.iter_bytes())
 
     async def sleep(self, seconds: float) -> None:
@@ -216,19 +211,27 @@ class Requests:
             arguments |= {"headers": {"Content-Type": "application/json"}}
         backoff = Backoff(self._patience)
         while True:
-            error: TandemError
             try:
                 response = await self._http.request(**arguments)
                 if response.is_success:
                     return response
-                error = error_of(response)
-                again = idempotent and response.status_code in _RETRIED_STATUSES
+                error, again = error_of(response), idempotent
             except httpx.TransportError as failure:
-                error = unreachable(failure)
+                error = _unreachable(failure)
                 again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
-            if not again:
+            if not (again and error.retriable):
                 raise error
             await self._http.sleep(backoff.next(error))
+
+    @asynccontextmanager
+    async def _stream(self, *parts: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or Unreachable, also in the
+        middle of it."""
+        try:
+            async with self._http.stream(path(*parts), **arguments) as chunks:
+                yield chunks
+        except httpx.TransportError as failure:
+            raise _unreachable(failure) from failure
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
