@@ -51,7 +51,7 @@ class Loop:
         self.error = ""
         self._rewards: list[float] = []  # since the last submission
         self._evaluating = False
-        self._sending = self._failing = self._equal = 0  # groups being submitted; failed, without a difference in a row
+        self._failing = self._equal = 0  # groups that failed, or were without a difference, in a row
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
@@ -134,7 +134,7 @@ class Loop:
     def _room(self) -> int:
         """How many more groups that begin now the jobs to come can use."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
-        return jobs * self._size - len(self.ready) - len(self.running) - self._sending
+        return jobs * self._size - len(self.ready) - len(self.running)
 
     def _next_task(self) -> str:
         """The next task of the environment that is furthest behind its share."""
@@ -201,10 +201,8 @@ class Loop:
         while self.base < self.last:
             await _until(self._has_batch)
             self.ready.sort(key=lambda group: group.oldest)
-            batch, self.ready = self.ready[: self._size], self.ready[self._size :]
-            self._sending = len(batch)
-            await self._submit(batch)
-            self._sending = 0
+            await self._submit(self.ready[: self._size])
+            del self.ready[: self._size]
 
     def _has_batch(self) -> bool:
         """Whether the next job has its groups; those that it must not train are dropped first."""
