@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,33 @@ def test_evaluation_before_between_and_after(tmp_path: Path) -> None:
     evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
     assert [line["evaluated"] for line in evaluated] == [0, 2, 4, 5]
     assert {line["samples"] for line in evaluated} == {4}
+
+
+def test_an_evaluation_that_a_kill_cut_off_is_made_again(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = type(config()).model_validate(config(steps=2).model_dump() | {"eval": {"every": 1, "groups": 1}})
+
+    class NeverEvaluated(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin is not None:
+                await asyncio.Event().wait()
+            return await super().rollout(task, sampler)
+
+    async def killed_behind_the_first_step() -> None:
+        loop = asyncio.create_task(make_loop(settings, stack, NeverEvaluated(stack), tmp_path).run())
+        while not (tmp_path / "metrics.jsonl").exists():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+
+    asyncio.run(killed_behind_the_first_step())
+    assert [line.get("step") for line in lines(tmp_path)] == [1]
+    asyncio.run(make_loop(settings, stack, Environment(stack), tmp_path).run())
+    check(stack, 2, 0)
+    assert sorted(line["step"] for line in lines(tmp_path) if "step" in line) == [1, 2]
+    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2]
 
 
 def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
