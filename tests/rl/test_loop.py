@@ -186,6 +186,24 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp
     assert failed & {task for job in stack.trained for task in job.request["labels"]["tasks"].split()}
 
 
+def test_a_job_that_made_its_step_and_was_removed_since_is_not_waited_for(tmp_path: Path) -> None:
+    stack = FakeStack()
+
+    async def killed_behind_the_job(job: str) -> None:
+        await FakeStack.wait_job(stack, job)
+        raise Killed
+
+    stack.wait_job = killed_behind_the_job  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        asyncio.run(make_loop(config(steps=3), stack, Environment(stack), tmp_path).run())
+    del stack.wait_job
+    stack.jobs.clear()  # as TANDEM_KEEP_DAYS does
+    stack.served = stack.newest
+    asyncio.run(make_loop(config(steps=3), stack, Environment(stack), tmp_path).run())
+    check(stack, 3, 0)
+    assert [line["step"] for line in lines(tmp_path)] == [2, 3]
+
+
 def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
     stack = FakeStack()
     for steps in (2, 5):

@@ -101,6 +101,8 @@ class Loop:
             known = await self._state_of(job.id)
             if dead := dead or known in ("failed", "cancelled") or (not known and status.newest_step <= job.base):
                 self._forget(job)
+            elif not known:  # it made its step, and was removed since
+                self.state.jobs.remove(job)
         jobs = self.state.jobs
         self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
         self.last = self.state.first + self._rl.steps
