@@ -106,7 +106,9 @@ class Follower:
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
     """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and its memory."""
     found = {event.type: event for event in events}  # the last of each type
-    written, ranks = found["checkpoint"].data, by_attempt(events)[-1].ranks.values()
+    # Without this event its rank died right after the commit.
+    written = found["checkpoint"].data if "checkpoint" in found else {}
+    ranks = by_attempt(events)[-1].ranks.values()
     peaks = [kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()]
     return job.spec.data.model_dump() | {
         "step": job.spec.base_step + 1, "attempt": end.attempt, "seconds": end.time - found["claimed"].time,
