@@ -89,9 +89,8 @@ class Follower:
     def _row(self, job: JobStatus, event: Event) -> Row | None:
         events = [event] if event.type == "step" else self._tandem.job_events(job.id)
         steps = [other for other in events if other.type == "step" and other.seq <= event.seq]
-        step = steps[-1].data["metrics"].get("optimizer_step") if steps else None
-        if step is None:
-            return None  # the job was trained by a version that did not count them
+        if not steps:
+            return None  # the file of its events was damaged
         values = _numbers(event.data.get("metrics") or event.data, "served/" if event.type == "served" else "")
         values |= {alias: values[name] for name, alias in _ALIASES.items() if name in values}
         if event.type == "succeeded":
@@ -99,7 +98,7 @@ class Follower:
         settings = self._run.model_dump(exclude={"created"}) | job.spec.model_dump(
             include={"kind", "loss", "optimizer"}
         )
-        position = Position(job.spec.created, job.id, event.seq, int(step))
+        position = Position(job.spec.created, job.id, event.seq, int(steps[-1].data["metrics"]["optimizer_step"]))
         return Row(position, event.type, event.time, values, dict(_flat(settings)))
 
 
