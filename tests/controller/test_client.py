@@ -31,6 +31,9 @@ def test_address_and_key_come_from_the_environment(monkeypatch, tmp_path):
     (tmp_path / "key").write_text("from-file, second\n")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "key"))
     assert connection(None, None)["headers"]["Authorization"] == "Bearer from-file"
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "missing"))
+    with pytest.raises(InvalidInput, match=r"TANDEM_API_KEY_FILE: can't read .*missing"):
+        connection(None, None)
     monkeypatch.setenv("TANDEM_API_KEY", "from-env")
     monkeypatch.setenv("TANDEM_URL", "http://elsewhere:1/")
     assert connection(None, None)["headers"]["Authorization"] == "Bearer from-env"

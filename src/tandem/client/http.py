@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from tandem import __version__, errors
 from tandem.controller.schemas import ErrorBody, JobStatus
-from tandem.errors import JobFailed, TandemError, Unreachable
+from tandem.errors import InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
@@ -31,11 +31,15 @@ _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
 def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE."""
+    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
+    InvalidInput where that file can't be read."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
-        key = Path(file).read_text()
+        try:
+            key = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE") from error
     # A controller accepts several keys, so the variable may hold several; a client sends the first.
     keys = (key or "").replace(",", " ").split()
     headers = {"User-Agent": f"tandem/{__version__}"} | ({"Authorization": f"Bearer {keys[0]}"} if keys else {})
