@@ -147,7 +147,8 @@ else:
     import mlflow.store.tracking.sqlalchemy_store as store
     set_tags = store.SqlAlchemyStore._set_tags
     def killed(self, run, tags):
-        if any(tag.key == "tandem.position" and tag.value.endswith(f",{step}") for tag in tags): os.kill(os.getpid(), 9)
+        for tag in tags:
+            if tag.key == "tandem.position" and tag.value.endswith(f" {step}]"): os.kill(os.getpid(), 9)
         set_tags(self, run, tags)
     store.SqlAlchemyStore._set_tags = killed
 t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=False)

@@ -1,5 +1,6 @@
 """What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events."""
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,11 @@ class Position(NamedTuple):
     step: int  # optimizer steps of the run so far
 
     def __str__(self) -> str:
-        return ",".join(map(repr, self)).replace("'", "")
+        return json.dumps(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        created, job, seq, step = text.split(",")
-        return cls(float(created), job, int(seq), int(step))
+        return cls(*json.loads(text))
 
 
 @dataclass(frozen=True)
