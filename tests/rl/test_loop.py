@@ -327,3 +327,6 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
         "user: ",
     ):
         assert part in text
+    assert loop.sample is not None
+    loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
+    assert "None: of an environment's own form" in shown()
