@@ -10,8 +10,7 @@ from api_server import KEY, rl_request, run_one, tree
 from tandem import client as package
 from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options
-from tandem.client.errors import error_of
-from tandem.client.http import connection
+from tandem.client.http import connection, error_of
 from tandem.errors import CheckpointDamaged, InvalidInput, TandemError, Unauthorized, Unreachable
 
 
@@ -32,6 +31,9 @@ def test_address_and_key_come_from_the_environment(monkeypatch, tmp_path):
     (tmp_path / "key").write_text("from-file, second\n")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "key"))
     assert connection(None, None)["headers"]["Authorization"] == "Bearer from-file"
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", str(tmp_path / "missing"))
+    with pytest.raises(InvalidInput, match=r"TANDEM_API_KEY_FILE: can't read .*missing"):
+        connection(None, None)
     monkeypatch.setenv("TANDEM_API_KEY", "from-env")
     monkeypatch.setenv("TANDEM_URL", "http://elsewhere:1/")
     assert connection(None, None)["headers"]["Authorization"] == "Bearer from-env"
@@ -68,6 +70,24 @@ def test_errors_have_the_class_that_the_controller_raised():
     assert (type(newer), newer.code) == (TandemError, "something_new")
     proxys = httpx.Response(418, text="<html>teapot</html>", request=httpx.Request("GET", "http://x/y"))
     assert "teapot" in error_of(proxys).message
+
+
+@pytest.mark.parametrize("page", [False, True], ids=["the controller's", "a proxy's page"])
+def test_a_stream_that_is_refused_for_long_raises_why(page, tmp_path):
+    body = b"<html>no backend</html>" if page else b'{"error": {"type": "spool_unusable", "message": "read-only"}}'
+    requests = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(503, content=body)
+
+    with Tandem("http://somewhere", patience=0.4) as client:
+        client._client._transport = httpx.MockTransport(answer)
+        for refused in (lambda: list(client.events("j")), lambda: client.download("r", 1, tmp_path / "new")):
+            with pytest.raises(Unreachable if page else errors.SpoolUnusable, match="no backend" if page else "^read-"):
+                refused()
+        assert len(requests) >= 4
+    assert list(tmp_path.iterdir()) == []
 
 
 class LosesAnswers(httpx.HTTPTransport):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import fake_vllm
@@ -213,6 +214,21 @@ def test_no_secret_goes_to_a_proxy_of_the_environment(stage: Stage, monkeypatch:
     VllmClient(stage.settings()).models()
     proxy.stop()
     assert proxy.calls == []
+
+
+def test_a_long_call_waits_no_longer_for_a_connection_than_a_short_one(stage: Stage) -> None:
+    asked: list[dict[str, float]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.extensions["timeout"])
+        return httpx.Response(200, json={"data": []})
+
+    client = VllmClient(stage.settings(), timeout=7.0, work_timeout=70.0)
+    client._http._transport = httpx.MockTransport(answer)
+    client.models()
+    client.load_lora("run@0", "/somewhere")
+    assert [limits["read"] for limits in asked] == [7.0, 70.0]
+    assert [limits["connect"] for limits in asked] == [5.0, 5.0]
 
 
 def test_no_record_says_that_a_restarted_vllm_serves_a_step_before_it_does(stage: Stage) -> None:

@@ -1,13 +1,15 @@
 """Rollouts of verifiers as trajectories, without the package."""
 
+import asyncio
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tandem.client.verifiers import outputs_to_groups, trace_to_trajectory
+from tandem.client.verifiers import Environment, outputs_to_groups, trace_to_trajectory
 from tandem.data.inputs import Trajectory
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, TandemError
 
 
 def branch(ids: list[int], sampled: list[int], *, trainable: bool = True) -> SimpleNamespace:
@@ -62,3 +64,58 @@ def test_outputs_of_one_example_are_a_group() -> None:
         with pytest.raises(InvalidInput, match="rollout") as refused:
             outputs_to_groups([output(7, 1.0), output(7, 0.0, **wrong)])
         assert refused.value.field == "outputs.1.trajectory.0.tokens"
+
+
+class Agent:
+    """Plays task 0 at once, with or without an error, and the others never to their end."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails, self.running = fails, 0
+
+    async def __aenter__(self) -> "Agent":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def run(self, task: Any) -> SimpleNamespace:
+        if task.data.idx:
+            self.running += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.running -= 1
+        await asyncio.sleep(0.01)
+        return trace(branch([1, 2], [1]), has_error=self.fails, last_error=None)
+
+
+def environment(agent: Agent, *, bounded: bool = True) -> Environment:
+    made = object.__new__(Environment)
+    made._agent, made._taskset = lambda model: agent, SimpleNamespace(bounded=bounded)
+    return made
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_rollout_outlives_the_groups_that_were_taken(fails: bool) -> None:
+    agent = Agent(fails=fails)
+    tasks = [SimpleNamespace(data=SimpleNamespace(idx=number)) for number in range(3)]
+
+    async def scene() -> None:
+        async with aclosing(environment(agent).groups("run", 0, group_size=2, tasks=tasks)) as groups:
+            if fails:
+                with pytest.raises(TandemError, match="all rollouts of task 0 failed"):
+                    await anext(groups)
+            else:
+                assert len((await anext(groups))["trajectories"]) == 2
+                assert agent.running == 4
+        await asyncio.sleep(0.05)
+        assert agent.running == 0
+
+    asyncio.run(scene())
+
+
+def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
+    async def first() -> object:
+        return await anext(environment(Agent(fails=False), bounded=False).groups("run", 0))
+
+    with pytest.raises(InvalidInput, match="pass the tasks"):
+        asyncio.run(first())

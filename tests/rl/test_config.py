@@ -218,6 +218,19 @@ def test_a_turn_samples_from_the_newest_step_unless_it_is_pinned() -> None:
     assert asked == ["r@7", "r@8", "r@3", "r@3"]
 
 
+def test_a_rollout_samples_at_the_temperature_of_the_loss() -> None:
+    async def chat(**options: Any) -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(400))) as vllm:
+            await Sampler(vllm, "r", lambda: 1, None, {"temperature": 0.7}).chat([], **options)
+
+    for options, problem in (
+        ({"temperature": 1.0}, "temperature: 1.0 is not the loss's 0.7"),
+        ({"top_p": 0.5}, "top_p"),
+    ):
+        with pytest.raises(InvalidInput, match=problem):
+            asyncio.run(chat(**options))
+
+
 def test_a_refusal_of_vllm_is_not_repeated() -> None:
     requests: list[httpx.Request] = []
 

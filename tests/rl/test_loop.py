@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,24 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp
     assert failed & {task for job in stack.trained for task in job.request["labels"]["tasks"].split()}
 
 
+def test_a_job_that_made_its_step_and_was_removed_since_is_not_waited_for(tmp_path: Path) -> None:
+    stack = FakeStack()
+
+    async def killed_behind_the_job(job: str) -> None:
+        await FakeStack.wait_job(stack, job)
+        raise Killed
+
+    stack.wait_job = killed_behind_the_job  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        asyncio.run(make_loop(config(steps=3), stack, Environment(stack), tmp_path).run())
+    del stack.wait_job
+    stack.jobs.clear()  # as TANDEM_KEEP_DAYS does
+    stack.served = stack.newest
+    asyncio.run(make_loop(config(steps=3), stack, Environment(stack), tmp_path).run())
+    check(stack, 3, 0)
+    assert [line["step"] for line in lines(tmp_path)] == [2, 3]
+
+
 def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
     stack = FakeStack()
     for steps in (2, 5):
@@ -239,6 +258,33 @@ def test_evaluation_before_between_and_after(tmp_path: Path) -> None:
     assert {line["samples"] for line in evaluated} == {4}
 
 
+def test_an_evaluation_that_a_kill_cut_off_is_made_again(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = type(config()).model_validate(config(steps=2).model_dump() | {"eval": {"every": 1, "groups": 1}})
+
+    class NeverEvaluated(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin is not None:
+                await asyncio.Event().wait()
+            return await super().rollout(task, sampler)
+
+    async def killed_behind_the_first_step() -> None:
+        loop = asyncio.create_task(make_loop(settings, stack, NeverEvaluated(stack), tmp_path).run())
+        while not (tmp_path / "metrics.jsonl").exists():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+
+    asyncio.run(killed_behind_the_first_step())
+    assert [line.get("step") for line in lines(tmp_path)] == [1]
+    asyncio.run(make_loop(settings, stack, Environment(stack), tmp_path).run())
+    check(stack, 2, 0)
+    assert sorted(line["step"] for line in lines(tmp_path) if "step" in line) == [1, 2]
+    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2]
+
+
 def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
     stack = FakeStack()
     stack.shared_gpus = True
@@ -281,3 +327,6 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
         "user: ",
     ):
         assert part in text
+    assert loop.sample is not None
+    loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
+    assert "None: of an environment's own form" in shown()

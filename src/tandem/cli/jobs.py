@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tandem.cli.common import JobArgument, Json, connect, details, err, fields, show, show_line, size, table, when
 from tandem.client import AttemptMemory, Event, JobStatus, Tandem
-from tandem.client.errors import raise_if_failed
+from tandem.client.http import raise_if_failed
 from tandem.client.memory import KINDS
 from tandem.errors import InvalidInput
 from tandem.spool.schema import TERMINAL, JobState

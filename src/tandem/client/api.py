@@ -8,14 +8,13 @@ from typing import Any, Literal, Unpack
 import httpx
 
 from tandem.client.download import staging, unpack
-from tandem.client.errors import raise_if_failed, unreachable
-from tandem.client.http import CONNECT_SECONDS, Backoff, Requests, events_of, path, whole_lines
+from tandem.client.http import CONNECT_SECONDS, Backoff, Requests, events_of, raise_if_failed, whole_lines
 from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
 from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.inputs import Group
-from tandem.errors import Conflict, NotServed
+from tandem.errors import Conflict, NotServed, TandemError
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served
 
@@ -220,9 +219,7 @@ class Api(Requests):
         while not ended:
             pause = _REOPEN_SECONDS
             try:
-                async with self._http.stream(
-                    path("jobs", job, "events"), params={"after": after}, timeout=_SILENCE
-                ) as chunks:
+                async with self._stream("jobs", job, "events", params={"after": after}, timeout=_SILENCE) as chunks:
                     async for content in whole_lines(chunks):
                         backoff.reset()
                         for event in events_of(content):
@@ -234,8 +231,10 @@ class Api(Requests):
                     ended = True
                     for event in await self.job_events(job, after):
                         yield event
-            except httpx.TransportError as error:
-                pause = backoff.next(unreachable(error))
+            except TandemError as error:
+                if not error.retriable:
+                    raise
+                pause = backoff.next(error)
             if not ended:
                 if time.monotonic() > until:
                     raise TimeoutError(f"job {job} did not end within {timeout:g} s; it goes on")
@@ -279,16 +278,18 @@ class Api(Requests):
         """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers where the run trains
         all weights. Checks each file's SHA-256. `weights_only`: without the optimizer's state."""
         backoff, target = Backoff(self._patience), Path(dest)
-        url = path("runs", run, "checkpoints", str(step), "download")
+        parts, params = ("runs", run, "checkpoints", str(step), "download"), {"weights_only": weights_only}
         with staging(target) as directory:
             archive = Path(directory, "archive.tar")
             while True:
                 try:
-                    async with self._http.stream(url, params={"weights_only": weights_only}) as chunks:
+                    async with self._stream(*parts, params=params) as chunks:
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
                     return await self._http.offload(lambda: unpack(archive, target))
-                except httpx.TransportError as error:
-                    pause = backoff.next(unreachable(error))
+                except TandemError as error:
+                    if not error.retriable:
+                        raise
+                    pause = backoff.next(error)
                 await self._http.sleep(pause)

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -83,12 +84,10 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training, of a part of one epoch or of several
-    whole `epochs` from `epoch` on, which visit the same batches in another order."""
+    """A job of the chain: optimizer steps [first, last) of the whole training, which are a part of one epoch or several
+    whole epochs. The trainer visits the batches of these in another order in each epoch."""
 
     number: int
-    epoch: int
-    epochs: int
     first: int
     last: int
 
@@ -100,26 +99,23 @@ class Chain:
         self.config = config
         self._key = "pairs" if config.kind == "dpo" else "examples"
         self._data = _checked(config.data, config)
+        self._held_out: list[tuple[str, dict[str, Any]]] = []  # place and record
         indices = list(range(len(self._data)))
         if isinstance(config.held_out, float):
             random.Random(f"{config.seed} held out").shuffle(indices)
             size = max(1, round(config.held_out * len(indices)))
-            held_out = [self._data[index] for index in indices[:size]]
+            self._held_out = [self._data[index] for index in indices[:size]]
             indices = sorted(indices[size:])
         elif config.held_out is not None:
             others = _checked(config.held_out, config)
-            held_out = [others[index] for index in range(len(others))]
-        else:
-            held_out = []
-        self._held_out, self._held_out_places = [record for _, record in held_out], [place for place, _ in held_out]
+            self._held_out = [others[index] for index in range(len(others))]
         if not indices:
             raise InvalidInput(f"{config.data} has nothing to train", field="data")
         self._indices = indices
         self.examples = len(indices)
-        self._order: tuple[int, list[int]] = (-1, [])  # of one epoch
-        per_epoch = math.ceil(len(indices) / config.batch_size)
-        self.total = config.epochs * per_epoch
-        self.slices = _slices(config.epochs, per_epoch, config.checkpoint_every)
+        self._per_epoch = math.ceil(len(indices) / config.batch_size)
+        self.total = config.epochs * self._per_epoch
+        self.slices = _slices(self.total, self._per_epoch, config.checkpoint_every)
         held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
         # What may be changed to go on after a refusal in mid-training names no job.
         settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long"})
@@ -211,11 +207,11 @@ class Chain:
         rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
         own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}
-        own |= {"epochs": part.epochs, "learning_rate": rate}
+        own |= {"epochs": max(1, (part.last - part.first) // self._per_epoch), "learning_rate": rate}
         return {
             "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
             self._key: [self._data[index][1] for index in self._part(part)],
-            "held_out": self._held_out if evaluated else [],
+            "held_out": [record for _, record in self._held_out] if evaluated else [],
             "loss": loss.model_dump(),
             "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
             "optimizer": config.optimizer.model_copy(update=own).model_dump(),
@@ -227,34 +223,24 @@ class Chain:
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name not in (self._key, "held_out") or not index.isdigit():
             return error
-        place = self._held_out_places[int(index)] if name == "held_out" else self._data[self._part(part)[int(index)]][0]
+        at = int(index)
+        place, _ = self._held_out[at] if name == "held_out" else self._data[self._part(part)[at]]
         return InvalidInput(error.message, field=f"{place}: {'.'.join(rest[:-1])}".removesuffix(": "))
 
     def _part(self, part: Slice) -> list[int]:
         """The records of a job, in the order of its epoch, drawn from the seed."""
-        if self._order[0] != part.epoch:
-            order = list(self._indices)
-            random.Random(f"{self.config.seed} {part.epoch}").shuffle(order)
-            self._order = (part.epoch, order)
-        offset = part.epoch * (self.total // self.config.epochs)
-        first, last = ((step - offset) * self.config.batch_size for step in (part.first, part.last))
-        return self._order[1][first:last]  # of several epochs: all
+        epoch, step = divmod(part.first, self._per_epoch)
+        order = list(self._indices)
+        random.Random(f"{self.config.seed} {epoch}").shuffle(order)
+        size = self.config.batch_size
+        return order[step * size : (step + part.last - part.first) * size]  # of several epochs: all
 
 
-def _slices(epochs: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `epochs` epochs of `per_epoch` optimizer steps, each of `most` steps at most, or else of one epoch's
-    part."""
-    whole = max(1, most // per_epoch)
-    parts = [
-        (epoch, min(whole, epochs - epoch), start)
-        for epoch in range(0, epochs, whole)
-        for start in range(0, per_epoch, most)
-    ]
-    return [
-        Slice(number, epoch, count, epoch * per_epoch + start,
-              epoch * per_epoch + (count * per_epoch if count > 1 else min(start + most, per_epoch)))
-        for number, (epoch, count, start) in enumerate(parts)
-    ]  # fmt: skip
+def _slices(total: int, per_epoch: int, most: int) -> list[Slice]:
+    """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of a part of one."""
+    block = max(1, most // per_epoch) * per_epoch
+    firsts = [first for start in range(0, total, block) for first in range(start, min(start + block, total), most)]
+    return [Slice(number, *steps) for number, steps in enumerate(pairwise([*firsts, total]))]
 
 
 def _steps(part: Slice, event: Event) -> int:

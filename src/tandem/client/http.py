@@ -1,4 +1,5 @@
-"""HTTP for both clients: the controller's address and key, its paths, the I/O, and requests that are repeated."""
+"""HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and requests that are
+repeated."""
 
 import asyncio
 import os
@@ -11,25 +12,34 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from tandem import __version__
-from tandem.client.errors import RETRIED_STATUSES, error_of, stream_error, unreachable
-from tandem.errors import TandemError
+from tandem import __version__, errors
+from tandem.controller.schemas import ErrorBody, JobStatus
+from tandem.errors import InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+# The controller, or a proxy before it, cannot answer now but may soon.
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
+# Base classes come first in the module: of several classes with one code the base is raised.
+_KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
 def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE."""
+    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
+    InvalidInput where that file can't be read."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
-        key = Path(file).read_text()
+        try:
+            key = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE") from error
     # A controller accepts several keys, so the variable may hold several; a client sends the first.
     keys = (key or "").replace(",", " ").split()
     headers = {"User-Agent": f"tandem/{__version__}"} | ({"Authorization": f"Bearer {keys[0]}"} if keys else {})
@@ -40,6 +50,40 @@ def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
 def path(*parts: str) -> str:
     """`path("runs", run, "train")` is /v1/runs/<run>/train."""
     return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
+
+
+def _unreachable(error: httpx.TransportError) -> Unreachable:
+    return Unreachable(
+        f"the controller did not answer ({type(error).__name__}: {error}); check that it runs and that TANDEM_URL is "
+        "its address"
+    )
+
+
+def error_of(response: httpx.Response) -> TandemError:
+    """The exception that the controller raised, from a response whose body has been read; `retriable` where another
+    attempt may help."""
+    retriable = response.status_code in _RETRIED_STATUSES
+    try:
+        detail = ErrorBody.model_validate_json(response.content).error
+    except ValidationError:  # a proxy's page, for example
+        kind = Unreachable if retriable else TandemError
+        return kind(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
+    error = _KINDS.get(detail.type, TandemError)(detail.message, field=detail.field)
+    error.code, error.retriable = detail.type, retriable
+    return error
+
+
+def raise_if_failed(job: JobStatus) -> None:
+    """Raises JobFailed, with the reason and the end of the log, for a job that ended without success."""
+    if job.state == "succeeded":
+        return
+    reason = job.error.type if job.error else job.state
+    message = f"job {job.id} {job.state} in attempt {job.attempt}: {reason}"
+    if job.error:
+        message += f": {job.error.message}"
+        if job.error.log_tail:
+            message += f"\n--- end of its log ---\n{job.error.log_tail.rstrip()}"
+    raise JobFailed(message, job_id=job.id, reason=reason)
 
 
 class Backoff:
@@ -77,11 +121,11 @@ class AsyncHttp:
 
     @asynccontextmanager
     async def stream(self, url: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of the response's body; raises `stream_error` of a response without success."""
+        """The parts of the response's body; raises `error_of` a response without success."""
         async with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 await response.aread()
-                raise stream_error(response)
+                raise error_of(response)
             yield response.aiter_bytes()
 
     async def sleep(self, seconds: float) -> None:
@@ -106,7 +150,7 @@ class BlockingHttp:
         with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 response.read()
-                raise stream_error(response)
+                raise error_of(response)
             yield _as_async(response.iter_bytes())
 
     async def sleep(self, seconds: float) -> None:
@@ -171,19 +215,27 @@ class Requests:
             arguments |= {"headers": {"Content-Type": "application/json"}}
         backoff = Backoff(self._patience)
         while True:
-            error: TandemError
             try:
                 response = await self._http.request(**arguments)
                 if response.is_success:
                     return response
-                error = error_of(response)
-                again = idempotent and response.status_code in RETRIED_STATUSES
+                error, again = error_of(response), idempotent
             except httpx.TransportError as failure:
-                error = unreachable(failure)
+                error = _unreachable(failure)
                 again = idempotent or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
-            if not again:
+            if not (again and error.retriable):
                 raise error
             await self._http.sleep(backoff.next(error))
+
+    @asynccontextmanager
+    async def _stream(self, *parts: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or Unreachable, also in the
+        middle of it."""
+        try:
+            async with self._http.stream(path(*parts), **arguments) as chunks:
+                yield chunks
+        except httpx.TransportError as failure:
+            raise _unreachable(failure) from failure
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

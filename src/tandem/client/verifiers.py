@@ -112,8 +112,10 @@ class Environment:
     async def groups(
         self, run: str, step: int, *, group_size: int = 8, tasks: Iterable[Any] | None = None, concurrency: int = 32
     ) -> AsyncIterator[Group]:
-        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end. Rollouts that fail
-        are left out; TandemError where all of a task fail."""
+        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end; by default for all
+        tasks. Rollouts that fail are left out; TandemError where all of a task fail."""
+        if tasks is None and not self._taskset.bounded:
+            raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)
 
         async def group(agent: Any, task: Any) -> Group:
@@ -127,8 +129,14 @@ class Environment:
             return {"trajectories": made}
 
         async with self._agent(f"{run}@{step}") as agent:
-            for done in asyncio.as_completed([group(agent, task) for task in tasks or self.tasks()]):
-                yield await done
+            given = self.tasks() if tasks is None else tasks
+            groups = [asyncio.ensure_future(group(agent, task)) for task in given]
+            try:
+                for done in asyncio.as_completed(groups):
+                    yield await done
+            finally:
+                for begun in groups:
+                    begun.cancel()
 
 
 def _problem(trace: Any) -> str:

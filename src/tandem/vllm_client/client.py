@@ -17,23 +17,16 @@ _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
 
 
-class InferenceUnavailable(TandemError):
+class InferenceUnavailable(TandemError, code="inference_unavailable", http_status=503, retriable=True):
     """vLLM can't be reached, is starting or busy, or its engine is dead. The same call can succeed later."""
-
-    code = "inference_unavailable"
-    http_status = 503
-    retriable = True
 
 
 class InferenceGone(InferenceUnavailable):
     """Nobody listens at vLLM's address. The server that listens there next has no adapters."""
 
 
-class InferenceRefused(TandemError):
+class InferenceRefused(TandemError, code="inference_refused", http_status=502):
     """vLLM answered with an error. The same call gives the same answer again."""
-
-    code = "inference_refused"
-    http_status = 502
 
 
 class InferenceFailed(InferenceRefused):
@@ -55,11 +48,9 @@ class VllmClient:
         if admin_token := settings.secret("admin_token"):
             headers[ADMIN_HEADER] = admin_token.strip()
         self.url = settings.resolved_inference_url
-        self._work_timeout = work_timeout
+        self._timeout, self._work_timeout = timeout, work_timeout
         # Not through the environment's proxies: they would get the API key and the admin token.
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=5.0), trust_env=False
-        )
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False)
 
     def healthy(self) -> bool:
         """Whether the server answers and its engine is alive. Raises nothing."""
@@ -73,17 +64,17 @@ class VllmClient:
 
         So it is from vLLM 0.32 on. Older versions, and those without a number, key the blocks by the name alone.
         """
-        version = re.match(r"(\d+)\.(\d+)", str(_json(self._request("GET", "/version"))["version"]))
+        version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
         """Each served model, the base model included: name -> the path it was loaded from."""
-        cards = _json(self._request("GET", "/v1/models"))["data"]
+        cards = self._ask("GET", "/v1/models")["data"]
         return {str(card["id"]): str(card.get("root") or "") for card in cards}
 
     def longest_prompt(self) -> int:
         """The most tokens of a prompt that leaves room for one sampled token."""
-        cards = _json(self._request("GET", "/v1/models"))["data"]
+        cards = self._ask("GET", "/v1/models")["data"]
         return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
 
     def adapters_in_use(self) -> set[str]:
@@ -107,7 +98,7 @@ class VllmClient:
         stands for a value that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
         """
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = _json(self._request("POST", "/v1/completions", body, timeout=self._work_timeout))
+        answer = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)
         entries = answer["choices"][0].get("prompt_logprobs") or []
         if len(entries) != len(tokens):
             raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
@@ -141,7 +132,7 @@ class VllmClient:
 
     def merged(self) -> dict[str, Any]:
         """Whose weights vLLM has: `phase`, `name`, `path` (see `inference.server.merged_server`)."""
-        state: dict[str, Any] = _json(self._request("GET", MERGED_ROUTE))
+        state: dict[str, Any] = self._ask("GET", MERGED_ROUTE)
         return state
 
     def swap_merged(
@@ -163,9 +154,8 @@ class VllmClient:
         """
         order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
         order["sources"] = list(sources)
-        answer: dict[str, Any] = _json(
-            self._request("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout)
-        )
+        timeout = seconds + self._work_timeout
+        answer: dict[str, Any] = self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=timeout)
         return answer
 
     def announce_merged(self, path: str) -> None:
@@ -180,7 +170,7 @@ class VllmClient:
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
-        answer = _json(self._request("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout))
+        answer = self._ask("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout)
         found: list[Mapping[str, Any]] = answer["rows"]
         return found
 
@@ -189,7 +179,7 @@ class VllmClient:
 
         A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in use.
         """
-        return bool(_json(self._request("GET", "/is_sleeping"))["is_sleeping"])
+        return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
@@ -209,12 +199,20 @@ class VllmClient:
         """
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
+    def _ask(self, method: str, path: str, body: object = None, timeout: float | None = None) -> Any:
+        """`_request`, and its response's JSON."""
+        response = self._request(method, path, body, timeout)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise InferenceUnavailable(f"{response.url} did not answer with JSON: is it a vLLM server?") from error
+
     def _request(self, method: str, path: str, body: object = None, timeout: float | None = None) -> httpx.Response:
         """A successful response. Calls without side effects have three tries. `timeout`: seconds, not the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
-                response = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
+                response = self._http.request(method, path, json=body, timeout=_limits(timeout or self._timeout))
                 break
             except httpx.TransportError as error:
                 # A call that timed out has used its bound. Only a failed connection is worth another try.
@@ -233,11 +231,9 @@ class VllmClient:
         raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
 
 
-def _json(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise InferenceUnavailable(f"{response.url} did not answer with JSON: is it a vLLM server?") from error
+def _limits(seconds: float) -> httpx.Timeout:
+    """A host that is gone is noticed by the connection, however long vLLM may take to answer."""
+    return httpx.Timeout(seconds, connect=5.0)
 
 
 def _error_message(response: httpx.Response) -> str:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from api_server import KEY
+from api_server import KEY, commit, succeed
 from integrations.track.readers import READERS, accumulator, curves, place
 from tandem.client import Tandem
 from tandem.client.track import TrackerFailed, track
@@ -85,6 +85,15 @@ def test_the_last_attempt_counts(history, kind):
 
 
 @pytest.mark.parametrize("end", ["rollback", "failure"])
+def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(history):
+    history.begin()
+    history.steps(1, 0.9)
+    commit(history.server.spool, history.job)
+    succeed(history.server.spool, history.job)
+    assert list(run_track(history, "tensorboard").values()) == [2]
+    assert curves("tensorboard", history.directory, history.run, "checkpoint/step") == [[(1, 1)]]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
     """By TensorBoard in its curve, by W&B and MLflow in a new one."""
@@ -138,7 +147,8 @@ else:
     import mlflow.store.tracking.sqlalchemy_store as store
     set_tags = store.SqlAlchemyStore._set_tags
     def killed(self, run, tags):
-        if any(tag.key == "tandem.position" and tag.value.endswith(f",{step}") for tag in tags): os.kill(os.getpid(), 9)
+        for tag in tags:
+            if tag.key == "tandem.position" and tag.value.endswith(f" {step}]"): os.kill(os.getpid(), 9)
         set_tags(self, run, tags)
     store.SqlAlchemyStore._set_tags = killed
 t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=False)

@@ -50,8 +50,7 @@ class Loop:
         self.sample: Trajectory | None = None
         self.error = ""
         self._rewards: list[float] = []  # since the last submission
-        self._evaluating = False
-        self._sending = self._failing = self._equal = 0  # groups being submitted; failed, without a difference in a row
+        self._failing = self._equal = 0  # groups that failed, or were without a difference, in a row
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
@@ -61,7 +60,7 @@ class Loop:
                 async with asyncio.TaskGroup() as tasks:
                     workers = tasks.create_task(self._work())
                     tasks.create_task(self._train())
-                    await self._follow()
+                    await self._follow(tasks)
                     workers.cancel()
         except LockHeldError as error:
             raise Conflict(f"another `tandem rl` uses {self._file}; stop it first", field="--state") from error
@@ -102,13 +101,19 @@ class Loop:
             known = await self._state_of(job.id)
             if dead := dead or known in ("failed", "cancelled") or (not known and status.newest_step <= job.base):
                 self._forget(job)
+            elif not known:  # it made its step, and was removed since
+                self.state.jobs.remove(job)
         jobs = self.state.jobs
-        self._followed = jobs[0].base if jobs else (await self._tandem.get_run(run.name)).newest_step
-        self.base = jobs[-1].base + 1 if jobs else self._followed
+        self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
         self.last = self.state.first + self._rl.steps
         self._idle_since = time.time()
         self._write_down(None)
         self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+
+    @property
+    def _followed(self) -> int:
+        """The newest step behind which nothing is left to follow or to evaluate."""
+        return self.state.jobs[0].base if self.state.jobs else self.base
 
     async def _state_of(self, job: str) -> str:
         """The job's state; "" where the controller does not know it."""
@@ -134,7 +139,7 @@ class Loop:
     def _room(self) -> int:
         """How many more groups that begin now the jobs to come can use."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
-        return jobs * self._size - len(self.ready) - len(self.running) - self._sending
+        return jobs * self._size - len(self.ready) - len(self.running)
 
     def _next_task(self) -> str:
         """The next task of the environment that is furthest behind its share."""
@@ -201,10 +206,8 @@ class Loop:
         while self.base < self.last:
             await _until(self._has_batch)
             self.ready.sort(key=lambda group: group.oldest)
-            batch, self.ready = self.ready[: self._size], self.ready[self._size :]
-            self._sending = len(batch)
-            await self._submit(batch)
-            self._sending = 0
+            await self._submit(self.ready[: self._size])
+            del self.ready[: self._size]
 
     def _has_batch(self) -> bool:
         """Whether the next job has its groups; those that it must not train are dropped first."""
@@ -217,7 +220,7 @@ class Loop:
         for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
         # vLLM serves only the newest steps, so one is evaluated before there are two newer ones.
-        return len(self.ready) >= self._size and (self.base <= self._followed or not self._evaluating)
+        return len(self.ready) >= self._size and (self.base <= self._followed or self._evaluation.done())
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
@@ -266,31 +269,28 @@ class Loop:
 
     # ---- the follower's side
 
-    async def _follow(self) -> None:
+    async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Wait for each job and until its step is served; record the step's numbers, and evaluate beside the next."""
-        evaluation = asyncio.create_task(self._evaluate(self._followed))
+        self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
             await self._tandem.wait_job(job.id)
             self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
+            await self._evaluation  # until then the job stays in the state: a kill must not lose the evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
-            await evaluation
-            self._followed = job.base + 1
-            evaluation = asyncio.create_task(self._evaluate(self._followed))
-        await evaluation
+            self._evaluation = tasks.create_task(self._evaluate(self._followed))
 
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""
         settings, made = self.config.eval, step - self.state.first
         if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
             return
-        of, self._evaluating = self._environments[-1 if settings.environment else 0], True
+        of = self._environments[-1 if settings.environment else 0]
         sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]
         results = await asyncio.gather(*sampled, return_exceptions=True)
-        self._evaluating = False
         trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]
         self.record.evaluation(step, trajectories, sum(not isinstance(result, list) for result in results))
 

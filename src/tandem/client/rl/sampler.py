@@ -45,9 +45,14 @@ class Sampler:
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """The message that follows `messages`; `options`: vLLM's, such as `tools` or `max_tokens`.
 
-        InvalidInput for what vLLM refuses, such as a conversation longer than its context.
+        InvalidInput for options that change the distribution, and for what vLLM refuses, such as a conversation longer
+        than its context.
         """
-        extra = sampling_options(**{"temperature": 1.0, **self._options, **options})["extra_body"]
+        wanted = {"temperature": 1.0, **self._options}
+        if options.get("temperature", wanted["temperature"]) != wanted["temperature"]:
+            problem = f"{options['temperature']} is not the loss's {wanted['temperature']}; set both in the config"
+            raise InvalidInput(problem, field="temperature")
+        extra = sampling_options(**{**wanted, **options})["extra_body"]
         self.response = await self._post({"messages": list(messages), "logprobs": True, **extra})
         self._builder.messages = [dict(message) for message in messages]
         return self._builder.add_response(self.response)

@@ -50,6 +50,7 @@ def panel(loop: Loop) -> RenderableType:
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))
     if loop.sample:
-        said = "\n".join(f"{m['role']}: {m.get('content') or m.get('tool_calls')}" for m in loop.sample.messages or [])
+        messages = loop.sample.messages or []
+        said = "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in messages)
         parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample.reward:g}"))
     return Panel(Group(*parts), title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}")

@@ -16,8 +16,7 @@ Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
 
-class TrackerFailed(TandemError):
-    code = "tracker_failed"
+class TrackerFailed(TandemError, code="tracker_failed"): ...
 
 
 def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> dict[str, int]:

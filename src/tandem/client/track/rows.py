@@ -1,5 +1,6 @@
 """What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events."""
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,11 @@ class Position(NamedTuple):
     step: int  # optimizer steps of the run so far
 
     def __str__(self) -> str:
-        return ",".join(map(repr, self)).replace("'", "")
+        return json.dumps(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        created, job, seq, step = text.split(",")
-        return cls(float(created), job, int(seq), int(step))
+        return cls(*json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,8 @@ class Follower:
     def _row(self, job: JobStatus, event: Event) -> Row | None:
         events = [event] if event.type == "step" else self._tandem.job_events(job.id)
         steps = [other for other in events if other.type == "step" and other.seq <= event.seq]
-        step = steps[-1].data["metrics"].get("optimizer_step") if steps else None
-        if step is None:
-            return None  # the job was trained by a version that did not count them
+        if not steps:
+            return None  # the file of its events was damaged
         values = _numbers(event.data.get("metrics") or event.data, "served/" if event.type == "served" else "")
         values |= {alias: values[name] for name, alias in _ALIASES.items() if name in values}
         if event.type == "succeeded":
@@ -99,14 +98,16 @@ class Follower:
         settings = self._run.model_dump(exclude={"created"}) | job.spec.model_dump(
             include={"kind", "loss", "optimizer"}
         )
-        position = Position(job.spec.created, job.id, event.seq, int(step))
+        position = Position(job.spec.created, job.id, event.seq, int(steps[-1].data["metrics"]["optimizer_step"]))
         return Row(position, event.type, event.time, values, dict(_flat(settings)))
 
 
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
     """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and its memory."""
     found = {event.type: event for event in events}  # the last of each type
-    written, ranks = found["checkpoint"].data, by_attempt(events)[-1].ranks.values()
+    # Without this event its rank died right after the commit.
+    written = found["checkpoint"].data if "checkpoint" in found else {}
+    ranks = by_attempt(events)[-1].ranks.values()
     peaks = [kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()]
     return job.spec.data.model_dump() | {
         "step": job.spec.base_step + 1, "attempt": end.attempt, "seconds": end.time - found["claimed"].time,
