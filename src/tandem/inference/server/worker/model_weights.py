@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 
 from tandem.families.parts import chosen
-from tandem.inference.server.worker.base_files import BaseFiles
-from tandem.inference.server.worker.weight_plan import CannotWrite, plan
+from tandem.inference.server.worker.files import FactorReader, stored_tensors
+from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
@@ -15,22 +15,26 @@ BASE = "base"
 
 class ModelWeights:
     def __init__(
-        self, model: torch.nn.Module, base_model: str, targets: frozenset[str] | None, copy: Literal["device", "host"]
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        copy: Literal["device", "host"],
+        targets: frozenset[str] | None = None,
     ) -> None:
         """`targets`: names of the linear layers that may change; None: every tensor may.
 
         Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
         self._parameters = dict(model.named_parameters())
-        self._blocks = plan(model)
-        self._base_model, self._base_files = base_model, BaseFiles(base_model)
+        self._base = stored_tensors(base_model)
         self._device = next(model.parameters()).device
-        self._prove()
-        self._adapted = [block for block in self._blocks if chosen(block.names[0], targets)]
+        blocks = plan(model)
+        self._prove(blocks)
+        self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
+        self._reader = FactorReader(self._adapted, self._base, self._device)
         self._copy = {
             name: _copied(self._parameters[name].data, copy) for name in {block.parameter for block in self._adapted}
         }
-        self.version = BASE
 
     @property
     def device_bytes(self) -> int:
@@ -38,12 +42,12 @@ class ModelWeights:
         sizes = [copy.nbytes for copy in self._copy.values()]
         return sum(sizes) if next(iter(self._copy.values())).is_cuda else 2 * max(sizes)
 
-    def _prove(self) -> None:
-        for block in self._blocks:
+    def _prove(self, blocks: list[Block]) -> None:
+        for block in blocks:
             live = block.view(self._parameters[block.parameter].data)
             for name, part in zip(block.names, live, strict=True):
                 try:
-                    expected = self._base_files.block(name, block.of).to(part.dtype)
+                    expected = self._base[name][block.of].to(part.dtype)
                 except KeyError as error:
                     raise CannotWrite(f"the base model's files have no {name}") from error
                 if expected.shape != part.shape or not torch.equal(bits(expected.to(part.device)), bits(part)):

@@ -1,24 +1,32 @@
-"""Reads an adapter onto the device: the factors of each block of weights that it changes."""
+"""Reads a model's files block by block, and adapters onto the device."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from tandem.families.adapter import WEIGHTS_FILE, peft_keys
-from tandem.inference.server.worker.base_files import BaseFiles
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
-from tandem.inference.tensor_file import TensorFile
+from tandem.inference.tensor_file import TensorFile, weight_files
 
 Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
 
 
+def stored_tensors(model: str) -> dict[str, Any]:
+    """A model's tensors by name, as safetensors' slices: indexing one reads that block. `model`: see `weight_files`.
+    Files stay open, memory-mapped."""
+    opened = [safe_open(path, framework="pt") for path in weight_files(model)]
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
 class FactorReader:
-    def __init__(self, blocks: Sequence[Block], base: BaseFiles, device: torch.device) -> None:
-        """`blocks`: those that adapters may change."""
-        self._adapted, self._base_files, self._device = blocks, base, device
+    def __init__(self, blocks: Sequence[Block], base: Mapping[str, Any], device: torch.device) -> None:
+        """`blocks`: those that adapters may change; `base`: the base model's `stored_tensors`."""
+        self._adapted, self._base, self._device = blocks, base, device
         self._pinned: torch.Tensor | None = None
         self._reading = threading.Lock()
 
@@ -37,7 +45,7 @@ class FactorReader:
                 if keys[0][0] not in left:
                     continue
                 for name, (key_a, key_b) in zip(block.names, keys, strict=True):
-                    (ranks, width), shape = file.shape(key_a), self._base_files.shape(name)
+                    (ranks, width), shape = file.shape(key_a), tuple(self._base[name].get_shape())
                     if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
                         raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
                 rows, columns = block.of
@@ -58,11 +66,9 @@ class FactorReader:
             if self._pinned is None or self._pinned.numel() < size:
                 self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             host = self._pinned[:size]
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb") as file:
                 file.seek(begin)
-                view, done = memoryview(host.numpy()), 0
-                while done < size and (count := file.readinto(view[done:])):
-                    done += count
+                file.readinto(host.numpy())
             return host.to(self._device, copy=True)
 
 
