@@ -43,7 +43,9 @@ def attach(worker: Any) -> None:
     copy = options["second_copy"] if on_gpu else "device"
     if copy == "auto":
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        copy = automatic_copy(_left_for_kv_cache(worker), weights)
+        memory = torch.cuda.get_device_properties(worker.device).total_memory
+        left = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
+        copy = automatic_copy(left, weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
     base_model, targets = worker.model_config.model, options["targets"]
     if targets is None:
@@ -53,11 +55,6 @@ def attach(worker: Any) -> None:
         worker.tandem_weights = MergedWeights(model, base_model, copy, frozenset(targets))
     if on_gpu:
         runner.model_memory_usage += worker.tandem_weights.device_bytes
-
-
-def _left_for_kv_cache(worker: Any) -> float:
-    total = torch.cuda.get_device_properties(worker.device).total_memory
-    return float(total * worker.cache_config.gpu_memory_utilization - worker.model_runner.model_memory_usage)
 
 
 def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float
