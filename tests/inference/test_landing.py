@@ -113,6 +113,21 @@ def test_live_weights_do_not_change_while_others_arrive(model: Model, tmp_path: 
     check(model, workers, first)
 
 
+def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a swap to it could exchange what the thread of the other one has begun to write."""
+    first, second = (model.adapter(tmp_path, seed) for seed in (1, 2))
+    workers = landing_workers(model, 1)
+    serve(workers, str(first))
+    [(_, weights)] = workers
+    monkeypatch.setattr(landing.threading.Thread, "start", lambda _: None)  # it has not begun
+    weights.stage(str(second), 2.5)
+    with pytest.raises(RuntimeError, match="not staged"):
+        weights.swap(BASE)
+    check(model, workers, first)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -91,7 +91,9 @@ class LandingWeights(ModelWeights):
         with self._writing:
             before.stopped = True
         self._arrival = now = Arrival(version, source)
-        threading.Thread(target=self._land, args=(now, scale), daemon=True).start()
+        changed = frozenset(block for content in self._landed.values() for block in content.changed)
+        self._tell(now, "", frozenset(self._adapted))
+        threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
         """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
@@ -118,14 +120,12 @@ class LandingWeights(ModelWeights):
             self._stream.synchronize()
             yield
 
-    def _land(self, arrival: Arrival, scale: float) -> None:
-        """Fill the second copy."""
+    def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
+        """Fill the second copy, in which `changed` may differ from the base model."""
         try:
             with torch.inference_mode(), self._own_stream():
-                before = frozenset(block for content in self._landed.values() for block in content.changed)
-                self._tell(arrival, "", frozenset(self._adapted))
                 arrived = self._bring(arrival, scale)
-                for block in before - arrived:
+                for block in changed - arrived:
                     self._put(arrival, block, self._read(self._base, block))
                 if self._stream is not None:
                     self._stream.synchronize()
