@@ -43,11 +43,12 @@ def main() -> None:
     try:
         settings = load_settings()
         command = server_command(settings)
+        has_token = bool(settings.secret("admin_token"))
         marker = wait_for_gpu(settings)
     except (TandemError, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2 if isinstance(error, (InvalidInput, OSError)) else 1)
-    if not settings.secret("admin_token"):
+    if not has_token:
         log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
