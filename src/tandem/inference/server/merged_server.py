@@ -280,5 +280,5 @@ class MergedServer:
         """vLLM knows the weights as `<run>@<step>` and as `<run>`."""
         paths = self._state.openai_serving_models.registry.base_model_paths
         kind = type(paths[0])
-        names = [version.name, version.name.rpartition("@")[0]] if "@" in version.name else [version.name]
-        paths[:] = [kind(name=name, model_path=version.path) for name in names]
+        names = (version.name, version.name.rpartition("@")[0])
+        paths[:] = [kind(name=name, model_path=version.path) for name in names if name]

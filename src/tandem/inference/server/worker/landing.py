@@ -17,8 +17,7 @@ import torch
 from tandem.families.adapter import stacked_name
 from tandem.families.parts import Part
 from tandem.families.registry import read_arch
-from tandem.inference.server.worker.files import stored_tensors
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights
+from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
 from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
@@ -138,7 +137,7 @@ class LandingWeights(ModelWeights):
         """Write what differs from the base model. Returns those blocks."""
         source = arrival.source
         if source is None:
-            factors = {} if arrival.version == BASE else self._reader.read(arrival.version, scale)
+            factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
             for block, of_block in factors.items():
                 base = self._read(self._base, block).to(self._device)
                 merge(out := torch.empty_like(base), base, *of_block)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.inference.server.worker.files import Factors
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights
+from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights
 from tandem.inference.server.worker.weight_plan import Block
 from tandem.model.transfer.merge import merge
 
@@ -34,7 +33,7 @@ class MergedWeights(ModelWeights):
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
             self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
-            self._staged[version] = self._threads.submit(self._reader.read, version, scale)
+            self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
         """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
