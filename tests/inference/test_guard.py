@@ -10,7 +10,8 @@ from starlette._utils import get_route_path
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS, AdminGuard, route_path
+from tandem.inference.server.asgi import route_path
+from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS, AdminGuard
 from tandem.vllm_client.names import ADMIN_HEADER
 
 ADMIN = {ADMIN_HEADER: "s3cret-token"}

@@ -17,7 +17,7 @@ from tandem.families.parts import Part
 from tandem.inference.server.worker import extension, landing
 from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.inference.server.worker.model_weights import BASE
-from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
 Workers = list[tuple[Worker, LandingWeights]]
@@ -40,13 +40,13 @@ def model(dense: Path) -> Model:
 
 def landing_workers(model: Model, tp: int) -> Workers:
     workers = [model.worker(tp, rank) for rank in range(tp)]
-    return [(w, LandingWeights(w.model, str(model.directory), frozenset(LORA_TARGETS), "device")) for w in workers]
+    return [(w, LandingWeights(w.model, str(model.directory), "device")) for w in workers]
 
 
 def land(workers: Workers, version: str, source: Source | None = None, scale: float = 2.5) -> None:
     """Stage on all workers, and wait."""
     for _, weights in workers:
-        weights.stage(version, version, scale, source)
+        weights.stage(version, scale, source)
     deadline = time.monotonic() + 20
     for _, weights in workers:
         while not weights.staged(version):
@@ -110,6 +110,21 @@ def test_live_weights_do_not_change_while_others_arrive(model: Model, tmp_path: 
     workers = landing_workers(model, 2)
     serve(workers, str(first))
     land(workers, str(second))
+    check(model, workers, first)
+
+
+def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a swap to it could exchange what the thread of the other one has begun to write."""
+    first, second = (model.adapter(tmp_path, seed) for seed in (1, 2))
+    workers = landing_workers(model, 1)
+    serve(workers, str(first))
+    [(_, weights)] = workers
+    monkeypatch.setattr(landing.threading.Thread, "start", lambda _: None)  # it has not begun
+    weights.stage(str(second), 2.5)
+    with pytest.raises(RuntimeError, match="not staged"):
+        weights.swap(BASE)
     check(model, workers, first)
 
 
@@ -192,11 +207,10 @@ def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return fail
 
 
-@pytest.mark.parametrize("where", [2, 11])
+@pytest.mark.parametrize("where", ["first worker", "second worker"])
 def test_an_exchange_that_fails_is_undone_on_all_workers(
-    model: Model, tmp_path: Path, breakable: list[int], where: int
+    model: Model, tmp_path: Path, breakable: list[int], where: str
 ) -> None:
-    """On the first worker or on the second. Each has 8 parameters."""
     old, new = (model.adapter(tmp_path, seed) for seed in (1, 2))
     workers = landing_workers(model, 2)
     core = Core([weights for _, weights in workers])  # type: ignore[misc]
@@ -204,7 +218,7 @@ def test_an_exchange_that_fails_is_undone_on_all_workers(
         land(workers, str(adapter))
         if adapter == old:
             assert core.swap(str(old)).keys() == {"seconds", "tokens"}
-    breakable.append(where)
+    breakable.append(2 if where == "first worker" else len(workers[0][1]._copy) + 3)
     assert core.swap(str(new)) == {"error": "RuntimeError: out of memory"}
     check(model, workers, old)
     assert core.aborted == []
@@ -226,7 +240,7 @@ def test_torn_weights_are_whole_after_the_next_swap(
     core.tandem_version = str(old)  # type: ignore[attr-defined]
     land(workers, str(new))
     weights = workers[1][1]
-    name = list(weights._copy)[2]
+    name = "model.layers.1.self_attn.qkv_proj.weight"
 
     class Broken:
         """The copy of a parameter, whose second piece can't be written."""

@@ -35,12 +35,15 @@ class Engine:
         self.on: dict[str, Callable[..., Awaitable[Any]]] = {}
         self.generated: list[str] = []
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
-        self.calls.append((method, args))
+    async def collective_rpc(self, call: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
+        assert call == "tandem_call"
+        method, *arguments = args
+        self.calls.append((method, tuple(arguments)))
         if method in self.on:
-            return await self.on[method](*args)
-        told = {"way": "merge", "rows": [], "seconds": 0.01, "tokens": dict(self.tokens)}
-        return [told] if method == "tandem_swap" else [told, told]
+            return await self.on[method](*arguments)
+        if method == "swap":
+            return [{"seconds": 0.01, "tokens": dict(self.tokens)}]
+        return [{"result": {"staged": "merge", "rows": []}.get(method)}] * 2
 
     def answers(self, method: str, *told: dict[str, Any]) -> None:
         """From now on the workers answer the method so."""
@@ -57,11 +60,7 @@ class Engine:
         self.generated.append(request_id)
 
     def swaps(self) -> list[str]:
-        return [args[2] for method, args in self.calls if method == "tandem_swap"]
-
-    def kept(self) -> list[str]:
-        """What the workers were last told to keep."""
-        return [args[0] for method, args in self.calls if method == "tandem_discard"][-1]
+        return [args[2] for method, args in self.calls if method == "swap"]
 
 
 class Path:
@@ -123,9 +122,8 @@ class World:
         return await self.http.post(f"{ROUTE}/{action}", json=values)
 
     async def swap(self, step: int, requests: str = "keep", seconds: float = 5.0) -> httpx.Response:
-        return await self.order(
-            "swap", name=f"run@{step}", path=f"/{step}", scale=2.0, requests=requests, seconds=seconds
-        )
+        order = {"name": f"run@{step}", "path": f"/{step}", "scale": 2.0, "sources": [None]}
+        return await self.order("swap", **order, requests=requests, seconds=seconds)
 
     async def publish(self, step: int, requests: str = "keep") -> None:
         assert (await self.swap(step, requests)).status_code == 200
@@ -231,15 +229,15 @@ def test_a_request_waits_no_longer_than_the_deadline(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("method", "told", "status"),
     [
-        ("tandem_stage", "error", 422),
-        ("tandem_staged", "error", 422),
-        ("tandem_stage", "raises", 503),
-        ("tandem_staged", "raises", 503),
-        ("tandem_stage", "hangs", 503),
-        ("tandem_staged", "hangs", 503),
-        ("tandem_staged", "never ready", 503),
-        ("tandem_swap", "error", 422),
-        ("tandem_swap", "late", 503),
+        ("stage", "error", 422),
+        ("staged", "error", 422),
+        ("stage", "raises", 503),
+        ("staged", "raises", 503),
+        ("stage", "hangs", 503),
+        ("staged", "hangs", 503),
+        ("staged", "never ready", 503),
+        ("swap", "error", 422),
+        ("swap", "late", 503),
     ],
 )
 def test_a_swap_that_fails_leaves_the_old_weights(method: str, told: str, status: int) -> None:
@@ -250,7 +248,6 @@ def test_a_swap_that_fails_leaves_the_old_weights(method: str, told: str, status
         answer = await world.swap(2, seconds=0.2)
         assert answer.status_code == status
         assert await world.phase() == ("served", "run@1")
-        assert world.engine.kept() == ["/1", "/1"]
         world.proceed.set()
         assert (await running).headers["x-tandem-weights"] == "run@1"
         assert (await world.sample()).headers["x-tandem-weights"] == "run@1"
@@ -267,13 +264,13 @@ def fail(engine: Engine, method: str, how: str) -> None:
 
     match how:
         case "error":
-            engine.answers(method, {"error": "no such file"}, *([{}] if method != "tandem_swap" else []))
+            engine.answers(method, {"error": "no such file"}, *([{}] if method != "swap" else []))
         case "raises":
             engine.on[method] = broken
         case "hangs":
             engine.hangs(method)
         case "never ready":
-            engine.answers(method, {"way": "merge"}, {"way": ""})
+            engine.answers(method, {"result": "merge"}, {"result": ""})
         case "late":
             engine.answers(method, {"late": True})
         case "torn":
@@ -287,7 +284,7 @@ def test_torn_weights_answer_nobody_until_a_swap_succeeds(how: str, monkeypatch:
     async def scene(world: World) -> None:
         await world.publish(1)
         running = await world.running()
-        fail(world.engine, "tandem_swap", how)
+        fail(world.engine, "swap", how)
         answer = await world.swap(2, seconds=0.2)
         assert answer.status_code == 503
         assert await world.phase() == ("torn", "run@1")
@@ -298,7 +295,7 @@ def test_torn_weights_answer_nobody_until_a_swap_succeeds(how: str, monkeypatch:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert "the last swap of weights failed" in answer.json()["error"]["message"]
         assert (await world.order("announce", path="/1")).status_code == 409
-        fail(world.engine, "tandem_stage", "error")
+        fail(world.engine, "stage", "error")
         assert (await world.swap(2)).status_code == 422
         assert await world.phase() == ("torn", "run@1")
         world.engine.on.clear()
@@ -314,13 +311,13 @@ def test_the_engine_is_told_the_deadline_of_a_swap() -> None:
     async def scene(world: World) -> None:
         begin = time.monotonic()
         await world.swap(1, seconds=3.0)
-        [deadline] = [args[3] for method, args in world.engine.calls if method == "tandem_swap"]
+        [deadline] = [args[3] for method, args in world.engine.calls if method == "swap"]
         assert begin + 3 <= deadline <= time.monotonic() + 3
 
     play(scene)
 
 
-@pytest.mark.parametrize("method", ["tandem_stage", "tandem_staged", "tandem_swap"])
+@pytest.mark.parametrize("method", ["stage", "staged", "swap"])
 def test_a_dead_engine_ends_every_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM never answers a call that its engine had when it died."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
@@ -404,11 +401,10 @@ def test_two_swaps_at_once_come_one_after_the_other() -> None:
             inside -= 1
             return [{"seconds": 0.0, "tokens": {}}]
 
-        world.engine.on["tandem_swap"] = swap
+        world.engine.on["swap"] = swap
         answers = await asyncio.gather(world.swap(2), world.swap(3))
         assert [answer.status_code for answer in answers] == [200, 200]
         assert await world.phase() == ("unverified", "run@3")
-        assert world.engine.kept() == ["/1", "/3"]
         # The first of the two publishers can neither announce nor take back what the second has swapped in.
         assert (await world.order("announce", path="/2")).status_code == 409
         assert (await world.order("revert", path="/2")).status_code == 200
@@ -455,17 +451,6 @@ def test_announced_weights_that_are_swapped_again_can_be_reverted() -> None:
         assert await world.phase() == ("served", "run@1")
         await world.order("revert", path="/1")
         assert world.engine.swaps() == ["run@1"] * 3, "served weights stay"
-
-    play(scene)
-
-
-def test_a_failing_discard_does_not_fail_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_server, "GRACE_SECONDS", 0.1)
-
-    async def scene(world: World) -> None:
-        for how in ("error", "raises", "hangs"):
-            fail(world.engine, "tandem_discard", how)
-            await world.publish(1)
 
     play(scene)
 
@@ -619,6 +604,20 @@ def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(tokens: dict[
     play(scene)
 
 
+def test_the_same_weights_that_came_another_way_are_no_other_weights() -> None:
+    async def scene(world: World) -> None:
+        await world.publish(1)
+        running = await world.running()
+        world.engine.tokens = {"cmpl-mine-0": 5}
+        world.engine.answers("staged", {"result": "nccl"})
+        await world.publish(1)
+        world.proceed.set()
+        answer = await running
+        assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
+
+    play(scene)
+
+
 def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights() -> None:
     async def scene(world: World) -> None:
         await world.publish(1)
@@ -713,13 +712,13 @@ Kind = Literal["refused", "unavailable"]
 @pytest.mark.parametrize(
     ("method", "how", "kind"),
     [
-        ("tandem_staged", "error", "refused"),
-        ("tandem_staged", "hangs", "unavailable"),
-        ("tandem_swap", "error", "refused"),
-        ("tandem_swap", "late", "unavailable"),
-        ("tandem_swap", "torn", "unavailable"),
-        ("tandem_rows", "error", "refused"),
-        ("tandem_rows", "raises", "unavailable"),
+        ("staged", "error", "refused"),
+        ("staged", "hangs", "unavailable"),
+        ("swap", "error", "refused"),
+        ("swap", "late", "unavailable"),
+        ("swap", "torn", "unavailable"),
+        ("rows", "error", "refused"),
+        ("rows", "raises", "unavailable"),
     ],
 )
 def test_the_client_knows_which_failures_can_pass(
@@ -787,7 +786,7 @@ def test_the_publisher_counts_only_announced_weights(over_http: tuple[World, Vll
     transport.listed = {"run@2": "/2"}
     transport.unload("run@2")
     assert listed() == {"run@1": "/1"}
-    fail(world.engine, "tandem_swap", "torn")
+    fail(world.engine, "swap", "torn")
     with pytest.raises(InferenceUnavailable):
         client.swap_merged("run@2", "/2", 2.0, "keep", 5)
     assert client.merged()["name"] == "run@1"

@@ -11,10 +11,11 @@ from waiting import until
 
 # A server that starts its engine as vLLM does on CUDA: a spawned child that calls the plugin.
 SERVER = """
-import multiprocessing, sys, time
+import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
-sys.modules["vllm"] = None  # the plugin does without it, and its import takes 8 s
+platform = types.SimpleNamespace(is_cpu=lambda: False)
+sys.modules["vllm.platforms"] = types.SimpleNamespace(current_platform=platform)  # the real import takes 8 s
 
 def engine(pipe):
     register()

@@ -52,8 +52,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def workers_of(model: Model, count: int) -> Workers:
     made = [model.worker(count, rank) for rank in range(count)]
-    directory, targets = str(model.directory), frozenset(LORA_TARGETS)
-    return [(w, LandingWeights(w.model, directory, targets, "device", (i, count))) for i, w in enumerate(made)]
+    return [(w, LandingWeights(w.model, str(model.directory), "device", (i, count))) for i, w in enumerate(made)]
 
 
 def offered(senders: Senders, adapter: Path) -> Source:
@@ -86,7 +85,7 @@ def test_twenty_publications_leave_no_trace(senders: Senders, model: Model, tmp_
 
 def stage(workers: Workers, version: str, source: Source) -> None:
     for _, weights in workers:
-        weights.stage(version, version, 2.5, source)
+        weights.stage(version, 2.5, source)
 
 
 def failed(workers: Workers, version: str) -> float:

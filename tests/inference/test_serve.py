@@ -50,3 +50,17 @@ def test_what_a_killed_vllm_left_in_its_tmpdir_is_removed(environments: list[dic
     start()
     assert environments[1]["TMPDIR"] == str(directory)
     assert list(directory.iterdir()) == []
+
+
+def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
+    environments: list[dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "no-token"))
+    with pytest.raises(SystemExit) as caught:
+        serve.main()
+    assert caught.value.code == 2
+    assert "no-token" in capfd.readouterr().err
+    assert environments == []

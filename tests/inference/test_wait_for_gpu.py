@@ -17,7 +17,7 @@ START = """
 import os, sys
 from tandem.config import load_settings
 from tandem.errors import TandemError
-from tandem.inference.server.wait_for_gpu import wait_for_gpu
+from tandem.inference.server.serve import wait_for_gpu
 from tandem.system.logs import configure
 configure()
 try:

@@ -152,7 +152,7 @@ class Worker:
         return {name: bytes_of(value) for name, value in self.model.named_parameters()}
 
     def weights(self, directory: Path) -> MergedWeights:
-        return MergedWeights(self.model, str(directory), frozenset(LORA_TARGETS), "device")
+        return MergedWeights(self.model, str(directory), "device", frozenset(LORA_TARGETS))
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -161,7 +161,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 def stage(weights: MergedWeights, adapter: Path, scale: float = 2.5) -> str:
     """Stage an adapter under its path, and wait for it."""
-    weights.stage(str(adapter), str(adapter), scale)
+    weights.stage(str(adapter), scale)
     deadline = time.monotonic() + 20
     while not weights.staged(str(adapter)):
         assert time.monotonic() < deadline

@@ -12,7 +12,7 @@ from pathlib import Path
 from fake_vllm import FakeVllm
 from runner import fake_gpu
 from tandem.config import load_settings
-from tandem.inference.server.wait_for_gpu import wait_for_gpu
+from tandem.inference.server.serve import wait_for_gpu
 from tandem.system import logs
 
 

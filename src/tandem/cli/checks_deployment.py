@@ -16,8 +16,7 @@ from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.plan import automatic, describe
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, check
-from tandem.inference.server.command import check_merged_arguments, serving_device
-from tandem.inference.server.second_copy import automatic_copy, ordered_copy
+from tandem.inference.server.command import automatic_copy, check_merged_arguments, ordered_copy, serving_device
 from tandem.spool import Spool
 from tandem.system.gpus import Devices, Side
 

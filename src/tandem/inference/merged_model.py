@@ -53,7 +53,7 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
             shutil.copyfile(path, directory / path.name)
     for name, (module, _) in modules.items():
         file, (a, b) = base[of[name]], peft_keys(module)
-        merged = _merged(file[name], file.dtype(name), factors[a], factors[b], lora.alpha / lora.rank)
+        merged = _merged(file[name], factors[a], factors[b], lora.alpha / lora.rank)
         if merged is None:
             raise CheckpointDamaged(f"{name} merged with {adapter / WEIGHTS_FILE} is not finite in {file.dtype(name)}")
         with (directory / of[name].name).open("r+b") as out:
@@ -62,13 +62,10 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-def _merged(
-    base: NDArray[Any], dtype: str, a: NDArray[np.float32], b: NDArray[np.float32], scale: float
-) -> NDArray[Any] | None:
+def _merged(base: NDArray[Any], a: NDArray[np.float32], b: NDArray[np.float32], scale: float) -> NDArray[Any] | None:
     """`base + scale B A` in the base's dtype; None where it is not finite."""
-    wide = (widened(base) if dtype == "BF16" else base).astype(np.float64)
     with np.errstate(over="ignore"):
-        total = (wide + scale * (b.astype(np.float64) @ a.astype(np.float64))).astype(np.float32)
-        rounded = bfloat16(total) if dtype == "BF16" else total.astype(base.dtype)
-    finite = np.isfinite(widened(rounded) if dtype == "BF16" else rounded).all()
-    return rounded if finite else None
+        exact = widened(base) + scale * (b.astype(np.float64) @ a.astype(np.float64))
+        total = exact.astype(np.float32)
+        rounded = bfloat16(total) if base.dtype == np.uint16 else total.astype(base.dtype)
+    return rounded if np.isfinite(widened(rounded)).all() else None

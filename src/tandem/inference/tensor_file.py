@@ -55,8 +55,10 @@ class TensorFile:
         return first, end
 
 
-def widened(values: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16 as float32."""
+def widened(values: NDArray[Any]) -> NDArray[np.float32]:
+    """A tensor of a file as float32."""
+    if values.dtype != np.uint16:
+        return values.astype(np.float32, copy=False)
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -9,7 +9,7 @@ BASE_MODEL_NAME = "base"
 """vLLM serves the base model without an adapter under this name. No run can have it: checkpoints are `<run>@<step>`."""
 
 MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
-"""The environment variable that has vLLM serve merged weights: JSON with `targets`, `second_copy` and `transport`."""
+"""The environment variable that has vLLM serve merged weights: JSON with `targets` and `second_copy`."""
 
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""

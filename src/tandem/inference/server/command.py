@@ -15,7 +15,6 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.registry import read_arch
-from tandem.inference.server.second_copy import ordered_copy
 from tandem.spool.schema import LORA_TARGETS
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
@@ -171,6 +170,20 @@ def _merged_options(settings: Settings, model: str) -> str:
     if settings.way == "merge":
         targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
     return json.dumps({"targets": targets, "second_copy": ordered_copy(settings)})
+
+
+def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
+    """Where merged serving keeps its second copy of the base weights: on vLLM's GPU or in pinned host memory. `auto`:
+    vLLM's workers decide when the model is loaded."""
+    if settings.second_copy == "auto" and settings.gpu_mode == "shared":
+        return "host"  # a copy on the GPU would have to be moved at each sleep
+    return settings.second_copy
+
+
+def automatic_copy(left: float, weights: float) -> Literal["device", "host"]:
+    """What `auto` means on a GPU with `left` bytes beside a model of `weights` bytes: at most half of what is left for
+    the KV cache goes to the copy."""
+    return "device" if left >= 2 * weights else "host"
 
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:

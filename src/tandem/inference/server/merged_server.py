@@ -2,7 +2,7 @@
 
 The publisher swaps weights, verifies them and announces them. From the swap to the announcement new requests wait, so
 nobody samples from weights that were not verified. Requests that run go on; their answers say which tokens came from
-which weights (`weight_versions.py`). Standard library only.
+which weights (`weight_versions.py`).
 """
 
 import asyncio
@@ -10,12 +10,16 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from tandem.inference.server import guard
-from tandem.inference.server.guard import ADMIN, App, Receive, Scope, Send, answer_json, error_body, route_path
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.inference.server.asgi import error, read_body, route_path
+from tandem.inference.server.guard import ADMIN
 from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
@@ -37,7 +41,7 @@ class Version:
     path: str
     scale: float = 0.0
     transport: str = "merge"
-    source: dict[str, Any] | None = field(default=None, compare=False)
+    source: dict[str, Any] | None = None
 
 
 class SwapFailed(Exception):
@@ -53,7 +57,7 @@ class Torn(SwapFailed):
 
 
 class MergedServer:
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.phase: MergedPhase = "empty"
         self.current = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
@@ -61,103 +65,98 @@ class MergedServer:
         self._changed = asyncio.Condition()
         self._swap = asyncio.Lock()
         self._in_flight: set[InFlight] = set()
+        self._state: Any = None  # vLLM's, of its API server
         self._engine: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
         if path == MERGED_ROUTE or path.startswith(f"{MERGED_ROUTE}/"):
-            self._follow(scope["app"].state.engine_client)
+            self._follow(scope["app"].state)
             await self._administrate(scope, path.removeprefix(MERGED_ROUTE), receive, send)
         elif path in SAMPLING and not scope.get(ADMIN):
-            self._follow(scope["app"].state.engine_client)
+            self._follow(scope["app"].state)
             await self._sample(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _follow(self, engine: Any) -> None:
+    def _follow(self, state: Any) -> None:
         """Note of each request when vLLM gives it to the engine."""
-        if self._engine is engine:
+        if self._state is state:
             return
-        self._engine, generate = engine, engine.generate
+        self._state, self._engine = state, state.engine_client
+        generate = self._engine.generate
 
         def note_and_generate(*args: Any, **kwargs: Any) -> Any:
             if (request := current_request.get(None)) is not None:
                 request.in_engine = True
             return generate(*args, **kwargs)
 
-        engine.generate = note_and_generate
+        self._engine.generate = note_and_generate
 
     async def _sample(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not await self._wait_until_served():
+        await self._until(lambda: self.phase not in ("swapping", "unverified"), time.monotonic() + HOLD_SECONDS)
+        if self.phase != "served":
             reasons = {"empty": "no checkpoint is served yet", "torn": "the last swap of weights failed"}
             reason = reasons.get(self.phase, f"the weights were not verified within {HOLD_SECONDS:.0f} s")
             if self._engine.errored:
                 reason = "vLLM's engine has died"
-            error = error_body("inference_unavailable", f"{reason}; try again later")
-            await answer_json(send, 503, error, [(b"retry-after", b"5")])
+            problem = f"{reason}; try again later"
+            answer = error(503, "inference_unavailable", problem, headers={"retry-after": "5"})
+            await answer(scope, receive, send)
             return
-        request = InFlight(self._request_id(scope), self.current.name, asyncio.current_task())
+        scope = {**scope}
+        headers = MutableHeaders(scope=scope)
+        request = InFlight(self._request_id(headers), self.current.name, asyncio.current_task())
         current_request.set(request)
-        headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"x-request-id"]
-        headers.append((b"x-request-id", request.id.encode("latin-1")))
+        headers["x-request-id"] = request.id
         self._in_flight.add(request)
         try:
-            await self.app({**scope, "headers": headers}, receive, VersionedAnswer(send, request).send)
+            await self.app(scope, receive, VersionedAnswer(send, request).send)
         finally:
             self._in_flight.discard(request)
             async with self._changed:
                 self._changed.notify_all()
 
-    def _request_id(self, scope: Scope) -> str:
+    def _request_id(self, headers: Headers) -> str:
         """The client's own, unless a request with the same one runs."""
-        header = next((value for key, value in scope["headers"] if key.lower() == b"x-request-id"), b"")
-        given: str = header.decode("latin-1")
+        given = headers.get("x-request-id", "")
         if given and all(other.id != given for other in self._in_flight):
             return given
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
-    async def _wait_until_served(self) -> bool:
-        deadline = time.monotonic() + HOLD_SECONDS
-        while self.phase in ("swapping", "unverified") and not self._engine.errored:
-            if not await self._wait_for_change(deadline):
-                break
-        return self.phase == "served"
-
-    async def _wait_for_change(self, deadline: float) -> bool:
-        """Wait for a change or `_CHECK_SECONDS`, whichever is shorter. False where the deadline has passed."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
+    async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
+        """Wait until something holds. False where the engine dies or the deadline passes before."""
         async with self._changed:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, _CHECK_SECONDS))
-        return True
+            while not check() and not self._engine.errored and (left := deadline - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(left, _CHECK_SECONDS))
+        return check()
 
     async def _administrate(self, scope: Scope, action: str, receive: Receive, send: Send) -> None:
-        if (body := await guard.read_body(receive)) is None:
+        if (body := await read_body(scope, receive)) is None:
             return
-        actions: dict[str, Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+        actions: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "/swap": self._swap_to, "/announce": self._announce, "/revert": self._revert, "/rows": self._rows,
         }  # fmt: skip
         try:
             if action == "" and scope["method"] == "GET":
                 result: dict[str, Any] = {}
             elif action in actions and scope["method"] == "POST":
-                result = await actions[action](scope["app"].state, json.loads(body))
+                result = await actions[action](json.loads(body))
             else:
                 raise SwapFailed(f"there is no route {scope['method']} {MERGED_ROUTE}{action}", 404)
-        except SwapFailed as error:
-            await answer_json(send, error.status, error_body("inference_refused", str(error)))
+        except SwapFailed as failure:
+            await error(failure.status, "inference_refused", str(failure))(scope, receive, send)
             return
         current = self.current
         state = {"phase": self.phase, "name": current.name, "path": current.path, "transport": current.transport}
-        await answer_json(send, 200, {**state, "in_flight": len(self._in_flight), **result})
+        await JSONResponse({**state, "in_flight": len(self._in_flight), **result})(scope, receive, send)
 
-    async def _rows(self, _: Any, order: dict[str, Any]) -> dict[str, Any]:
-        answers = await self._call("tandem_rows", time.monotonic() + 60, order["rows"])
-        return {"rows": [row for answer in answers for row in answer["rows"]]}
+    async def _rows(self, order: dict[str, Any]) -> dict[str, Any]:
+        answers = await self._call("rows", time.monotonic() + 60, order["rows"])
+        return {"rows": [row for answer in answers for row in answer["result"]]}
 
-    async def _announce(self, _: Any, order: dict[str, Any]) -> dict[str, Any]:
+    async def _announce(self, order: dict[str, Any]) -> dict[str, Any]:
         """The publisher has verified the current weights: new requests go on."""
         if order["path"] != self.current.path or self.phase not in ("unverified", "served"):
             raise SwapFailed(f"the current weights are {self.current.name} ({self.phase})", 409)
@@ -165,7 +164,7 @@ class MergedServer:
         await self._set("served")
         return {}
 
-    async def _revert(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
+    async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
         """The publisher refuses the weights of `path`: those that were announced last are served again. `to_base`:
         their run was deleted, so the base model's weights come back, and nothing is served."""
         async with self._swap:
@@ -175,28 +174,20 @@ class MergedServer:
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
             deadline = time.monotonic() + HOLD_SECONDS
             await self._stage(self.verified, [self.verified.source], deadline)
-            seconds = await self._write(state, self.verified, "keep", deadline)
+            seconds = await self._write(self.verified, "keep", deadline)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
         return seconds
 
-    async def _swap_to(self, state: Any, order: dict[str, Any]) -> dict[str, Any]:
+    async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
         """Stage the weights, then swap. The old ones stay in use until all of the new ones are here."""
-        sources = order.get("sources") or [None]
-        version = Version(order["name"], order["path"], order["scale"], source=sources[-1])
+        version = Version(order["name"], order["path"], order["scale"], source=order["sources"][-1])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
         async with self._swap:
-            try:
-                transport, failed = await self._stage(version, sources, deadline)
-                version = replace(version, transport=transport)
-                staged = time.monotonic()
-                seconds = await self._write(state, version, order["requests"], deadline)
-                await self._set("unverified")
-            finally:
-                # Its failure costs memory until the next swap, no more.
-                with suppress(SwapFailed):
-                    keep = [self.verified.path, self.current.path]
-                    await self._call("tandem_discard", time.monotonic() + GRACE_SECONDS, keep)
+            transport, failed = await self._stage(version, order["sources"], deadline)
+            staged = time.monotonic()
+            seconds = await self._write(replace(version, transport=transport), order["requests"], deadline)
+            await self._set("unverified")
         return {"stage_seconds": staged - begin, "failed": failed, **seconds}
 
     async def _stage(
@@ -205,29 +196,32 @@ class MergedServer:
         """Bring the weights to the workers from the first source that has them; None: merged from the adapter. Returns
         how they came, and why each source before failed."""
         failed: list[str] = []
-        for number, source in enumerate(sources, 1):
+        *others, last = sources
+        for source in others:
             try:
-                await self._call("tandem_stage", deadline, version.path, version.path, version.scale, source)
-                pause = _POLL_SECONDS
-                while not all(ways := [w["way"] for w in await self._call("tandem_staged", deadline, version.path)]):
-                    await asyncio.sleep(pause)
-                    pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
-            except SwapFailed as error:
-                if number == len(sources) or error.status == 503:
+                return await self._bring(version, source, deadline), failed
+            except SwapFailed as failure:
+                if failure.status == 503:
                     raise
-                failed.append(str(error))
-            else:
-                return ways[0], failed
-        raise AssertionError("there is a source")
+                failed.append(str(failure))
+        return await self._bring(version, last, deadline), failed
 
-    async def _write(self, state: Any, version: Version, requests: str, deadline: float) -> dict[str, Any]:
+    async def _bring(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
+        await self._call("stage", deadline, version.path, version.scale, source)
+        pause = _POLL_SECONDS
+        while not all(ways := [a["result"] for a in await self._call("staged", deadline, version.path)]):
+            await asyncio.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
+        return str(ways[0])
+
+    async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
         """Swap between two steps. If that fails the old weights are in use, or the phase is `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
         try:
-            if requests == "wait":
-                await self._drain(deadline)
+            if requests == "wait" and not await self._until(lambda: not self._in_flight, deadline):
+                raise SwapFailed(f"{len(self._in_flight)} requests still run; the old weights stay")
             swapped = time.monotonic()
             outcome = await self._order_swap(version, requests, deadline)
         except Torn:
@@ -239,7 +233,7 @@ class MergedServer:
         except BaseException:
             await self._set(before)
             raise
-        self._rename(state, version)
+        self._rename(version)
         self.current = version
         return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
@@ -248,38 +242,32 @@ class MergedServer:
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, requests, version.name, deadline)
         try:
-            [outcome] = await self._call("tandem_swap", deadline + GRACE_SECONDS, *arguments)
-        except SwapFailed as error:
-            raise error if error.status != 503 else Torn(str(error)) from error
+            [outcome] = await self._call("swap", deadline + GRACE_SECONDS, *arguments)
+        except SwapFailed as failure:
+            raise failure if failure.status != 503 else Torn(str(failure)) from failure
         if "torn" in outcome:
             raise Torn(outcome["torn"])
         if "late" in outcome:
             raise SwapFailed("the engine was busy until the deadline; the old weights stay")
-        if version != self.current:
+        if version.path != self.current.path:
             for request in self._in_flight:
                 request.swapped(version.name, outcome["tokens"], in_engine=in_engine.get(request, False))
         return dict(outcome)
 
-    async def _drain(self, deadline: float) -> None:
-        while self._in_flight:
-            if self._engine.errored or not await self._wait_for_change(deadline):
-                raise SwapFailed(f"{len(self._in_flight)} requests still run; the old weights stay")
-
-    async def _call(self, method: str, deadline: float, *args: Any) -> list[Any]:
-        """The answer of each worker. SwapFailed: 503 where none came in time, 422 where a worker told an error."""
-        call = asyncio.ensure_future(self._engine.collective_rpc(method, args=args))
+    async def _call(self, method: str, deadline: float, *args: Any) -> list[dict[str, Any]]:
+        """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503 where no answer came
+        in time, 422 where one is an error."""
+        call = asyncio.ensure_future(self._engine.collective_rpc("tandem_call", args=(method, *args)))
         while not call.done():
             left = deadline - time.monotonic()
             if self._engine.errored or left <= 0:
                 call.cancel()
-                raise SwapFailed(
-                    f"{method}: " + ("no answer from vLLM in time" if left <= 0 else "the engine has died")
-                )
+                raise SwapFailed(f"{method}: {'no answer from vLLM in time' if left <= 0 else 'the engine has died'}")
             await asyncio.wait([call], timeout=min(left, _CHECK_SECONDS))
-        if (error := call.exception()) is not None:
-            raise SwapFailed(f"{method} failed in vLLM: {type(error).__name__}: {error}") from error
-        answers = list(call.result())
-        if problem := next((answer["error"] for answer in answers if answer and "error" in answer), ""):
+        if (failure := call.exception()) is not None:
+            raise SwapFailed(f"{method} failed in vLLM: {type(failure).__name__}: {failure}") from failure
+        answers: list[dict[str, Any]] = call.result()
+        if problem := next((answer["error"] for answer in answers if "error" in answer), ""):
             raise SwapFailed(f"{method} failed in vLLM: {problem}", 422)
         return answers
 
@@ -288,9 +276,9 @@ class MergedServer:
             self.phase = phase
             self._changed.notify_all()
 
-    def _rename(self, state: Any, version: Version) -> None:
+    def _rename(self, version: Version) -> None:
         """vLLM knows the weights as `<run>@<step>` and as `<run>`."""
-        paths = state.openai_serving_models.registry.base_model_paths
+        paths = self._state.openai_serving_models.registry.base_model_paths
         kind = type(paths[0])
-        names = [version.name, version.name.rpartition("@")[0]] if "@" in version.name else [version.name]
-        paths[:] = [kind(name=name, model_path=version.path) for name in names]
+        names = (version.name, version.name.rpartition("@")[0])
+        paths[:] = [kind(name=name, model_path=version.path) for name in names if name]

@@ -66,25 +66,21 @@ def _install_merged_weights() -> None:
         del runner.load_model
 
     def call_or_swap(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if method == "tandem_swap":
-            return [extension.swap(core, collective_rpc, *args)]
+        if method == "tandem_call" and args[0] == "swap":
+            return [extension.swap(core, collective_rpc, *args[1:])]
         return collective_rpc(core, method, timeout, args, kwargs)
 
     Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
 
 
-def _on_the_cpu() -> bool:
-    try:
-        from vllm.platforms import current_platform
-    except ImportError:
-        return False
-    return bool(current_platform.is_cpu())
-
-
 def _fork_the_engine_on_the_cpu() -> None:
     """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has computed."""
     # vLLM also calls its plugins where it only looks at a model's class.
-    if "vllm.engine.arg_utils" not in sys.modules or not _on_the_cpu():
+    if "vllm.engine.arg_utils" not in sys.modules:
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
         return
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
@@ -116,7 +112,9 @@ def _give_up_the_port() -> None:
 
 
 def _switch_expert_lora_off_on_the_cpu() -> None:
-    if not _on_the_cpu():
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
         return
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 

@@ -3,14 +3,17 @@
 
 ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and log-probs, and puts the
 prompt's token ids and the model's name into each choice, so that a choice alone holds what `turn_from_openai` needs. In
-a stream they are in each choice's first chunk. Standard library only.
+a stream they are in each choice's first chunk.
 """
 
 import json
 from typing import Any
 
-from tandem.inference.server import guard
-from tandem.inference.server.guard import App, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.inference.server.asgi import ChangedAnswer, error, read_body, route_path
+from tandem.inference.server.guard import ROLLOUT_PATHS
 from tandem.vllm_client.sampling import distorting
 
 # With these the answer would not have exactly the sampled tokens.
@@ -18,12 +21,12 @@ _INCOMPLETE: dict[str, tuple[object, ...]] = {"echo": (None, False), "include_re
 
 
 class RolloutDoor:
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = guard.route_path(scope) if scope["type"] == "http" else ""
-        if path not in guard.ROLLOUT_PATHS:
+        path = route_path(scope) if scope["type"] == "http" else ""
+        if path not in ROLLOUT_PATHS:
             await self.app(scope, receive, send)
             return
         inner = path.removeprefix("/rollout")
@@ -31,52 +34,35 @@ class RolloutDoor:
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        if (body := await guard.read_body(receive)) is None:
+        if (body := await read_body(scope, receive)) is None:
             return
         options = _object(body)
         if options is not None:
             if refused := _refused(options):
-                await guard.answer_json(send, 400, guard.error_body("invalid_input", refused[1], refused[0]))
+                await error(400, "invalid_input", refused[1], refused[0])(scope, receive, send)
                 return
             body = json.dumps(_asking(inner, options)).encode()
-        headers = [(key, value) for key, value in scope["headers"] if key.lower() != b"content-length"]
-        scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-        message: Any = {"type": "http.request", "body": body, "more_body": False}
+        MutableHeaders(scope=scope)["content-length"] = str(len(body))
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
-        async def receive_changed() -> Any:
+        async def receive_changed() -> Message:
             nonlocal message
             first, message = message, None
             return first or await receive()  # later: whether the client is still there
 
-        await self.app(scope, receive_changed, _Recorded(send).send)
+        await self.app(scope, receive_changed, _CompleteAnswer(send).send)
 
 
-class _Recorded:
-    """Passes on vLLM's answer with what each choice lacks. Errors pass unchanged."""
+class _CompleteAnswer(ChangedAnswer):
+    """With what each choice lacks."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Any = None  # of a JSON answer, held back until its body is complete
-        self._stream = False
-        self._body = b""
+    def whole(self, body: bytes) -> bytes:
+        return json.dumps(_complete(json.loads(body))).encode()
 
-    async def send(self, message: Any) -> None:
-        body = message.get("body", b"")
-        if message["type"] == "http.response.start" and message["status"] == 200:
-            kinds = [value for key, value in message["headers"] if key.lower() == b"content-type"]
-            self._stream = any(b"event-stream" in kind for kind in kinds)
-            if not self._stream:
-                self._start = message
-                return
-        elif self._start is not None:
-            self._body += body
-            if not message.get("more_body"):
-                await guard.send_json(self._send, self._start, _complete(json.loads(self._body)))
-            return
-        elif self._stream and b'"prompt_token_ids":' in body:  # an event of vLLM's; in a text, quotes are escaped
-            event = _complete(json.loads(body.removeprefix(b"data: ")))
-            message = {**message, "body": b"data: " + json.dumps(event).encode() + b"\n\n"}
-        await self._send(message)
+    def event(self, body: bytes) -> bytes:
+        if b'"prompt_token_ids":' not in body:  # in a text, quotes are escaped
+            return body
+        return b"data: " + self.whole(body.removeprefix(b"data: ")) + b"\n\n"
 
 
 def _asking(path: str, options: dict[str, Any]) -> dict[str, Any]:

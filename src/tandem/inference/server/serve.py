@@ -1,18 +1,37 @@
-"""`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe."""
+"""`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe.
 
+Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free. vLLM allocates a share of a
+GPU's whole memory. Where something else uses that memory, it fails after a minute of loading.
+"""
+
+import fcntl
 import hashlib
 import os
 import sys
+import time
+from pathlib import Path
 
 from tandem.config import Settings, load_settings
-from tandem.errors import InvalidInput, TandemError
-from tandem.inference.server.command import server_command
-from tandem.inference.server.wait_for_gpu import wait_for_gpu
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.inference.server.command import server_command, serving_device
 from tandem.spool import Spool
-from tandem.system.environment import scratch_directory
+from tandem.system import processes
+from tandem.system.environment import current_role, runtime_dir, scratch_directory
+from tandem.system.gpus import FREE_BYTES, STAYING_BYTES, Devices, over
 from tandem.system.logs import Log, configure
 
 log = Log("inference")
+
+FREE_SECONDS = 60.0
+"""How long the GPUs may take to become free. After that this program exits, and supervisord starts it again."""
+_KILL_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_MARKER = "TANDEM_VLLM_OF"
+"""The environment variable by which processes of an earlier vLLM are found. Its value names spool and port."""
+
+
+class CannotStartNow(TandemError):
+    """vLLM can't start now, but may later."""
 
 
 def main() -> None:
@@ -24,16 +43,17 @@ def main() -> None:
     try:
         settings = load_settings()
         command = server_command(settings)
+        has_token = bool(settings.secret("admin_token"))
         marker = wait_for_gpu(settings)
     except (TandemError, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2 if isinstance(error, (InvalidInput, OSError)) else 1)
-    if not settings.secret("admin_token"):
+    if not has_token:
         log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
     # A killed vLLM leaves sockets and files there.
-    key = hashlib.sha256(f"{settings.root.absolute()}:{settings.inference_port}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
     os.execve(command.argv[0], command.argv, command.env | marker | scratch)
 
@@ -49,6 +69,68 @@ def _withdraw_records(settings: Settings) -> None:
             spool.served.withdraw(run)
     except (TandemError, OSError) as error:
         log.warning("can't remove the records of what the vLLM before served", error=error)
+
+
+def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
+    """Kill what an earlier vLLM of this spool and port left, then wait until a trainer and its memory are gone.
+
+    Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until this process ends,
+    also across `exec`. Raises CannotStartNow where this vLLM already runs, where a process survives SIGKILL, or where a
+    GPU is not free after `free_seconds`.
+    """
+    marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
+    _lock(runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock")
+    for leftover in processes.marked(*marker):
+        log.warning("killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command)
+    survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
+    if survivors:
+        pids = ", ".join(str(process.pid) for process in survivors)
+        raise CannotStartNow(f"processes of an earlier vLLM survive SIGKILL: {pids}")
+    if settings.gpu_mode == "shared":
+        _wait_for_trainer(settings)
+    if serving_device(settings) == "cuda":
+        _wait_for_memory(settings, free_seconds)
+    return dict([marker])
+
+
+def _lock(path: Path) -> None:
+    """Lock `path` until this process ends. `exec` keeps a record lock, and children don't inherit it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.set_inheritable(descriptor, True)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        message = f"vLLM already runs for this spool and port ({path} is locked): stop it first"
+        raise CannotStartNow(message) from error
+
+
+def _wait_for_trainer(settings: Settings) -> None:
+    """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
+    try:
+        spool = Spool(settings.root)
+        if hold := spool.hold.live():
+            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+        while spool.hold.live():
+            time.sleep(_POLL_SECONDS)
+    except SpoolUnusable as error:
+        # Without the volume no runner works either. What is in use is measured next.
+        log.warning("can't see whether a trainer holds the GPUs", error=error)
+
+
+def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
+    # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some memory. If that is too
+    # much for vLLM, it refuses to start by itself.
+    devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
+    allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
+    floor = dict.fromkeys(devices.uuids, allowed)
+    if busy := devices.busy(floor):
+        log.warning("waiting until the devices are free", bytes_in_use=busy)
+        busy = over(devices.wait_free(free_seconds, floor), floor)
+    if busy:
+        uses = ["the driver does not answer" if used is None else f"{used} bytes in use" for used in busy.values()]
+        in_use = ", ".join(f"{uuid} ({use})" for uuid, use in zip(busy, uses, strict=True))
+        message = f"not free after {free_seconds:.0f} s: {in_use}; stop the other programs on these GPUs"
+        raise CannotStartNow(f"{message}: vLLM starts when less than {FREE_BYTES + allowed} bytes are in use")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tells in each answer which weights its tokens came from.
 
 The header `x-tandem-weights` has the names. An answer that saw a swap also has the field `weight_versions`: for each
-sequence the first token of each name. Standard library only.
+sequence the first token of each name.
 """
 
 import asyncio
@@ -11,7 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.inference.server.guard import Send, send_json
+from starlette.types import Send
+
+from tandem.inference.server.asgi import ChangedAnswer
 
 current_request: ContextVar["InFlight"] = ContextVar("current_request")
 
@@ -66,33 +68,23 @@ class InFlight:
         ]
 
 
-class VersionedAnswer:
-    """Passes on vLLM's answer to a request, and adds the versions. Errors pass unchanged."""
+class VersionedAnswer(ChangedAnswer):
+    """With the versions."""
 
     def __init__(self, send: Send, request: InFlight) -> None:
-        self._send, self._request = send, request
-        self._start: dict[str, Any] | None = None  # of a JSON answer that is held back until its body is complete
-        self._body = b""
-        self._stream = False
+        super().__init__(send)
+        self._request = request
 
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 200:
-            headers = [*message.get("headers", ()), (b"x-tandem-weights", self._request.names().encode())]
-            self._stream = any(key.lower() == b"content-type" and b"event-stream" in value for key, value in headers)
-            message = {**message, "headers": headers}
-            if self._request.swaps and not self._stream:
-                self._start = message
-                return
-        elif self._start is not None:
-            await self._add_to_json(self._start, message)
-            return
-        elif self._stream and self._request.swaps and message.get("body", b"").startswith(b"data: [DONE]"):
-            event = {"object": "tandem.weight_versions", "choices": [], "weight_versions": self._request.versions()}
-            message = {**message, "body": b"data: " + json.dumps(event).encode() + b"\n\n" + message["body"]}
-        await self._send(message)
+    def headers(self) -> dict[str, str]:
+        return {"x-tandem-weights": self._request.names()}
 
-    async def _add_to_json(self, start: dict[str, Any], message: Any) -> None:
-        self._body += message.get("body", b"")
-        if message.get("more_body"):
-            return
-        await send_json(self._send, start, json.loads(self._body) | {"weight_versions": self._request.versions()})
+    def whole(self, body: bytes) -> bytes:
+        if not self._request.swaps:
+            return body
+        return json.dumps(json.loads(body) | {"weight_versions": self._request.versions()}).encode()
+
+    def event(self, body: bytes) -> bytes:
+        if not self._request.swaps or not body.startswith(b"data: [DONE]"):
+            return body
+        event = {"object": "tandem.weight_versions", "choices": [], "weight_versions": self._request.versions()}
+        return b"data: " + json.dumps(event).encode() + b"\n\n" + body

@@ -2,7 +2,7 @@
 
 The cycle of a job: write the hold -> check that vLLM is healthy -> vLLM sleeps -> wait until its memory is free -> the
 ranks run and exit -> wait until their memory is free -> vLLM wakes -> remove the hold. The hold is written before vLLM
-is checked, and a vLLM that starts looks for a hold first (`inference.server.wait_for_gpu`): so a vLLM that is about to
+is checked, and a vLLM that starts looks for a hold first (`inference.server.serve`): so a vLLM that is about to
 take the memory is either noticed here or waits there.
 """
 

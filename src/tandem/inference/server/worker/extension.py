@@ -1,15 +1,16 @@
 """What Tandem adds to vLLM's workers and engine where weights are merged. `plugin.py` installs it."""
 
-import functools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from tandem.inference.server.second_copy import automatic_copy
-from tandem.inference.server.worker.landing import LandingWeights, Source
+import torch
+
+from tandem.inference.server.command import automatic_copy
+from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.merged_weights import MergedWeights
 from tandem.inference.server.worker.model_weights import BASE
 from tandem.vllm_client.names import MERGED_VARIABLE
@@ -17,46 +18,18 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
 
 
-def answers_errors[**P](method: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
-    """An error becomes an answer. vLLM's executor stops at the first worker that raises and takes the answers of the
-    others for those of the next call."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    return call
-
-
 class MergedWorker:
-    """Mixed into vLLM's worker by `--worker-extension-cls`; the methods are called by `collective_rpc`."""
+    """Mixed into vLLM's worker by `--worker-extension-cls`."""
 
     tandem_weights: MergedWeights | LandingWeights
 
-    @answers_errors
-    def tandem_stage(self, version: str, directory: str, scale: float, source: Source | None = None) -> dict[str, Any]:
-        self.tandem_weights.stage(version, directory, scale, source)
-        return {}
-
-    @answers_errors
-    def tandem_staged(self, version: str) -> dict[str, Any]:
-        return {"way": self.tandem_weights.staged(version)}
-
-    @answers_errors
-    def tandem_swap(self, version: str) -> dict[str, Any]:
-        return self.tandem_weights.swap(version)
-
-    @answers_errors
-    def tandem_discard(self, keep: list[str]) -> dict[str, Any]:
-        self.tandem_weights.discard(keep=keep)
-        return {}
-
-    @answers_errors
-    def tandem_rows(self, wanted: dict[str, int]) -> dict[str, Any]:
-        return {"rows": self.tandem_weights.rows(wanted)}
+    def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of the weights. An error becomes an answer: vLLM's executor stops at the first worker that
+        raises and takes the answers of the others for those of the next call."""
+        try:
+            return {"result": getattr(self.tandem_weights, method)(*args)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def attach(worker: Any) -> None:
@@ -67,27 +40,21 @@ def attach(worker: Any) -> None:
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
-    copy: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
+    copy = options["second_copy"] if on_gpu else "device"
     if copy == "auto":
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        copy = automatic_copy(_left_for_kv_cache(worker), weights)
+        memory = torch.cuda.get_device_properties(worker.device).total_memory
+        left = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
+        copy = automatic_copy(left, weights)
     log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
-    base_model = worker.model_config.model
-    targets = None if options["targets"] is None else frozenset(options["targets"])
-    if targets is not None:
-        worker.tandem_weights = MergedWeights(model, base_model, targets, copy)
-    else:
+    base_model, targets = worker.model_config.model, options["targets"]
+    if targets is None:
         place = (worker.rank, worker.parallel_config.world_size)
-        worker.tandem_weights = LandingWeights(model, base_model, targets, copy, place)
+        worker.tandem_weights = LandingWeights(model, base_model, copy, place)
+    else:
+        worker.tandem_weights = MergedWeights(model, base_model, copy, frozenset(targets))
     if on_gpu:
         runner.model_memory_usage += worker.tandem_weights.device_bytes
-
-
-def _left_for_kv_cache(worker: Any) -> float:
-    import torch
-
-    total = torch.cuda.get_device_properties(worker.device).total_memory
-    return float(total * worker.cache_config.gpu_memory_utilization - worker.model_runner.model_memory_usage)
 
 
 def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float
@@ -100,16 +67,18 @@ def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, req
     """
     if time.monotonic() > deadline:
         return {"late": True}
-    answers = call(core, "tandem_swap", None, (version,))
+    begin = time.perf_counter()
+    answers = call(core, "tandem_call", None, ("swap", version))
+    seconds = time.perf_counter() - begin
     if errors := [answer["error"] for answer in answers if "error" in answer]:
         before = getattr(core, "tandem_version", BASE)
-        restored = call(core, "tandem_swap", None, (before,))
+        restored = call(core, "tandem_call", None, ("swap", before))
         if any("error" in answer for answer in restored):
             core.abort_requests(list(core.scheduler.requests))
             return {"torn": f"{errors[0]}; and the weights before can't be restored"}
         return {"error": errors[0]}
     core.tandem_version = version
-    return {"seconds": max(answer["seconds"] for answer in answers), "tokens": _tend(core, requests, name)}
+    return {"seconds": seconds, "tokens": _tend(core, requests, name)}
 
 
 def _tend(core: Any, requests: str, name: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,7 @@ import torch
 from tandem.families.adapter import stacked_name
 from tandem.families.parts import Part
 from tandem.families.registry import read_arch
-from tandem.inference.server.worker.base_files import BaseFiles
-from tandem.inference.server.worker.factors import FactorReader
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights
+from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
 from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
@@ -56,20 +54,14 @@ class Arrival:
 
 
 class LandingWeights(ModelWeights):
-    """With the methods of `MergedWeights`."""
+    """With the methods of `MergedWeights`. Every tensor may change."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        base_model: str,
-        targets: frozenset[str] | None,
-        copy: Literal["device", "host"],
-        place: tuple[int, int] = (0, 1),
+        self, model: torch.nn.Module, base_model: str, copy: Literal["device", "host"], place: tuple[int, int] = (0, 1)
     ) -> None:
         """`place`: this worker's number, and how many there are. See `ModelWeights` for the others."""
-        super().__init__(model, base_model, targets, copy)
-        self._place = place
-        self._reader = FactorReader(self._adapted, self._base_files, self._device)
+        super().__init__(model, base_model, copy)
+        self._base_model, self._place = base_model, place
         self._live = dict.fromkeys(self._copy, Content())
         self._landed = dict.fromkeys(self._copy, Content())
         self._arrival = Arrival(BASE, way="merge")
@@ -86,10 +78,11 @@ class LandingWeights(ModelWeights):
         copy = sum(copy.nbytes for copy in self._copy.values() if on_gpu)
         return copy + SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
-    def stage(self, version: str, directory: str, scale: float, source: Source | None = None) -> None:
+    def stage(self, version: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.
         `staged` says when it is there. The version that was there is lost. `source`: where whole weights come from;
-        None: they are merged from the base model's files and the adapter in `directory` (for BASE: without one)."""
+        None: they are merged from the base model's files and the adapter in the directory `version` (for BASE: without
+        one)."""
         before = self._arrival
         coming = (before.version, before.source) == (version, source) and not before.error and not before.way
         if coming or self._has(version):
@@ -97,15 +90,9 @@ class LandingWeights(ModelWeights):
         with self._writing:
             before.stopped = True
         self._arrival = now = Arrival(version, source)
-
-        def land() -> None:
-            try:
-                with torch.inference_mode(), self._own_stream():
-                    self._land(now, directory, scale, source)
-            except Exception as error:
-                now.error = f"{type(error).__name__}: {error}"
-
-        threading.Thread(target=land, daemon=True).start()
+        changed = frozenset(block for content in self._landed.values() for block in content.changed)
+        self._tell(now, "", frozenset(self._adapted))
+        threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
         """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
@@ -132,31 +119,36 @@ class LandingWeights(ModelWeights):
             self._stream.synchronize()
             yield
 
-    def _land(self, arrival: Arrival, directory: str, scale: float, source: Source | None) -> None:
-        """Fill the second copy."""
-        before = frozenset(block for content in self._landed.values() for block in content.changed)
-        everything = frozenset(self._adapted)
-        self._tell(arrival, "", everything)
-        way, arrived = source["way"] if source else "merge", everything
+    def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
+        """Fill the second copy, in which `changed` may differ from the base model."""
+        try:
+            with torch.inference_mode(), self._own_stream():
+                arrived = self._bring(arrival, scale)
+                for block in changed - arrived:
+                    self._put(arrival, block, self._read(self._base, block))
+                if self._stream is not None:
+                    self._stream.synchronize()
+            arrival.way = arrival.source["way"] if arrival.source else "merge"
+            self._tell(arrival, arrival.version, arrived)
+        except Exception as error:
+            arrival.error = f"{type(error).__name__}: {error}"
+
+    def _bring(self, arrival: Arrival, scale: float) -> frozenset[Block]:
+        """Write what differs from the base model. Returns those blocks."""
+        source = arrival.source
         if source is None:
-            factors = {} if arrival.version == BASE else self._reader.read(directory, scale)
-            arrived = frozenset(factors)
+            factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
             for block, of_block in factors.items():
-                base = self._read(self._base_files, block).to(self._device)
+                base = self._read(self._base, block).to(self._device)
                 merge(out := torch.empty_like(base), base, *of_block)
                 self._put(arrival, block, out)
-        elif way == "volume":
-            files = BaseFiles(source["directory"])
-            for block in self._adapted:
-                self._put(arrival, block, self._read(files, block))
-        else:
-            arrived = self._receive(arrival, source)
-        for block in before - arrived:
-            self._put(arrival, block, self._read(self._base_files, block))
-        if self._stream is not None:
-            self._stream.synchronize()
-        arrival.way = way
-        self._tell(arrival, arrival.version, arrived)
+            return frozenset(factors)
+        if source["way"] != "volume":
+            return self._receive(arrival, source)
+        files = stored_tensors(source["directory"])
+        for block in self._adapted:
+            self._put(arrival, block, self._read(files, block))
+        return frozenset(self._adapted)
 
     def _receive(self, arrival: Arrival, source: Source) -> frozenset[Block]:
         """Write what the trainer's ranks send. Returns the blocks that have all of it."""
@@ -197,10 +189,10 @@ class LandingWeights(ModelWeights):
             if not arrival.stopped:
                 self._landed = {name: Content(version, of[name]) for name in self._copy}
 
-    def _read(self, files: BaseFiles, block: Block) -> torch.Tensor:
-        """[names, ...], in the parameter's dtype."""
+    def _read(self, tensors: Mapping[str, Any], block: Block) -> torch.Tensor:
+        """[names, ...], in the parameter's dtype. `tensors`: `stored_tensors` of a model."""
         dtype = self._copy[block.parameter].dtype
-        return torch.stack([files.block(name, block.of) for name in block.names]).to(dtype)
+        return torch.stack([tensors[name][block.of] for name in block.names]).to(dtype)
 
     def _put(self, arrival: Arrival, block: Block, values: torch.Tensor) -> None:
         place = block.view(self._copy[block.parameter])
@@ -215,22 +207,18 @@ class LandingWeights(ModelWeights):
             place.copy_(values, non_blocking=True)
 
     @torch.inference_mode()
-    def swap(self, version: str) -> dict[str, Any]:
+    def swap(self, version: str) -> None:
         """Exchange the weights with those of a staged version. Call it between two steps, on the thread that runs them.
 
-        If it raises, `version` is empty and the weights are torn, until a swap to the version before or another one.
+        If it raises, the weights are torn, until a swap to the version before or another one.
         """
-        begin = time.perf_counter()
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
-        self.version = ""
         for name in self._copy:
             if self._live[name].version != version:
                 self._exchange(name)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.version = version
-        return {"seconds": time.perf_counter() - begin}
 
     def _exchange(self, name: str) -> None:
         live, landed = self._live[name], self._landed[name]
@@ -244,6 +232,3 @@ class LandingWeights(ModelWeights):
                 of.copy_(to, non_blocking=True)
                 to.copy_(arrived)
         self._live[name], self._landed[name] = landed, live
-
-    def discard(self, *, keep: list[str]) -> None:
-        """Nothing: there is one second copy, whatever it has."""

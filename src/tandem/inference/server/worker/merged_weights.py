@@ -4,73 +4,58 @@
 from there and no rounding accumulates.
 """
 
-import threading
-import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch
 
-from tandem.inference.server.worker.factors import FactorReader, Factors
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights
+from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights
 from tandem.inference.server.worker.weight_plan import Block
 from tandem.model.transfer.merge import merge
 
 
-@dataclass
-class Staged:
-    """The adapter of one version, being read or read."""
-
-    factors: Factors = field(default_factory=dict)
-    error: str = ""
-    ready: bool = False
-
-
 class MergedWeights(ModelWeights):
     def __init__(
-        self, model: torch.nn.Module, base_model: str, targets: frozenset[str], copy: Literal["device", "host"]
+        self, model: torch.nn.Module, base_model: str, copy: Literal["device", "host"], targets: frozenset[str]
     ) -> None:
         """`targets`: names of the linear layers that adapters may touch. See `ModelWeights`."""
-        super().__init__(model, base_model, targets, copy)
-        self._reader = FactorReader(self._adapted, self._base_files, self._device)
-        self._versions = {BASE: Staged(ready=True)}
+        super().__init__(model, base_model, copy, targets)
+        self._threads = ThreadPoolExecutor(1)
+        self._staged = {BASE: Future[Factors]()}
+        self._staged[BASE].set_result({})
+        self._used = deque([BASE], maxlen=2)  # the versions that the weights had last
         self._changed: set[Block] = set()
 
-    def stage(self, version: str, directory: str, scale: float, _source: dict[str, Any] | None = None) -> None:
-        """Begin to read an adapter in PEFT's format onto the device, in a thread. `staged` says when it is there."""
-        if version not in self._versions or self._versions[version].error:
-            self._versions[version] = staged = Staged()
-            threading.Thread(target=self._read, args=(staged, directory, scale), daemon=True).start()
+    def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
+        """Begin to read the adapter in the directory `version` onto the device, in a thread. `staged` says when it is
+        there. Others are forgotten, but those of the two versions that were in use last."""
+        before = self._staged.get(version)
+        if before is None or (before.done() and before.exception()):
+            self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
+            self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
         """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
         where its adapter can't be read."""
-        staged = self._versions[version]
-        if staged.error:
-            raise RuntimeError(f"the adapter of {version} can't be read: {staged.error}")
-        return "merge" if staged.ready else ""
-
-    def _read(self, staged: Staged, directory: str, scale: float) -> None:
-        try:
-            staged.factors = self._reader.read(directory, scale)
-            staged.ready = True
-        except Exception as error:
-            staged.error = f"{type(error).__name__}: {error}"
+        staged = self._staged[version]
+        if not staged.done():
+            return ""
+        if error := staged.exception():
+            raise RuntimeError(f"the adapter of {version} can't be read: {type(error).__name__}: {error}") from error
+        return "merge"
 
     @torch.inference_mode()
-    def swap(self, version: str) -> dict[str, Any]:
+    def swap(self, version: str) -> None:
         """Make the weights those of a staged version. Call it between two steps, on the thread that runs them.
 
-        If it raises, `version` is empty and the weights are torn, until a swap to the version before or another one.
+        If it raises, the weights are torn, until a swap to the version before or another one.
         """
-        begin, staged = time.perf_counter(), self._versions[version]
-        if not staged.ready:
+        if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
-        self.version = ""
-        self._write(staged.factors)
-        self.version = version
-        return {"seconds": time.perf_counter() - begin}
+        self._write(self._staged[version].result())
+        if version != self._used[-1]:
+            self._used.append(version)
 
     def _write(self, factors: Factors) -> None:
         of_parameter = defaultdict[str, list[Block]](list)
@@ -89,8 +74,3 @@ class MergedWeights(ModelWeights):
                     self._changed.discard(block)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def discard(self, *, keep: list[str]) -> None:
-        """Forget the adapters of versions that are neither in use nor in `keep`."""
-        names = {BASE, self.version, *keep}
-        self._versions = {name: staged for name, staged in self._versions.items() if name in names}

@@ -1,36 +1,55 @@
-"""The weights of vLLM's model on one worker, and a second copy of those that may change."""
+"""The weights of vLLM's model on one worker, a second copy of those that may change, and adapters to them."""
 
+import threading
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 
+from tandem.families.adapter import WEIGHTS_FILE, peft_keys
 from tandem.families.parts import chosen
-from tandem.inference.server.worker.base_files import BaseFiles
-from tandem.inference.server.worker.weight_plan import CannotWrite, plan
+from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
+from tandem.inference.tensor_file import TensorFile, weight_files
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
 
+Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
+
+
+def stored_tensors(model: str) -> dict[str, Any]:
+    """A model's tensors by name, as safetensors' slices: indexing one reads that block. `model`: see `weight_files`.
+    Files stay open, memory-mapped."""
+    opened = [safe_open(path, framework="pt") for path in weight_files(model)]
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+
 
 class ModelWeights:
     def __init__(
-        self, model: torch.nn.Module, base_model: str, targets: frozenset[str] | None, copy: Literal["device", "host"]
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        copy: Literal["device", "host"],
+        targets: frozenset[str] | None = None,
     ) -> None:
         """`targets`: names of the linear layers that may change; None: every tensor may.
 
         Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
         self._parameters = dict(model.named_parameters())
-        self._blocks = plan(model)
-        self._base_model, self._base_files = base_model, BaseFiles(base_model)
+        self._base = stored_tensors(base_model)
         self._device = next(model.parameters()).device
-        self._prove()
-        self._adapted = [block for block in self._blocks if chosen(block.names[0], targets)]
+        blocks = plan(model)
+        self._prove(blocks)
+        self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
         self._copy = {
             name: _copied(self._parameters[name].data, copy) for name in {block.parameter for block in self._adapted}
         }
-        self.version = BASE
+        self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
+        self._reading = threading.Lock()
 
     @property
     def device_bytes(self) -> int:
@@ -38,12 +57,12 @@ class ModelWeights:
         sizes = [copy.nbytes for copy in self._copy.values()]
         return sum(sizes) if next(iter(self._copy.values())).is_cuda else 2 * max(sizes)
 
-    def _prove(self) -> None:
-        for block in self._blocks:
+    def _prove(self, blocks: list[Block]) -> None:
+        for block in blocks:
             live = block.view(self._parameters[block.parameter].data)
             for name, part in zip(block.names, live, strict=True):
                 try:
-                    expected = self._base_files.block(name, block.of).to(part.dtype)
+                    expected = self._base[name][block.of].to(part.dtype)
                 except KeyError as error:
                     raise CannotWrite(f"the base model's files have no {name}") from error
                 if expected.shape != part.shape or not torch.equal(bits(expected.to(part.device)), bits(part)):
@@ -67,6 +86,47 @@ class ModelWeights:
             entry["sha256"] = sha256(bits(row).numpy().tobytes()).hexdigest()
         return found
 
+    @torch.inference_mode()
+    def _factors(self, directory: str, scale: float) -> Factors:
+        """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it does not fit."""
+        factors: Factors = {}
+        file = TensorFile(Path(directory, WEIGHTS_FILE))
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
+            s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
+            left = set(file)
+            for block in self._adapted:
+                keys = [peft_keys(name.removesuffix(".weight")) for name in block.names]
+                if keys[0][0] not in left:
+                    continue
+                for name, (key_a, key_b) in zip(block.names, keys, strict=True):
+                    (ranks, width), shape = file.shape(key_a), tuple(self._base[name].get_shape())
+                    if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
+                        raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
+                rows, columns = block.of
+                a = _stacked([_tensor(data, file, key)[:, columns] for key, _ in keys])
+                b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
+                factors[block] = (a, b, s)
+                left -= {key for pair in keys for key in pair}
+            if stream is not None:
+                stream.synchronize()
+        if left:
+            raise CannotWrite(f"vLLM's model has no place for {min(left)}")
+        return factors
+
+    def _on_device(self, path: Path, begin: int) -> torch.Tensor:
+        """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it takes long to make."""
+        size = path.stat().st_size - begin
+        with self._reading:
+            if self._pinned is None or self._pinned.numel() < size:
+                self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = self._pinned[:size]
+            with path.open("rb") as file:
+                file.seek(begin)
+                file.readinto(host.numpy())
+            return host.to(self._device, copy=True)
+
 
 def _copied(live: torch.Tensor, where: Literal["device", "host"]) -> torch.Tensor:
     if where == "device" or live.device.type == "cpu":
@@ -76,3 +136,15 @@ def _copied(live: torch.Tensor, where: Literal["device", "host"]) -> torch.Tenso
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
+    """A float32 tensor of the file whose bytes are in `data`."""
+    if file.dtype(name) != "F32":
+        raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
+    begin, end = file.offsets(name)
+    return data[begin:end].view(torch.float32).view(file.shape(name))
+
+
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)

@@ -63,15 +63,11 @@ def _blocks(path: str, module: Any) -> Iterator[Block]:
         yield from _experts(path, module)
         return
     for name, value in parameters.items():
-        rest = (slice(None),) * (value.ndim - 1)
+        columns_at = columns_of = (slice(None),) * (value.ndim - 1)
+        if type(module).__name__ == "RowParallelLinear" and name == "weight":
+            width = value.shape[1]
+            columns_of = (slice(module.tp_rank * width, (module.tp_rank + 1) * width),)
         for source, at, of in _rows(path, module, value.shape[0]):
-            columns_at, columns_of = rest, rest
-            if type(module).__name__ == "RowParallelLinear":
-                if name == "weight":
-                    width, rank = value.shape[1], module.tp_rank
-                    columns_of = (slice(rank * width, (rank + 1) * width),)
-                else:
-                    at = of = slice(None)
             yield Block(f"{path}.{name}", (f"{source}.{name}",), (at, *columns_at), (of, *columns_of))
 
 

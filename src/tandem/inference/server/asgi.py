@@ -1,0 +1,71 @@
+"""What the middlewares in vLLM's API server share: paths, errors, bodies, and answers that they change."""
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+
+def route_path(scope: Scope) -> str:
+    """The path that Starlette's router matches: `path` without the `root_path` that the app is mounted under."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        return path[len(root) :]
+    return path
+
+
+def error(
+    status: int, kind: str, message: str, field: str | None = None, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse({"error": {"type": kind, "message": message, "field": field}}, status, headers)
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes | None:
+    """A request's body; None where the client is gone."""
+    try:
+        return await Request(scope, receive).body()
+    except ClientDisconnect:
+        return None
+
+
+class ChangedAnswer:
+    """Passes vLLM's answer on: a JSON answer changed as a whole, a stream event by event, errors unchanged."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None  # of a JSON answer, held back until its body is complete
+        self._body = b""
+        self._stream = False
+
+    def headers(self) -> dict[str, str]:
+        """More headers."""
+        return {}
+
+    def whole(self, body: bytes) -> bytes:
+        return body
+
+    def event(self, body: bytes) -> bytes:
+        return body
+
+    async def send(self, message: Message) -> None:
+        body: bytes = message.get("body", b"")
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            message = {**message}
+            headers = MutableHeaders(scope=message)
+            headers.update(self.headers())
+            self._stream = "event-stream" in headers.get("content-type", "")
+            if not self._stream:
+                self._start = message
+                return
+        elif self._start is not None:
+            self._body += body
+            if message.get("more_body"):
+                return
+            body = self.whole(self._body)
+            MutableHeaders(scope=self._start)["content-length"] = str(len(body))
+            await self._send(self._start)
+            message = {"type": "http.response.body", "body": body}
+        elif self._stream and body:
+            message = {**message, "body": self.event(body)}
+        await self._send(message)
