@@ -24,7 +24,8 @@ import numpy as np
 
 from tandem.data.encoder import Encoder
 from tandem.data.examples import Message
-from tandem.data.packed_format import Float32, Int32
+from tandem.data.packed_format import Int32
+from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -36,18 +37,6 @@ _one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of 
 @lru_cache(maxsize=8)
 def _has_marks(template: str) -> bool:
     return _GENERATION.search(_COMMENT.sub("", template)) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A linear sequence of an example. `tokens` [n], of which the last is trained; `trained` [k]: indices in `tokens`
-    of the trained ones, rising, the first >= 1, k >= 1; `weights` [k]: the factors of their losses (None: all 1);
-    `targets` [k]: the tokens to predict in their place (None: themselves)."""
-
-    tokens: Int32
-    trained: Int32
-    weights: Float32 | None = None
-    targets: Int32 | None = None
 
 
 @lru_cache(maxsize=2)
@@ -117,21 +106,16 @@ class Renderer:
         lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
         return Plan(whole, [(len(prompt), len(whole))], [name], lead=lead)
 
-    def chat(
-        self, messages: list[Message], names: list[str], trained: set[int], tools: Any
-    ) -> list[Plan] | InvalidInput:
+    def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
-        try:
-            if not self.tokenizer.chat_template:
-                problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
-                raise InvalidInput(problem, field=names[0].rpartition(".")[0])
-            template = self.tokenizer.get_chat_template(tools=tools)
-            plain = [message.for_template() for message in messages]
-            if _has_marks(template):
-                return [self._marked(template, plain, names, trained, tools)]
-            return self._turns(template, plain, names, trained, tools)
-        except InvalidInput as error:
-            return error
+        if not self.tokenizer.chat_template:
+            problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
+            raise InvalidInput(problem, field=names[0].rpartition(".")[0])
+        template = self.tokenizer.get_chat_template(tools=tools)
+        plain = [message.for_template() for message in messages]
+        if _has_marks(template):
+            return [self._marked(template, plain, names, trained, tools)]
+        return self._turns(template, plain, names, trained, tools)
 
     def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
         """The plan of a template with `{% generation %}`."""
@@ -195,7 +179,7 @@ class Renderer:
             raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, ids: Int32) -> list[Rendered]:
+    def finish(self, plan: Plan, ids: Int32) -> list[LinearSequence]:
         """The sequences of a plan, from the tokens of its text."""
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
         spans = [match.span() for match in self.marks.finditer(plan.text)]
@@ -215,7 +199,7 @@ class Renderer:
             if start is None or end is None:
                 return self._apart(plan)
             trained.extend(range(start, end))
-        return [_rendered(plan, ids, trained, plan.names[-1])]
+        return [_sequence(plan, ids, trained, plan.names[-1])]
 
     def _tail(self, text: str) -> Int32:
         if len(text) > _TAIL_CHARACTERS:
@@ -227,7 +211,7 @@ class Renderer:
             tail = self._tails[text] = self.encoder.encode(text)
         return tail
 
-    def _apart(self, plan: Plan) -> list[Rendered]:
+    def _apart(self, plan: Plan) -> list[LinearSequence]:
         """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
         trained text is tokenised alone."""
         found = []
@@ -240,16 +224,16 @@ class Renderer:
                     problem = "a token spans the border between context and trained text, so the mask is ambiguous"
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])
-            found.append(_rendered(plan, whole, range(len(prompt), len(whole)), name))
+            found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
         return found
 
 
-def _rendered(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> Rendered:
+def _sequence(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> LinearSequence:
     where = np.array(trained, np.int32) + len(plan.lead)
     where = where[where > 0]
     if not len(where):
         raise InvalidInput("nothing predicts the first token, and there is no other; leave it out", field=name)
-    return Rendered(np.concatenate([np.array(plan.lead, np.int32), ids])[: where[-1] + 1], where)
+    return LinearSequence.of(np.concatenate([np.array(plan.lead, np.int32), ids]), where)
 
 
 @lru_cache(maxsize=2)

@@ -42,6 +42,7 @@ from tandem.spool import fs
 
 FORMAT = 3
 FILE = "arrays.npy"
+Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -60,7 +61,7 @@ class PackedRow:
     tokens: Int32
     positions: Int32
     subtree_end: Int32
-    slot_experts: NDArray[np.int16]
+    slot_experts: Int16
     item_target: Int32
     item_source: Int32
     item_token: Int32
