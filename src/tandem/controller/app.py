@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings
-from tandem.controller import routes_checkpoints, routes_data, routes_jobs, routes_runs
+from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, routes_train
 from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
@@ -53,7 +53,7 @@ def create_app(settings: Settings) -> FastAPI:
     install_handlers(app)
     # `Authentication` checks the key; this adds it to the OpenAPI document.
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
-    for module in (routes_runs, routes_jobs, routes_checkpoints, routes_data):
+    for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
 
     @app.get("/healthz", tags=["health"])
