@@ -16,7 +16,7 @@ import pytest
 from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
 from spool.volume_tools import mounted
 from tandem.client import Tandem
-from tandem.controller import sweeper
+from tandem.controller import app
 from tandem.spool import Spool
 from tandem.spool.removal import Keep
 from waiting import until
@@ -134,14 +134,14 @@ def test_a_controller_starts_on_a_full_volume_and_says_so(tmp_path):
 
 
 def test_stale_litter_is_removed_while_the_controller_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.1)
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.1)
     spool = Spool.create(tmp_path)
     old, young = tmp_path / "jobs/data/.tmp-old", tmp_path / "jobs/.tmp-young"
     for path in (old, young):
         path.touch()
     os.utime(old, (time.time() - 4000,) * 2)
-    thread = sweeper.Sweeper(spool, Keep())
-    thread.start()
+    stop = threading.Event()
+    threading.Thread(target=app.remove_regularly, args=(spool, Keep(), stop), daemon=True).start()
     until("the stale one is gone", lambda: not old.exists())
-    thread.stop()
+    stop.set()
     assert young.exists()

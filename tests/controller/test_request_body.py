@@ -41,7 +41,7 @@ def test_a_body_comes_back_whole_and_holds_little_memory(tmp_path, count, in_fil
 
 
 def test_a_full_volume_refuses_it_and_nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))  # noqa: SIM115
 
     async def scene() -> None:
         async with received(Request(bytes(2 * MEMORY_BYTES)), tmp_path):

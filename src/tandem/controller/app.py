@@ -3,6 +3,9 @@
 A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
 """
 
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -16,8 +19,15 @@ from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, rout
 from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
-from tandem.controller.metrics import install_metrics, run_collectors
+from tandem.controller.metrics import install_metrics
 from tandem.controller.schemas import ErrorBody, Health, TrainRequest
+from tandem.errors import TandemError
+from tandem.spool import Spool
+from tandem.spool.recovery import sweep
+from tandem.spool.removal import Keep, prune
+from tandem.system.logs import Log
+
+SWEEP_SECONDS = 600.0
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take
 the checkpoint.
@@ -34,6 +44,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "The volume can't be used; try again later."},
 }
 
+log = Log("controller")
+
 
 def create_app(settings: Settings) -> FastAPI:
     """The application of one deployment.
@@ -47,7 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
         redoc_url=None,
-        lifespan=run_collectors,
+        lifespan=_run_threads,
     )
     app.state.deployment = Deployment(settings)
     install_handlers(app)
@@ -73,6 +85,31 @@ def create_app(settings: Settings) -> FastAPI:
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     install_metrics(app, app.state.deployment)
     return app
+
+
+@asynccontextmanager
+async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
+    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
+    deployment, collectors, stop = app.state.deployment, app.state.collector_threads, threading.Event()
+    keep = Keep.of(deployment.settings)
+    threading.Thread(target=remove_regularly, args=(deployment.spool, keep, stop), name="sweep", daemon=True).start()
+    for thread in collectors:
+        thread.start()
+    yield
+    stop.set()
+    for thread in collectors:
+        thread.stop()
+
+
+def remove_regularly(spool: Spool, keep: Keep, stop: threading.Event) -> None:
+    """Removes what dead processes left on the volume and what `keep` leaves out, until `stop` is set."""
+    while not stop.wait(SWEEP_SECONDS):
+        try:
+            spool.check()
+            prune(spool, keep)
+            sweep(spool)
+        except (TandemError, OSError) as error:
+            log.warning("can't remove old or stale files", error=error)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
