@@ -64,7 +64,8 @@ class EventStreams:
         offset = 0
         with self._followed(job) as file:
             while not stopping.is_set():
-                ended = file.ended  # read before the events: a job that has ended by now has written all of them
+                # Before the events are read: a job that has ended by now has written all of them.
+                ended, seen = file.ended, file.size
                 part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
                 block, next_offset, size, terminal = part
                 if terminal:
@@ -75,7 +76,7 @@ class EventStreams:
                 if at_end:
                     if ended or not wait:
                         return
-                    await self._news(file, size, stopping)
+                    await self._news(file, (seen, size), stopping)
 
     def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
         """A part of the file, the offset of the next one, the file's size, and whether the terminal event is in it.
@@ -99,9 +100,12 @@ class EventStreams:
             if not file.readers:
                 self._files.pop(job, None)
 
-    async def _news(self, file: _File, size: int, stopping: anyio.Event) -> None:
-        """Waits until the file has another size than `size`, or the job has ended."""
-        while file.size in (0, size) and not file.ended and not stopping.is_set():
+    async def _news(self, file: _File, sizes: tuple[int, int], stopping: anyio.Event) -> None:
+        """Waits until a look sees another size than these, or that the job has ended.
+
+        `sizes`: what the last look before the reading saw, which may be less than was read, and what was read.
+        """
+        while file.size in sizes and not file.ended and not stopping.is_set():
             with suppress(TimeoutError):
                 async with timeout(1.0):  # for `stopping`
                     await file.news.wait()
