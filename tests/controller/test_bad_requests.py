@@ -88,6 +88,9 @@ def test_bodies_that_are_not_json_or_not_declared_as_json(http, idle_run):
             answer = http.post(path, content=content, headers=JSON)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"], error["field"]) == (422, "invalid_input", "body"), answer.text
+        for content in (b"", b"null", b"[1]"):
+            answer = http.post(path, content=content, headers=JSON)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (422, "body"), answer.text
 
 
 @pytest.mark.usefixtures("nothing_changes")

@@ -88,7 +88,7 @@ def install_handlers(app: FastAPI) -> None:
             return response_of(_NOT_JSON)
         where, *rest = errors[0]["loc"]
         path = _path_in(error.body, errors[0] | {"loc": rest}) if where == "body" else rest[:1]
-        return response_of(invalid_input(errors, path))
+        return response_of(invalid_input(errors, path or [where]))
 
     @app.exception_handler(HTTPException)
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:

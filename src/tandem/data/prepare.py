@@ -96,6 +96,7 @@ def prepare_sft(
             if not signed and (one.weights < 0).any():
                 problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
                 raise InvalidInput(problem, field=f"{field}.weights")
+            _check_float32(example.weight * max(1.0, float(np.abs(one.weights).max())), f"{field}.weight")
         fitted, truncated = _fit_to_row(sequences, packing, field)
         batch = 0 if e < len(examples) else -1
         trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
