@@ -30,7 +30,7 @@ from tandem.errors import InvalidInput
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%-?\s*generation\s*-?%\}")
 _INSTEAD = "give token_ids and trainable instead of messages"
-_REMEMBERED_TAILS, _TAIL_CHARACTERS = 4096, 64
+_SHORT = 64  # characters
 _one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of {% generation %}, are not thread-safe
 
 
@@ -96,7 +96,8 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        self._tails: dict[str, Int32] = {}
+        # Most borders come after the same few words, as "assistant\n".
+        self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> Plan:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
@@ -191,7 +192,8 @@ class Renderer:
                 return len(ids)
             before = bisect_right(ends, position) - 1
             first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
-            tail = self._tail(plan.text[start:position])
+            encode = self._encode_short if position - start <= _SHORT else self.encoder.encode
+            tail = encode(plan.text[start:position])
             return first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
 
         trained: list[int] = []
@@ -200,16 +202,6 @@ class Renderer:
                 return self._apart(plan)
             trained.extend(range(start, end))
         return [_sequence(plan, ids, trained, plan.names[-1])]
-
-    def _tail(self, text: str) -> Int32:
-        if len(text) > _TAIL_CHARACTERS:
-            return self.encoder.encode(text)
-        tail = self._tails.get(text)  # several threads may be here
-        if tail is None:
-            if len(self._tails) >= _REMEMBERED_TAILS:
-                self._tails = {}
-            tail = self._tails[text] = self.encoder.encode(text)
-        return tail
 
     def _apart(self, plan: Plan) -> list[LinearSequence]:
         """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
