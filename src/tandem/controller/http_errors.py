@@ -1,7 +1,6 @@
 """Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its TandemError."""
 
 import json
-import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -17,13 +16,14 @@ from tandem.controller.schemas import ErrorBody
 from tandem.data.inputs import invalid_input
 from tandem.errors import InvalidInput, TandemError, Unauthorized
 from tandem.spool.fs import volume_error
+from tandem.system.logs import Log
 
 # A client that follows it asks again when files may be closed or space may be free.
 RETRY_SECONDS = 2
 
 _NOT_JSON = InvalidInput("the body is not JSON", field="body")
 
-log = logging.getLogger("tandem.controller")
+log = Log("controller")
 
 
 def response_of(error: TandemError) -> JSONResponse:
@@ -71,7 +71,7 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(TandemError)
     async def _tandem_error(_: Request, error: TandemError) -> JSONResponse:
         if error.http_status >= 500:
-            log.error("%s: %s", error.code, error)
+            log.error(f"{error.code}: {error}")
         return response_of(error)
 
     @app.exception_handler(OSError)
