@@ -1,7 +1,7 @@
 """Places sequences in rows, and turns rows into the packed arrays."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -81,12 +81,14 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     sequences = [sequence for sequence, _ in owned]
     owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
-    groups: list[list[int]] = [[] for _ in range(int(group_of[-1]) + 1)]
-    for index, trajectory in enumerate(owner):
-        groups[group_of[trajectory]].append(index)
+    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, t in enumerate(owner):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
     tokens = [sequence.tokens for sequence in sequences]
-    batch_of = {trajectory.group: trajectory.batch for trajectory in trajectories}
-    rows, row_batch = _rows_of_batches(groups, batch_of, tokens, sequence_length)
+    placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
+    rows = [row for of_batch in placed.values() for row in of_batch]
 
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -113,7 +115,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "subtree_end": subtree_end,
         "slot_experts": slot_experts,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
-        "row_batch": np.array(row_batch, np.int32),
+        "row_batch": np.repeat(list(placed), [len(of_batch) for of_batch in placed.values()]).astype(np.int32),
         "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
         "item_target": np.concatenate(targets).astype(np.int32),
         "item_source": np.concatenate(sources).astype(np.int32),
@@ -125,7 +127,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_group": group_of,
         "trajectory_num_items": np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32),
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
-        "group_num_items": np.bincount(group_of[item_trajectory], minlength=len(groups)).astype(np.int32),
+        "group_num_items": np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32),
     }
 
 
@@ -140,17 +142,6 @@ def _put_experts(row: Int16, path: Int32, experts: Int16 | None) -> None:
         slots = path[: len(experts)]
         new = row[slots, 0, 0] < 0
         row[slots[new]] = experts[: len(slots)][new]
-
-
-def _rows_of_batches(
-    groups: list[list[int]], batch_of: dict[int, int], tokens: list[Int32], sequence_length: int
-) -> tuple[list[PrefixTree], list[int]]:
-    """The rows, batch after batch, and the batch of each."""
-    batches: dict[int, list[list[int]]] = {}
-    for number, members in enumerate(groups):
-        batches.setdefault(batch_of[number], []).append(members)
-    placed = {batch: _place(members, tokens, sequence_length) for batch, members in batches.items()}
-    return [row for rows in placed.values() for row in rows], [batch for batch, rows in placed.items() for _ in rows]
 
 
 class _Rows:
@@ -188,7 +179,7 @@ class _Rows:
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
-def _place(groups: list[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
+def _place(groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
     """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
     trees = []
     for group in groups:
