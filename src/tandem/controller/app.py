@@ -20,7 +20,7 @@ from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
 from tandem.controller.metrics import install_metrics
-from tandem.controller.schemas import ErrorBody, Health, TrainRequest
+from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
@@ -113,13 +113,13 @@ def remove_regularly(spool: Spool, keep: Keep, stop: threading.Event) -> None:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, and the schema of the body that the route `train` parses itself."""
+    """FastAPI's document, and the schemas of the bodies that routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        request = TypeAdapter(TrainRequest).json_schema(ref_template="#/components/schemas/{model}")
         components = schema["components"]["schemas"]
-        for name, part in request.pop("$defs").items():
-            components.setdefault(name, part)
-        components["TrainRequest"] = request
+        for request, body in (("TrainRequest", TrainRequest), ("RenderRequest", RenderRequest)):
+            components[request] = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
+            for name, part in components[request].pop("$defs").items():
+                components.setdefault(name, part)
         app.openapi_schema = schema
     return app.openapi_schema

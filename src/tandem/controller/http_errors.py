@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -41,19 +41,24 @@ def refuse(error: TandemError) -> JSONResponse:
     return response
 
 
-def invalid_json(error: ValidationError, body: bytes) -> InvalidInput:
-    """The error about a body that was validated as JSON text."""
-    errors = error.errors(include_url=False, include_context=False)
-    if errors[0]["type"] == "json_invalid":
-        return InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body")
-    return invalid_input(errors, _path_in(json.loads(body), errors[0]))
+def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
+    """The JSON text `body` as the adapter's type; InvalidInput names what is wrong."""
+    try:
+        return adapter.validate_json(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        if errors[0]["type"] == "json_invalid":
+            raise InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body") from error
+        raise invalid_input(errors, _path_in(json.loads(body), errors[0])) from error
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
     """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags, are pydantic's own.
 
-    The last part of a "missing" error is a key that `data` lacks.
+    The last part of a "missing" error is a key that `data` lacks. A body that is no object is at fault itself.
     """
+    if not isinstance(data, dict):
+        return ["body"]
     path: list[str | int] = []
     for i, part in enumerate(error["loc"]):
         is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
@@ -88,7 +93,7 @@ def install_handlers(app: FastAPI) -> None:
             return response_of(_NOT_JSON)
         where, *rest = errors[0]["loc"]
         path = _path_in(error.body, errors[0] | {"loc": rest}) if where == "body" else rest[:1]
-        return response_of(invalid_input(errors, path or [where]))
+        return response_of(invalid_input(errors, path))
 
     @app.exception_handler(HTTPException)
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:

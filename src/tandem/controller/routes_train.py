@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -10,11 +10,11 @@ from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
-from tandem.controller.http_errors import invalid_json
+from tandem.controller.http_errors import parse_body
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import (
     AnyRequest,
@@ -39,37 +39,34 @@ router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
 # A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
 LARGE_BODY_BYTES = 32 * 2**20
-_TRAIN_SCHEMA = {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}}
-_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
+_train_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
+_render_request = TypeAdapter(RenderRequest)
+_NOT_JSON: dict[int | str, dict[str, Any]] = {
+    415: {"model": ErrorBody, "description": "The body is not declared as application/json."}
+}
+
+
+def _body(name: str) -> dict[str, Any]:
+    """The document of a body that the route parses itself; `app` adds the schema."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 @router.post(
     "/v1/runs/{run}/train",
     tags=["runs"],
     status_code=202,
-    responses={
-        200: {"model": JobStatus, "description": "The job existed already."},
-        415: {"model": ErrorBody, "description": "The body is not declared as application/json."},
-    },
-    openapi_extra={"requestBody": {"required": True, "content": _TRAIN_SCHEMA}},
+    responses={200: {"model": JobStatus, "description": "The job existed already."}, **_NOT_JSON},
+    openapi_extra=_body("TrainRequest"),
 )
 async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
     """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "the body must be application/json")
-    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
-        size = body.tell()
 
-        def submit() -> tuple[JobStatus, bool]:
-            body.seek(0)
-            job, new = _submit(deployment, run, body.read())
-            return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
+    def submit(body: bytes) -> tuple[JobStatus, bool]:
+        job, new = _submit(deployment, run, body)
+        return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
 
-        if size > LARGE_BODY_BYTES:
-            await turn.enter_async_context(deployment.large_bodies)
-        # In a thread, because parsing and packing a large batch would block all other requests.
-        threads = deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
-        status, new = await to_thread.run_sync(submit, limiter=threads)
+    status, new = await _with_body(deployment, request, submit)
     if new:
         deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
     else:
@@ -77,14 +74,32 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
     return status
 
 
-@router.post("/v1/data/render", tags=["data"])
-async def render_data(request: RenderRequest, deployment: CurrentDeployment) -> list[Rendering]:
+@router.post("/v1/data/render", tags=["data"], responses=_NOT_JSON, openapi_extra=_body("RenderRequest"))
+async def render_data(request: Request, deployment: CurrentDeployment) -> list[Rendering]:
     """Examples or pairs as they would be trained: their texts, and which parts of these are trained."""
 
-    def render() -> list[Rendering]:
-        return preview(load_tokenizer(deployment.model_path), request.examples, request.pairs)
+    def render(body: bytes) -> list[Rendering]:
+        asked = parse_body(_render_request, body)
+        return preview(load_tokenizer(deployment.model_path), asked.examples, asked.pairs)
 
-    return await to_thread.run_sync(render, limiter=deployment.packing_threads)
+    return await _with_body(deployment, request, render)
+
+
+async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
+    """`work` on the body, in a thread, because parsing and packing a large batch would block all other requests."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be application/json")
+    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
+        size = body.tell()
+
+        def read_and_work() -> T:
+            body.seek(0)
+            return work(body.read())
+
+        if size > LARGE_BODY_BYTES:
+            await turn.enter_async_context(deployment.large_bodies)
+        threads = deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
+        return await to_thread.run_sync(read_and_work, limiter=threads)
 
 
 @asynccontextmanager
@@ -108,10 +123,7 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     leaves nothing on the spool.
     """
     deployment.spool.runs.get(run)
-    try:
-        request = _request.validate_json(body)
-    except ValidationError as error:
-        raise invalid_json(error, body) from error
+    request = parse_body(_train_request, body)
     _check(deployment, request)
     fingerprint = _fingerprint(run, request)
 
