@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from tandem.controller.schemas import ErrorBody
@@ -107,6 +108,10 @@ def install_handlers(app: FastAPI) -> None:
         if status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names only the methods of the path's first route
             headers = {"Allow": ", ".join(sorted(_methods(request)))}
         return _response(status, headers, type=status.name.lower(), message=message)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _hung_up(_: Request, __: ClientDisconnect) -> JSONResponse:  # nobody reads it, but it is counted
+        return _response(400, type="bad_request", message="the client hung up before its request was complete")
 
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback
