@@ -72,12 +72,11 @@ def _remember_what_is_safe() -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence before it is tokenised. `spans`: its trained characters; `names`: what errors call each of them;
+    """A sequence before it is tokenised. `spans`: its trained characters [start, end), and what errors call these;
     `marked`: whether marks of the template enclose them; `lead`: tokens before the text."""
 
     text: str
-    spans: list[tuple[int, int]]
-    names: list[str]
+    spans: list[tuple[int, int, str]]
     marked: bool = False
     lead: list[int] = field(default_factory=list)
 
@@ -105,7 +104,7 @@ class Renderer:
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
         lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
-        return Plan(whole, [(len(prompt), len(whole))], [name], lead=lead)
+        return Plan(whole, [(len(prompt), len(whole), name)], lead=lead)
 
     def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
@@ -131,7 +130,7 @@ class Renderer:
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
         if not spans:
             raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
-        return Plan(text, spans, [last] * len(spans), marked=True)
+        return Plan(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a template without: one for all turns of which each continues the one before it."""
@@ -151,10 +150,9 @@ class Renderer:
             if completion.rstrip().endswith(self.endings):
                 completion = completion.rstrip()
             if not plans or not prompt.startswith(plans[-1].text):
-                plans.append(Plan("", [], []))
+                plans.append(Plan("", []))
             plans[-1].text = prompt + completion
-            plans[-1].spans.append((len(prompt), len(prompt + completion)))
-            plans[-1].names.append(name)
+            plans[-1].spans.append((len(prompt), len(prompt + completion), name))
         return plans
 
     def _apply(
@@ -197,17 +195,17 @@ class Renderer:
             return first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
 
         trained: list[int] = []
-        for start, end in ((index(start), index(end)) for start, end in plan.spans):
+        for start, end in ((index(start), index(end)) for start, end, _ in plan.spans):
             if start is None or end is None:
                 return self._apart(plan)
             trained.extend(range(start, end))
-        return [_sequence(plan, ids, trained, plan.names[-1])]
+        return [_sequence(plan, ids, trained, plan.spans[-1][2])]
 
     def _apart(self, plan: Plan) -> list[LinearSequence]:
         """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
         trained text is tokenised alone."""
         found = []
-        for (start, end), name in zip(plan.spans, plan.names, strict=True):
+        for start, end, name in plan.spans:
             prompt, whole = self.encoder.encode(plan.text[:start]), self.encoder.encode(plan.text[:end])
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = plan.text[start:end]
