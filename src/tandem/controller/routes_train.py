@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -89,17 +89,16 @@ async def _with_body[T](deployment: Deployment, request: Request, work: Callable
     """`work` on the body, in a thread, because parsing and packing a large batch would block all other requests."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
-    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
+    async with received(request, deployment.spool.paths.jobs / "data") as body:
         size = body.tell()
 
         def read_and_work() -> T:
             body.seek(0)
             return work(body.read())
 
-        if size > LARGE_BODY_BYTES:
-            await turn.enter_async_context(deployment.large_bodies)
         threads = deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
-        return await to_thread.run_sync(read_and_work, limiter=threads)
+        async with deployment.large_bodies if size > LARGE_BODY_BYTES else nullcontext():
+            return await to_thread.run_sync(read_and_work, limiter=threads)
 
 
 @asynccontextmanager
