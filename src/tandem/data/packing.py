@@ -81,13 +81,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     sequences = [sequence for sequence, _ in owned]
     owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
-    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
-    for trajectory in trajectories:
-        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
-    for index, t in enumerate(owner):
-        batches[trajectories[t].batch][trajectories[t].group].append(index)
     tokens = [sequence.tokens for sequence in sequences]
-    placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
+    placed = _rows_by_batch(trajectories, owner.tolist(), tokens, sequence_length)
     rows = [row for of_batch in placed.values() for row in of_batch]
 
     shape = (len(rows), sequence_length)
@@ -142,6 +137,18 @@ def _put_experts(row: Int16, path: Int32, experts: Int16 | None) -> None:
         slots = path[: len(experts)]
         new = row[slots, 0, 0] < 0
         row[slots[new]] = experts[: len(slots)][new]
+
+
+def _rows_by_batch(
+    trajectories: Sequence[PackedTrajectory], owner: list[int], tokens: list[Int32], sequence_length: int
+) -> dict[int, list[PrefixTree]]:
+    """The rows of each batch. `owner`: the trajectory of each sequence."""
+    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, t in enumerate(owner):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    return {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
 
 
 class _Rows:
