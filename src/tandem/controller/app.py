@@ -117,7 +117,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         components = schema["components"]["schemas"]
-        for request, body in (("TrainRequest", TrainRequest), ("RenderRequest", RenderRequest)):
+        bodies: dict[str, Any] = {"TrainRequest": TrainRequest, "RenderRequest": RenderRequest}
+        for request, body in bodies.items():
             components[request] = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
             for name, part in components[request].pop("$defs").items():
                 components.setdefault(name, part)

@@ -107,7 +107,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 
     Raises SpoolUnusable where the volume can't take it.
     """
-    with SpooledTemporaryFile(MEMORY_BYTES, dir=directory, prefix=fs.TEMPORARY) as body:
+    with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
         with fs.volume_errors(directory):
             async for part in request.stream():
                 await to_thread.run_sync(body.write, part)
