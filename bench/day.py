@@ -42,8 +42,8 @@ COPIES_SECONDS = 10 * 60.0 + 60.0  # how long the publisher keeps copies of adap
 # The controller's sweeper works every ten minutes otherwise.
 _CONTROLLER = f"""
 import sys
-from tandem.controller import __main__, sweeper
-sweeper.SWEEP_SECONDS = {SWEEP_SECONDS}
+from tandem.controller import __main__, app
+app.SWEEP_SECONDS = {SWEEP_SECONDS}
 sys.exit(__main__.main())
 """
 _VLLM = """

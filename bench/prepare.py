@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from bench.report import report
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import SFTExample
-from tandem.data.formats import open_examples
+from tandem.data.formats import Examples
 from tandem.data.inputs import PackingSettings
 from tandem.data.prepare import prepare_sft
 
@@ -98,7 +98,7 @@ def measure(file: Path, tokenizer_path: Path, size: int, out: Path) -> dict[str,
     prepare_sft([SFTExample(text="a b")], tokenizer_path=str(tokenizer_path), vocab_size=40000,
                 packing=PackingSettings(), out=out / "first")  # fmt: skip
     begin, cpu = time.perf_counter(), time.process_time()
-    examples = open_examples(file)
+    examples = Examples(file)
     seconds["find the lines"] = time.perf_counter() - begin
     order = np.random.default_rng(0).permutation(len(examples))
 

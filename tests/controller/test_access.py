@@ -52,8 +52,11 @@ def test_bodies_over_the_limit_are_refused_with_and_without_content_length(tmp_p
         assert http.post("/v1/runs/a/train", json=rl_request()).status_code == 202
 
 
-def test_only_training_takes_large_bodies(http):
+def test_only_examples_may_be_large(http):
     assert http.post("/v1/runs", json={"name": "a" * 2**20}).status_code == 413
+    for path in ("/v1/runs/nobody/train", "/v1/data/render"):
+        answer = http.post(path, json={"kind": "sft", "examples": [{"text": "a" * 2**21, "texts": 1}]})
+        assert answer.status_code == (404 if "train" in path else 422), answer.text
 
 
 def test_without_keys_only_localhost_names_are_answered(tmp_path):

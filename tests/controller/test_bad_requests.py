@@ -83,11 +83,15 @@ def test_bodies_that_are_not_json_or_not_declared_as_json(http, idle_run):
     text = {"Content-Type": "text/plain"}
     assert http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(rl_request()), headers=text).status_code == 415
     assert "415" in http.get("/openapi.json").json()["paths"]["/v1/runs/{run}/train"]["post"]["responses"]
-    for path in ("/v1/runs", f"/v1/runs/{idle_run}/fork", f"/v1/runs/{idle_run}/rollback"):
+    assert http.post("/v1/data/render", content=b"{}", headers=text).status_code == 415
+    for path in ("/v1/runs", f"/v1/runs/{idle_run}/fork", f"/v1/runs/{idle_run}/rollback", "/v1/data/render"):
         for content in (b"{", b"\xff", b'{"step": "\xc0"}'):
             answer = http.post(path, content=content, headers=JSON)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"], error["field"]) == (422, "invalid_input", "body"), answer.text
+        for content in (b"", b"null", b"[1]"):
+            answer = http.post(path, content=content, headers=JSON)
+            assert (answer.status_code, answer.json()["error"]["field"]) == (422, "body"), answer.text
 
 
 @pytest.mark.usefixtures("nothing_changes")

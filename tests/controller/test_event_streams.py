@@ -206,7 +206,7 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
         await asyncio.to_thread(server.spool.events.append, job, "step", step=1)
         blocks = await asyncio.wait_for(asyncio.gather(*waiting), 20)
         assert len(set(blocks)) == 1
-        assert all(jobs == [job] for jobs in looks)
+        assert all([name for name, _ in files] == [job] for files in looks)
         for reader in readers:
             await reader.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.3)  # while the last look ends, the next reader comes
@@ -221,5 +221,35 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
         count = len(looks)
         await asyncio.sleep(0.5)
         assert len(looks) == count  # nobody follows any more
+
+    asyncio.run(scene())
+
+
+def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, server, run, monkeypatch):
+    monkeypatch.setattr(event_streams, "POLL_SECONDS", 1.0)
+    job = client.train(run, rl_request()).id
+    reads, since = [], type(server.spool.events).since
+
+    def late(*arguments):
+        reads.append(arguments[2])
+        if len(reads) == 2:  # the look has seen the first event; the second one comes before it is read
+            server.spool.events.append(job, "step", step=2)
+        return since(*arguments)
+
+    monkeypatch.setattr(type(server.spool.events), "since", late)
+
+    async def scene() -> None:
+        blocks = EventStreams(server.spool).follow(job, -1, wait=True, stopping=anyio.Event())
+        await anext(blocks)
+        coming = asyncio.create_task(anext(blocks))
+        await asyncio.sleep(1.5)  # a look has seen no event
+        await asyncio.to_thread(server.spool.events.append, job, "step", step=1)
+        assert (await asyncio.wait_for(coming, 20)).count(b"event: step") == 2
+        coming = asyncio.create_task(anext(blocks))
+        await asyncio.sleep(2.5)
+        assert len(reads) == 3
+        await asyncio.to_thread(server.spool.events.append, job, "step", step=3)
+        assert b'"step":3' in await asyncio.wait_for(coming, 20)
+        await blocks.aclose()
 
     asyncio.run(scene())

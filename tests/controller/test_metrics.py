@@ -1,5 +1,6 @@
 """The controller's own /metrics: open, by route template, and without names of runs or jobs."""
 
+import socket
 import uuid
 
 import httpx
@@ -54,6 +55,19 @@ def test_requests_are_counted_by_template_method_and_status(server, http, run):
     for private in (secret, KEY, str(server.spool.root)):
         assert private not in text
     assert get(server, "tandem_http_request_duration_seconds_count", route="/v1/runs/{run}") >= 2
+
+
+def test_a_client_that_hangs_up_is_not_counted_as_an_error_of_the_controller(server, run):
+    def counted(status: str) -> float:
+        return requests(server, "/v1/runs/{run}/train", "POST", status)
+
+    before, errors = counted("4xx"), counted("5xx")
+    url = httpx.URL(server.url)
+    head = f"POST /v1/runs/{run}/train HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+    until("it is counted", lambda: counted("4xx") == before + 1)
+    assert counted("5xx") == errors
 
 
 def test_jobs_are_counted_once_by_kind_and_by_state(server, http, run):

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from api_server import rl_request, tree, turn
-from spool.volume_tools import full_disk
-from tandem.controller.request_body import MEMORY_BYTES, received
+from tandem.controller.routes_train import MEMORY_BYTES, received
 from tandem.errors import VolumeFull
 
 
@@ -29,17 +30,18 @@ def test_a_body_comes_back_whole_and_holds_little_memory(tmp_path, count, in_fil
 
     async def scene() -> None:
         async with received(Request(*parts), tmp_path) as body:
-            assert (body.size, body.read()) == (sum(map(len, parts)), b"".join(parts))
-            assert (body._file is not None) is in_file
-            assert sum(map(len, body._parts)) <= MEMORY_BYTES
+            assert body._rolled is in_file
+            assert body.tell() == sum(map(len, parts))
+            assert not in_file or os.fstat(body.fileno()).st_size == body.tell()
             assert list(tmp_path.iterdir()) == []
-            assert body._file is None or os.fstat(body._file.fileno()).st_size == body.size
+            body.seek(0)
+            assert body.read() == b"".join(parts)
 
     asyncio.run(scene())
 
 
 def test_a_full_volume_refuses_it_and_nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "write", full_disk)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))  # noqa: SIM115
 
     async def scene() -> None:
         async with received(Request(bytes(2 * MEMORY_BYTES)), tmp_path):
@@ -51,7 +53,7 @@ def test_a_full_volume_refuses_it_and_nothing_stays(tmp_path, monkeypatch):
 
 
 def test_a_large_request_is_trained_like_a_small_one(client, server, run, monkeypatch):
-    monkeypatch.setattr("tandem.controller.routes_runs.LARGE_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem.controller.routes_train.LARGE_BODY_BYTES", 1000)
     turns = [turn([10, 11], [20, 21] * 30000), turn([10, 11], [21, 20] * 30000)]
     groups = [{"trajectories": [{"turns": [one], "reward": float(i)} for i, one in enumerate(turns)]}]
     request = rl_request(groups=groups, packing={"sequence_length": 64, "too_long": "truncate"})

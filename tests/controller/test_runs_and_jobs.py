@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 import api_server
 from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, serve, sft_request, tree
 from tandem.client import Tandem
-from tandem.controller import sweeper
+from tandem.controller import app
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NotServed
 from tandem.spool.schema import JobError, LoraShape
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_deleted_alone(client, server, run):
 
 
 def test_the_controller_removes_what_the_settings_do_not_keep(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.05)
     root = make_root(tmp_path / "spool")
     with Server(root, keep_checkpoints=1, keep_every=2) as server, Tandem(server.url, KEY) as client:
         client.create_run("a", lora={"rank": 2})

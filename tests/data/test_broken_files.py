@@ -10,7 +10,7 @@ import pytest
 
 from data.chat_tokenizer import TEMPLATES, chat_tokenizer
 from tandem.cli import main
-from tandem.data.formats import open_examples
+from tandem.data.formats import Examples
 from tandem.errors import InvalidInput
 
 ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
@@ -99,7 +99,7 @@ def write(path: Path, content: Any) -> Path:
 
 
 def read_all(path: Path) -> int:
-    examples = open_examples(path)
+    examples = Examples(path)
     return len([examples.parse(i) for i in range(len(examples))])
 
 
@@ -141,7 +141,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     ]
     for name, options, field, problem in cases:
         with pytest.raises(InvalidInput, match=problem) as refused:
-            open_examples(tmp_path / name, **options)
+            Examples(tmp_path / name, **options)
         assert field in str(refused.value.field)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.formats import FORMATS, open_examples
+from tandem.data.formats import FORMATS, Examples
 from tandem.errors import InvalidInput
 
 SYSTEM, ASK, ANSWER = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "q"), ("assistant", "a")))
@@ -62,13 +62,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_formats(tmp_path: Path, name: str, record: dict[str, Any], expected: dict[str, Any]) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    examples = open_examples(path)
+    examples = Examples(path)
     assert (examples.format, examples.kind) == (name, FORMATS[name][0])
     assert examples[0] == ("data.jsonl line 1", expected)
     _, parsed = examples.parse(0)
     model = SFTExample if examples.kind == "sft" else PreferencePair
     assert parsed == model.model_validate(expected)
-    named = open_examples(path, format=name, kind=examples.kind)
+    named = Examples(path, format=name, kind=examples.kind)
     assert named[0][1] == expected
 
 
@@ -86,7 +86,7 @@ def test_any_value_in_any_column_is_read_or_refused(tmp_path: Path) -> None:
         path = tmp_path / "data.jsonl"
         records = [record | {column: junk} for column in (*record, *FORMATS[name][3]) for junk in JUNK]
         path.write_text("".join(json.dumps(one) + "\n" for one in records))
-        examples = open_examples(path, format=name)
+        examples = Examples(path, format=name)
         for i in range(len(records)):
             try:
                 examples.parse(i)
@@ -99,7 +99,7 @@ def test_any_value_in_any_column_is_read_or_refused(tmp_path: Path) -> None:
 def test_columns_that_are_left_out_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for _, record, _ in CASES[:2]))
-    examples = open_examples(path)
+    examples = Examples(path)
     assert [examples[i][1]["messages"] for i in (1, 0)] == [[ASK, ANSWER]] * 2
     assert examples.ignored == {"id"}
 
@@ -139,7 +139,7 @@ def test_files_of_each_kind(tmp_path: Path) -> None:
     order = random.Random(0).sample(range(len(RECORDS)), 300)
     places = set()
     for name in (*files, "rows.parquet", "hub", "saved", "splits", "splits/train"):
-        examples = open_examples(tmp_path / name)
+        examples = Examples(tmp_path / name)
         assert len(examples) == len(RECORDS), name
         assert [examples[i][1] for i in order] == [RECORDS[i] for i in order], name
         places.add(examples[4][0])
@@ -156,7 +156,7 @@ def test_what_arrow_adds_is_left_out(tmp_path: Path) -> None:
     ]
     records = [{"messages": [ASK, {"role": "assistant", "tool_calls": [call]}, ANSWER]} for call in calls]
     write_parquet(tmp_path / "rows.parquet", records)
-    examples = open_examples(tmp_path / "rows.parquet")
+    examples = Examples(tmp_path / "rows.parquet")
     assert [examples[i][1] for i in range(2)] == records
     examples.parse(1)
 
@@ -165,7 +165,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_parquet(tmp_path / "rows.parquet", RECORDS[:1])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(Exception, match=r"pip install 'tandem-rl\[data\]'"):
-        open_examples(tmp_path / "rows.parquet")
+        Examples(tmp_path / "rows.parquet")
 
 
 def test_lines_take_little_memory(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_lines_take_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "some text that is not held in memory"}\n' * 1_000_000)
     tracemalloc.start()
-    examples = open_examples(path)
+    examples = Examples(path)
     assert examples[999_999] == ("data.jsonl line 1000000", {"text": "some text that is not held in memory"})
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

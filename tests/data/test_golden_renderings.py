@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from data.chat_tokenizer import TEMPLATES, chat_tokenizer
-from tandem.data.chat_template import Rendered
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.render import render, render_pairs
+from tandem.data.packing import LinearSequence
+from tandem.data.render import render
 from tandem.errors import InvalidInput
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
@@ -50,7 +50,7 @@ def given(conversation: dict[str, Any]) -> list[dict[str, Any]]:
     return [message.for_template() for message in example.messages]
 
 
-def turns_of(sequences: list[Rendered]) -> list[tuple[list[int], list[int]]]:
+def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]]]:
     """(tokens before it, trained tokens) of each trained run."""
     found = []
     for one in sequences:
@@ -180,8 +180,6 @@ def test_many_are_rendered_as_one_by_one() -> None:
         for one, other in zip(sequences, alone, strict=True):
             assert (one.tokens.tolist(), one.trained.tolist()) == (other.tokens.tolist(), other.trained.tolist())
     (last,) = found[-1]
-    assert last.weights is not None
-    assert last.targets is not None
     assert (last.trained.tolist(), last.weights.tolist(), last.targets.tolist()) == ([1, 2], [-0.5, 2.0], [9, 7])
     assert len(found) == 601
 
@@ -201,9 +199,9 @@ def test_messages_that_are_not_trained(name: str) -> None:
     pair = PreferencePair.model_validate(
         {"chosen": [ask, first, again, second], "rejected": [ask, first, again, first]}
     )
-    ((prompt, chosen, rejected),) = render_pairs(tokenizer, [pair], ["x"])
-    assert (prompt.tolist(), chosen.tolist()) == everything[1]
-    assert tokenizer.decode(rejected).startswith(("yes", "<think>"))
+    ((chosen, rejected),) = render(tokenizer, [pair], ["x"])
+    assert turns_of([chosen]) == everything[1:]
+    assert tokenizer.decode(rejected.tokens[rejected.trained]).startswith(("yes", "<think>"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
@@ -235,8 +233,8 @@ def test_texts() -> None:
     assert marked.tokens.tolist() == [bos, *tokenizer("yes", add_special_tokens=False).input_ids, eos]
     pairs = [PreferencePair(chosen="It is sunny", rejected="It is not"),
              PreferencePair(prompt="It is", chosen=" sunny", rejected=" not")]  # fmt: skip
-    for prompt, chosen, rejected in render_pairs(tokenizer, pairs, ["", ""]):
-        assert tokenizer.decode([*prompt, *chosen, *rejected]) == (
+    for chosen, rejected in render(tokenizer, pairs, ["", ""]):
+        assert tokenizer.decode([*chosen.tokens, *rejected.tokens[rejected.trained]]) == (
             f"{tokenizer.bos_token}It is sunny{tokenizer.eos_token} not{tokenizer.eos_token}"
         )
 

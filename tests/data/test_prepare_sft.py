@@ -188,6 +188,8 @@ def test_refused_naming_the_field(tmp_path: Path, tokenizer_path: str) -> None:
         ([chat("hi", "yes")], str(tmp_path / "nowhere"), VOCAB, "base_model", "can't load a tokenizer"),
         ([raw], tokenizer_path, VOCAB, "examples.0.token_ids", f"id {VOCAB} at index 1"),
         ([chat("hi", "yes")], tokenizer_path, 258, "examples.0.messages", "vocabulary"),
+        ([chat("hi", "yes", weight=1e39)], tokenizer_path, VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], "", VOCAB, "examples.0.weight", "float32"),
     ]
     for examples, path, vocab_size, field, message in cases:
         with pytest.raises(InvalidInput, match=message) as refused:

@@ -16,7 +16,7 @@ from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.prepare import prepare_dpo, prepare_sft
-from tandem.data.render import render_pairs
+from tandem.data.render import render
 from tandem.errors import InvalidInput
 from tandem.spool import Spool
 from tandem.spool.schema import DPOJob, PreferenceLoss, Schedule, SFTJob, SFTLoss
@@ -56,13 +56,13 @@ class Reference:
 
     def answers(self, pairs: list[PreferencePair]) -> list[list[torch.Tensor]]:
         """Log-probs of the tokens of each pair's chosen and rejected answer."""
-        split = render_pairs(self.tokenizer, pairs, ["" for _ in pairs])
-        return [[self._of(prompt, answer) for answer in answers] for prompt, *answers in split]
+        rendered = render(self.tokenizer, pairs, ["" for _ in pairs])
+        return [[self._of(one.tokens.tolist(), one.trained.tolist()) for one in both] for both in rendered]
 
-    def _of(self, prompt: Any, answer: Any) -> torch.Tensor:
-        ids = torch.tensor([*prompt.tolist(), *answer.tolist()])
+    def _of(self, tokens: list[int], trained: list[int]) -> torch.Tensor:
+        ids, where = torch.tensor(tokens), torch.tensor(trained)
         logprobs = self.model(ids[None]).logits[0].log_softmax(-1)
-        return logprobs[torch.arange(len(prompt) - 1, len(ids) - 1), ids[len(prompt) :]]
+        return logprobs[where - 1, ids[where]]
 
     def loss(self, pairs: list[PreferencePair], before: list[list[torch.Tensor]]) -> torch.Tensor:
         """DPO's, eq. 7 of its paper."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tandem.cli.common import Json, connect, details, err, out, show, table
 from tandem.data.examples import Rendering, SFTExample
-from tandem.data.formats import open_examples
+from tandem.data.formats import Examples
 from tandem.errors import InvalidInput
 
 app = typer.Typer(help="Look at data before it is trained.", no_args_is_help=True)
@@ -44,7 +44,7 @@ def check(
 
     Exit status: 1 if a record is broken.
     """
-    data = open_examples(file, format)
+    data = Examples(file, format)
     render = _offline(tokenizer) if tokenizer else _by_controller()
     seen: dict[bytes, str] = {}
     lengths, trained = array("Q"), 0

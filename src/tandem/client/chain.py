@@ -17,14 +17,15 @@ from pydantic import Field, model_validator
 
 from tandem.client.clients import Tandem
 from tandem.controller.schemas import JobStatus
-from tandem.data.formats import Examples, open_examples
-from tandem.data.inputs import Input, PackingSettings
+from tandem.data.formats import Examples
+from tandem.data.inputs import PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 from tandem.spool.schema import (
     Event,
     LoraShape,
     OptimizerSettings,
     PreferenceLoss,
+    Record,
     RunName,
     Schedule,
     SFTLoss,
@@ -34,7 +35,7 @@ from tandem.spool.schema import (
 OnStep = Callable[[int, Event], object]
 
 
-class TrainingConfig(Input):
+class TrainingConfig(Record):
     """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML file."""
 
     run: RunName
@@ -252,7 +253,7 @@ def _steps(part: Slice, event: Event) -> int:
 
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
     """The file, of which every record has the right shape: none is refused when half of them have trained."""
-    examples = open_examples(path, config.format, config.kind)
+    examples = Examples(path, config.format, config.kind)
     for index in range(len(examples)):
         examples.parse(index)
     return examples

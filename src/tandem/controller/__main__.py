@@ -10,13 +10,12 @@ from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import LOGGING_CONFIG
 
 from tandem.config import Settings, load_settings
 from tandem.controller.access import check_bind
 from tandem.controller.app import create_app
 from tandem.errors import TandemError, VolumeFull
-from tandem.system.logs import as_json, configure
+from tandem.system.logs import configure
 from tandem.system.path_names import free_path_names
 
 # Seconds for requests under way when the process is stopped; the spool loses nothing either way.
@@ -46,8 +45,7 @@ def main() -> int:
     except (TandemError, OSError) as error:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
-    if as_json():
-        configure()
+    configure()
     # Each event stream is an open file; many systems allow a process 1024 unless it asks for more.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     config = uvicorn.Config(
@@ -57,8 +55,7 @@ def main() -> int:
         timeout_graceful_shutdown=GRACE_SECONDS,
         server_header=False,
         log_level="info",
-        # In JSON, the root logger prints uvicorn's lines.
-        log_config=None if as_json() else LOGGING_CONFIG,
+        log_config=None,  # the root logger prints uvicorn's lines
     )
     server = uvicorn.Server(config)
     server.run()

@@ -18,7 +18,7 @@ from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthoriz
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 SMALL_BODY_BYTES = 2**20
-_TRAIN_PATH = re.compile(r"^/v1/runs/[^/]+/train$")
+_LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")
 
 
 class Authentication:
@@ -75,7 +75,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class BodyLimit:
-    """ASGI middleware: training requests may have `max_bytes`, all others 1 MiB."""
+    """ASGI middleware: requests with examples may have `max_bytes`, all others 1 MiB."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -85,7 +85,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit = self.max_bytes if _TRAIN_PATH.match(scope["path"]) else min(SMALL_BODY_BYTES, self.max_bytes)
+        limit = self.max_bytes if _LARGE_BODIES.match(scope["path"]) else min(SMALL_BODY_BYTES, self.max_bytes)
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdigit() or int(declared) > limit:
             await refuse(_too_large(limit))(scope, receive, send)
@@ -105,5 +105,5 @@ class BodyLimit:
 
 
 def _too_large(limit: int) -> RequestTooLarge:
-    remedy = "train on fewer trajectories per job or raise TANDEM_MAX_REQUEST_BYTES"
+    remedy = "send fewer trajectories or examples at once, or raise TANDEM_MAX_REQUEST_BYTES"
     return RequestTooLarge(f"the body is larger than {limit} bytes; {remedy}", field="body")

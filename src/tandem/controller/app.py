@@ -3,6 +3,9 @@
 A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
 """
 
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -12,12 +15,19 @@ from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings
-from tandem.controller import routes_checkpoints, routes_data, routes_jobs, routes_runs
+from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, routes_train
 from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
-from tandem.controller.metrics import install_metrics, run_collectors
-from tandem.controller.schemas import ErrorBody, Health, TrainRequest
+from tandem.controller.metrics import install_metrics
+from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
+from tandem.errors import TandemError
+from tandem.spool import Spool
+from tandem.spool.recovery import sweep
+from tandem.spool.removal import prune
+from tandem.system.logs import Log
+
+SWEEP_SECONDS = 600.0
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take
 the checkpoint.
@@ -34,6 +44,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "The volume can't be used; try again later."},
 }
 
+log = Log("controller")
+
 
 def create_app(settings: Settings) -> FastAPI:
     """The application of one deployment.
@@ -47,13 +59,13 @@ def create_app(settings: Settings) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
         redoc_url=None,
-        lifespan=run_collectors,
+        lifespan=_run_threads,
     )
     app.state.deployment = Deployment(settings)
     install_handlers(app)
     # `Authentication` checks the key; this adds it to the OpenAPI document.
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
-    for module in (routes_runs, routes_jobs, routes_checkpoints, routes_data):
+    for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
 
     @app.get("/healthz", tags=["health"])
@@ -75,14 +87,40 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+@asynccontextmanager
+async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
+    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
+    deployment, collectors, stop = app.state.deployment, app.state.collector_threads, threading.Event()
+    arguments = (deployment.spool, deployment.settings, stop)
+    threading.Thread(target=remove_regularly, args=arguments, name="sweep", daemon=True).start()
+    for thread in collectors:
+        thread.start()
+    yield
+    stop.set()
+    for thread in collectors:
+        thread.stop()
+
+
+def remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
+    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set."""
+    while not stop.wait(SWEEP_SECONDS):
+        try:
+            spool.check()
+            prune(spool, settings)
+            sweep(spool)
+        except (TandemError, OSError) as error:
+            log.warning("can't remove old or stale files", error=error)
+
+
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, and the schema of the body that the route `train` parses itself."""
+    """FastAPI's document, and the schemas of the bodies that routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        request = TypeAdapter(TrainRequest).json_schema(ref_template="#/components/schemas/{model}")
         components = schema["components"]["schemas"]
-        for name, part in request.pop("$defs").items():
-            components.setdefault(name, part)
-        components["TrainRequest"] = request
+        bodies: dict[str, Any] = {"TrainRequest": TrainRequest, "RenderRequest": RenderRequest}
+        for request, body in bodies.items():
+            components[request] = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
+            for name, part in components[request].pop("$defs").items():
+                components.setdefault(name, part)
         app.openapi_schema = schema
     return app.openapi_schema

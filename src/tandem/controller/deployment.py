@@ -18,8 +18,6 @@ from tandem.spool import Spool
 # Parsing and packing a batch takes a core and several times the request's size in memory, so others wait. Small ones
 # wait for the volume most of the time, and little memory is enough for them.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
-# A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
-LARGE_BODY_BYTES = 32 * 2**20
 
 
 class Deployment:

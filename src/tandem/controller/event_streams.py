@@ -9,10 +9,9 @@ import os
 import time
 from asyncio import Event as Signal
 from asyncio import Task, create_task, sleep, timeout
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import anyio
 from anyio import to_thread
@@ -40,15 +39,6 @@ class _File:
     news: Signal = field(default_factory=Signal)  # set, and replaced, when something of the above has changed
 
 
-class _Part(NamedTuple):
-    """What a reader holds while its client takes it: bytes, because events would take many times their size."""
-
-    block: bytes
-    offset: int  # of the next part
-    size: int  # of the file, as far as it was read
-    last: bool  # the terminal event is in it
-
-
 class EventStreams:
     """Belongs to one event loop."""
 
@@ -74,22 +64,28 @@ class EventStreams:
         offset = 0
         with self._followed(job) as file:
             while not stopping.is_set():
-                ended = file.ended  # read before the events: a job that has ended by now has written all of them
+                # Before the events are read: a job that has ended by now has written all of them.
+                ended, seen = file.ended, file.size
                 part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
-                if part.last:
+                block, next_offset, size, terminal = part
+                if terminal:
                     wait = False  # what comes after the terminal event is sent if it is there
-                at_end, offset = part.offset == offset, part.offset
-                if part.block:
-                    yield part.block
+                at_end, offset = next_offset == offset, next_offset
+                if block:
+                    yield block
                 if at_end:
                     if ended or not wait:
                         return
-                    await self._news(file, part.size, stopping)
+                    await self._news(file, (seen, size), stopping)
 
-    def _read(self, job: str, offset: int, after: int) -> "_Part":
+    def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
+        """A part of the file, the offset of the next one, the file's size, and whether the terminal event is in it.
+
+        A reader holds bytes while its client takes them, because events would take many times their size.
+        """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)
-        return _Part(block, end, size, any(event.type in TERMINAL for event in events))
+        return block, end, size, any(event.type in TERMINAL for event in events)
 
     @contextmanager
     def _followed(self, job: str) -> Iterator[_File]:
@@ -104,41 +100,40 @@ class EventStreams:
             if not file.readers:
                 self._files.pop(job, None)
 
-    async def _news(self, file: _File, size: int, stopping: anyio.Event) -> None:
-        """Waits until the file has another size than `size`, or the job has ended."""
-        while file.size in (0, size) and not file.ended and not stopping.is_set():
+    async def _news(self, file: _File, sizes: tuple[int, int], stopping: anyio.Event) -> None:
+        """Waits until a look sees another size than these, or that the job has ended.
+
+        `sizes`: what the last look before the reading saw, which may be less than was read, and what was read.
+        """
+        while file.size in sizes and not file.ended and not stopping.is_set():
             with suppress(TimeoutError):
                 async with timeout(1.0):  # for `stopping`
                     await file.news.wait()
 
     async def _look_again(self) -> None:
         while self._files:
-            due = time.monotonic() - STATE_SECONDS
-            states = {job for job, file in self._files.items() if file.state_read < due and not file.ended}
-            sizes, ended = await to_thread.run_sync(self._look, list(self._files), states, limiter=self._threads)
-            for job, file in self._files.items():
-                if job in states:
-                    file.state_read = time.monotonic()
-                if sizes.get(job, file.size) != file.size or (job in ended and not file.ended):
-                    file.size, file.ended = sizes[job], file.ended or job in ended
-                    file.news.set()
-                    file.news = Signal()
+            for file in await to_thread.run_sync(self._look, list(self._files.items()), limiter=self._threads):
+                file.news.set()
+                file.news = Signal()
             await sleep(POLL_SECONDS)
         self._looking = None
         await sleep(POLL_SECONDS)  # the last streams are closed by then
         if not self._files:
             await to_thread.run_sync(_give_memory_back, limiter=self._threads)
 
-    def _look(self, jobs: Collection[str], states: Collection[str]) -> tuple[dict[str, int], set[str]]:
-        """The sizes of the jobs' event files, and which of the jobs `states` have ended."""
-        sizes: dict[str, int] = {}
-        ended: set[str] = set()
-        for job in jobs:
+    def _look(self, files: Sequence[tuple[str, _File]]) -> list[_File]:
+        """Looks at the jobs' event files, and returns those that have changed."""
+        changed = []
+        for job, file in files:
+            before = file.size, file.ended
             with suppress(TandemError, OSError):
-                if job in states and self._has_ended(job):
-                    ended.add(job)
-                sizes[job] = _size(str(self._spool.paths.events_file(job)))
-        return sizes, ended & sizes.keys()
+                if not file.ended and time.monotonic() > file.state_read + STATE_SECONDS:
+                    file.state_read = time.monotonic()
+                    file.ended = self._has_ended(job)
+                file.size = _size(str(self._spool.paths.events_file(job)))
+            if (file.size, file.ended) != before:
+                changed.append(file)
+        return changed
 
     def _has_ended(self, job: str) -> bool:
         try:

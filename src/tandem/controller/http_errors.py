@@ -1,7 +1,6 @@
 """Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its TandemError."""
 
 import json
-import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -9,21 +8,23 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from tandem.controller.schemas import ErrorBody
 from tandem.data.inputs import invalid_input
 from tandem.errors import InvalidInput, TandemError, Unauthorized
 from tandem.spool.fs import volume_error
+from tandem.system.logs import Log
 
 # A client that follows it asks again when files may be closed or space may be free.
 RETRY_SECONDS = 2
 
 _NOT_JSON = InvalidInput("the body is not JSON", field="body")
 
-log = logging.getLogger("tandem.controller")
+log = Log("controller")
 
 
 def response_of(error: TandemError) -> JSONResponse:
@@ -41,19 +42,24 @@ def refuse(error: TandemError) -> JSONResponse:
     return response
 
 
-def invalid_json(error: ValidationError, body: bytes) -> InvalidInput:
-    """The error about a body that was validated as JSON text."""
-    errors = error.errors(include_url=False, include_context=False)
-    if errors[0]["type"] == "json_invalid":
-        return InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body")
-    return invalid_input(errors, _path_in(json.loads(body), errors[0]))
+def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
+    """The JSON text `body` as the adapter's type; InvalidInput names what is wrong."""
+    try:
+        return adapter.validate_json(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        if errors[0]["type"] == "json_invalid":
+            raise InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body") from error
+        raise invalid_input(errors, _path_in(json.loads(body), errors[0])) from error
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
     """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags, are pydantic's own.
 
-    The last part of a "missing" error is a key that `data` lacks.
+    The last part of a "missing" error is a key that `data` lacks. A body that is no object is at fault itself.
     """
+    if not isinstance(data, dict):
+        return ["body"]
     path: list[str | int] = []
     for i, part in enumerate(error["loc"]):
         is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
@@ -71,7 +77,7 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(TandemError)
     async def _tandem_error(_: Request, error: TandemError) -> JSONResponse:
         if error.http_status >= 500:
-            log.error("%s: %s", error.code, error)
+            log.error(f"{error.code}: {error}")
         return response_of(error)
 
     @app.exception_handler(OSError)
@@ -102,6 +108,10 @@ def install_handlers(app: FastAPI) -> None:
         if status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names only the methods of the path's first route
             headers = {"Allow": ", ".join(sorted(_methods(request)))}
         return _response(status, headers, type=status.name.lower(), message=message)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _hung_up(_: Request, __: ClientDisconnect) -> JSONResponse:  # nobody reads it, but it is counted
+        return _response(400, type="bad_request", message="the client hung up before its request was complete")
 
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback

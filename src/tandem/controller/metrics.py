@@ -4,15 +4,12 @@ A request is counted under its route's template, so that no id and no other part
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
-from tandem.controller.sweeper import Sweeper
 from tandem.metrics.collector import CollectorThread, Page
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
@@ -21,19 +18,6 @@ from tandem.spool import Spool
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.
 OTHER = "other"
-
-
-@asynccontextmanager
-async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
-    """The application's lifespan: collectors and the sweeper run as long as it does."""
-    deployment = app.state.deployment
-    sweeper = Sweeper(deployment.spool, deployment.settings)
-    threads = (*app.state.collector_threads, sweeper)
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.stop()
 
 
 def install_metrics(app: FastAPI, deployment: Deployment) -> None:

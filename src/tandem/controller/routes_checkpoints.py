@@ -1,6 +1,7 @@
 """HTTP routes of checkpoints: list, manifest, delete, pin, download as a tar archive."""
 
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -137,8 +138,7 @@ def _open(path: Path, size: int) -> BinaryIO:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} is missing") from error
-    actual = file.seek(0, io.SEEK_END)
-    file.seek(0)
+    actual = os.fstat(file.fileno()).st_size
     if actual != size:
         file.close()
         raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} has {actual} bytes; its manifest says {size}")

@@ -1,31 +1,17 @@
-"""HTTP routes of runs: create, list, state, train, fork, roll back."""
+"""HTTP routes of runs: create, list, state, fork, roll back, delete."""
 
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from anyio import to_thread
-from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, BackgroundTasks, Query, Response
 
-from tandem.controller.deployment import LARGE_BODY_BYTES, CurrentDeployment, Deployment
-from tandem.controller.job_submission import submit_job
-from tandem.controller.request_body import MEMORY_BYTES, received
-from tandem.controller.routes_jobs import job_status
-from tandem.controller.schemas import (
-    LISTED_PENDING,
-    CreateRun,
-    ErrorBody,
-    Fork,
-    JobStatus,
-    Rollback,
-    RolledBack,
-    RunStatus,
-)
+from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, Rollback, RolledBack, RunStatus
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
@@ -36,7 +22,6 @@ from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
-_TRAIN_SCHEMA = {"application/json": {"schema": {"$ref": "#/components/schemas/TrainRequest"}}}
 
 
 def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
@@ -176,38 +161,6 @@ def delete_run(
         for _, job in spool.jobs.pending(run):
             spool.queue.cancel(job.spec.id)
     tasks.add_task(shutil.rmtree, removal.delete_run(spool, run), ignore_errors=True)
-
-
-@router.post(
-    "/{run}/train",
-    status_code=202,
-    responses={
-        200: {"model": JobStatus, "description": "The job existed already."},
-        415: {"model": ErrorBody, "description": "The body is not declared as application/json."},
-    },
-    openapi_extra={"requestBody": {"required": True, "content": _TRAIN_SCHEMA}},
-)
-async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
-    """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "the body must be application/json")
-    async with received(request, deployment.spool.paths.jobs / "data") as body, AsyncExitStack() as turn:
-
-        def submit() -> tuple[JobStatus, bool]:
-            job, new = submit_job(deployment, run, body.read())
-            return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
-
-        if body.size > LARGE_BODY_BYTES:
-            await turn.enter_async_context(deployment.large_bodies)
-        # In a thread, because parsing and packing a large batch would block all other requests.
-        small = body.size <= MEMORY_BYTES
-        threads = deployment.small_packing_threads if small else deployment.packing_threads
-        status, new = await to_thread.run_sync(submit, limiter=threads)
-    if new:
-        deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
-    else:
-        response.status_code = 200
-    return status
 
 
 @router.post("/{run}/fork", status_code=201, responses={200: {"model": RunStatus, "description": "It existed."}})

@@ -24,30 +24,19 @@ import numpy as np
 
 from tandem.data.encoder import Encoder
 from tandem.data.examples import Message
-from tandem.data.packed_format import Float32, Int32
+from tandem.data.packed_format import Int32
+from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%-?\s*generation\s*-?%\}")
 _INSTEAD = "give token_ids and trainable instead of messages"
-_REMEMBERED_TAILS, _TAIL_CHARACTERS = 4096, 64
+_SHORT = 64  # characters
 _one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of {% generation %}, are not thread-safe
 
 
 @lru_cache(maxsize=8)
 def _has_marks(template: str) -> bool:
     return _GENERATION.search(_COMMENT.sub("", template)) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A linear sequence of an example. `tokens` [n], of which the last is trained; `trained` [k]: indices in `tokens`
-    of the trained ones, rising, the first >= 1, k >= 1; `weights` [k]: the factors of their losses (None: all 1);
-    `targets` [k]: the tokens to predict in their place (None: themselves)."""
-
-    tokens: Int32
-    trained: Int32
-    weights: Float32 | None = None
-    targets: Int32 | None = None
 
 
 @lru_cache(maxsize=2)
@@ -83,12 +72,11 @@ def _remember_what_is_safe() -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence before it is tokenised. `spans`: its trained characters; `names`: what errors call each of them;
+    """A sequence before it is tokenised. `spans`: its trained characters [start, end), and what errors call these;
     `marked`: whether marks of the template enclose them; `lead`: tokens before the text."""
 
     text: str
-    spans: list[tuple[int, int]]
-    names: list[str]
+    spans: list[tuple[int, int, str]]
     marked: bool = False
     lead: list[int] = field(default_factory=list)
 
@@ -107,7 +95,8 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        self._tails: dict[str, Int32] = {}
+        # Most borders come after the same few words, as "assistant\n".
+        self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> Plan:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
@@ -115,23 +104,18 @@ class Renderer:
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
         lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
-        return Plan(whole, [(len(prompt), len(whole))], [name], lead=lead)
+        return Plan(whole, [(len(prompt), len(whole), name)], lead=lead)
 
-    def chat(
-        self, messages: list[Message], names: list[str], trained: set[int], tools: Any
-    ) -> list[Plan] | InvalidInput:
+    def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
-        try:
-            if not self.tokenizer.chat_template:
-                problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
-                raise InvalidInput(problem, field=names[0].rpartition(".")[0])
-            template = self.tokenizer.get_chat_template(tools=tools)
-            plain = [message.for_template() for message in messages]
-            if _has_marks(template):
-                return [self._marked(template, plain, names, trained, tools)]
-            return self._turns(template, plain, names, trained, tools)
-        except InvalidInput as error:
-            return error
+        if not self.tokenizer.chat_template:
+            problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
+            raise InvalidInput(problem, field=names[0].rpartition(".")[0])
+        template = self.tokenizer.get_chat_template(tools=tools)
+        plain = [message.for_template() for message in messages]
+        if _has_marks(template):
+            return [self._marked(template, plain, names, trained, tools)]
+        return self._turns(template, plain, names, trained, tools)
 
     def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
         """The plan of a template with `{% generation %}`."""
@@ -146,7 +130,7 @@ class Renderer:
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
         if not spans:
             raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
-        return Plan(text, spans, [last] * len(spans), marked=True)
+        return Plan(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
         """The plans of a template without: one for all turns of which each continues the one before it."""
@@ -166,10 +150,9 @@ class Renderer:
             if completion.rstrip().endswith(self.endings):
                 completion = completion.rstrip()
             if not plans or not prompt.startswith(plans[-1].text):
-                plans.append(Plan("", [], []))
+                plans.append(Plan("", []))
             plans[-1].text = prompt + completion
-            plans[-1].spans.append((len(prompt), len(prompt + completion)))
-            plans[-1].names.append(name)
+            plans[-1].spans.append((len(prompt), len(prompt + completion), name))
         return plans
 
     def _apply(
@@ -195,7 +178,7 @@ class Renderer:
             raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, ids: Int32) -> list[Rendered]:
+    def finish(self, plan: Plan, ids: Int32) -> list[LinearSequence]:
         """The sequences of a plan, from the tokens of its text."""
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
         spans = [match.span() for match in self.marks.finditer(plan.text)]
@@ -207,31 +190,22 @@ class Renderer:
                 return len(ids)
             before = bisect_right(ends, position) - 1
             first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
-            tail = self._tail(plan.text[start:position])
+            encode = self._encode_short if position - start <= _SHORT else self.encoder.encode
+            tail = encode(plan.text[start:position])
             return first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
 
         trained: list[int] = []
-        for start, end in ((index(start), index(end)) for start, end in plan.spans):
+        for start, end in ((index(start), index(end)) for start, end, _ in plan.spans):
             if start is None or end is None:
                 return self._apart(plan)
             trained.extend(range(start, end))
-        return [_rendered(plan, ids, trained, plan.names[-1])]
+        return [_sequence(plan, ids, trained, plan.spans[-1][2])]
 
-    def _tail(self, text: str) -> Int32:
-        if len(text) > _TAIL_CHARACTERS:
-            return self.encoder.encode(text)
-        tail = self._tails.get(text)  # several threads may be here
-        if tail is None:
-            if len(self._tails) >= _REMEMBERED_TAILS:
-                self._tails = {}
-            tail = self._tails[text] = self.encoder.encode(text)
-        return tail
-
-    def _apart(self, plan: Plan) -> list[Rendered]:
+    def _apart(self, plan: Plan) -> list[LinearSequence]:
         """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
         trained text is tokenised alone."""
         found = []
-        for (start, end), name in zip(plan.spans, plan.names, strict=True):
+        for start, end, name in plan.spans:
             prompt, whole = self.encoder.encode(plan.text[:start]), self.encoder.encode(plan.text[:end])
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = plan.text[start:end]
@@ -240,16 +214,16 @@ class Renderer:
                     problem = "a token spans the border between context and trained text, so the mask is ambiguous"
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])
-            found.append(_rendered(plan, whole, range(len(prompt), len(whole)), name))
+            found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
         return found
 
 
-def _rendered(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> Rendered:
+def _sequence(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> LinearSequence:
     where = np.array(trained, np.int32) + len(plan.lead)
     where = where[where > 0]
     if not len(where):
         raise InvalidInput("nothing predicts the first token, and there is no other; leave it out", field=name)
-    return Rendered(np.concatenate([np.array(plan.lead, np.int32), ids])[: where[-1] + 1], where)
+    return LinearSequence.of(np.concatenate([np.array(plan.lead, np.int32), ids]), where)
 
 
 @lru_cache(maxsize=2)

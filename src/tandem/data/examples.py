@@ -19,7 +19,8 @@ from pydantic import (
 )
 from pydantic.functional_validators import AfterValidator
 
-from tandem.data.inputs import LOWEST_WEIGHT, Input, StrictFloat, TokenIds
+from tandem.data.inputs import LOWEST_WEIGHT, StrictFloat, TokenIds
+from tandem.spool.schema import Record
 
 LARGEST_WEIGHT = 1e30
 StrictBool = Annotated[bool, Field(strict=True)]
@@ -56,14 +57,14 @@ def _joined(content: Any) -> Any:
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
 
 
-class FunctionCall(Input):
+class FunctionCall(Record):
     """`arguments`: a JSON object, or its text, as OpenAI writes it."""
 
     name: str = Field(min_length=1)
     arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
 
 
-class ToolCall(Input):
+class ToolCall(Record):
     """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
 
     id: str | None = None
@@ -76,7 +77,7 @@ class ToolCall(Input):
         return {"function": value} if isinstance(value, dict) and "function" not in value and "name" in value else value
 
 
-class Message(Input):
+class Message(Record):
     """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content` may be called
     `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the assistant is context only."""
 
@@ -131,7 +132,7 @@ _FORMS = ({"messages"}, {"prompt", "completion"}, {"text"}, {"token_ids", "train
 _MORE = {"weight", "tools", "targets"}
 
 
-class SFTExample(Input):
+class SFTExample(Record):
     """One of these forms; `tandem.data.render` says how they become tokens:
 
     - `messages`, and optionally `tools`: the assistant's messages are trained;
@@ -204,7 +205,7 @@ def _context_only(messages: list[Message]) -> str:
     return ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
 
 
-class PreferencePair(Input):
+class PreferencePair(Record):
     """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages.
 
     Without `prompt`, the common beginning of the two is the prompt. As messages, each of the two is one message of the
@@ -243,7 +244,7 @@ class PreferencePair(Input):
         return [(prompt, chosen), (prompt, rejected)]  # type: ignore[list-item]
 
 
-class Rendering(Input):
+class Rendering(Record):
     """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of each sequence (a
     pair's: prompt and chosen, prompt and rejected) the texts and their weights in the loss, 0 for context; `lengths`:
     the sequences' tokens; `trained`: how many tokens are trained."""

@@ -153,8 +153,11 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
 
 
 class Examples:
-    """The records of a file as examples or pairs. `examples[i]` is a record's place and the record in the shape of
-    `SFTExample` or `PreferencePair`; InvalidInput names file, place and field where that can't be made."""
+    """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft") or pairs ("dpo").
+
+    `format`: one of `FORMATS`, or auto for the one that the first record has. `examples[i]` is a record's place and the
+    record in the shape of `SFTExample` or `PreferencePair`. InvalidInput names file, place and field of what is wrong.
+    """
 
     def __init__(self, path: str | Path, format: str = "auto", kind: Kind | None = None) -> None:  # noqa: A002
         self.name, self._records = Path(path).name, open_records(Path(path))
@@ -241,9 +244,3 @@ def _listed(record: Any) -> str:
 
 def _at(place: str, error: InvalidInput) -> InvalidInput:
     return InvalidInput(error.message, field=f"{place}: {error.field}" if error.field else place)
-
-
-def open_examples(path: str | Path, format: str = "auto", kind: Kind | None = None) -> Examples:  # noqa: A002
-    """The examples (`kind` "sft") or pairs ("dpo") in a file, or in a directory of the package datasets; `format`: one
-    of `FORMATS`, or auto for the one that the first record has. InvalidInput where it can't be read."""
-    return Examples(path, format, kind)

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from tandem.errors import InvalidInput
+from tandem.spool.schema import Record
 
 # vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token above 0.
 LOGPROB_SLACK = 1e-4
@@ -24,12 +25,6 @@ LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
-
-
-class Input(BaseModel):
-    """Base of what clients send: unknown keys, NaN and infinity are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _check_ids(ids: list[int]) -> list[int]:
@@ -44,7 +39,7 @@ StrictFloat = Annotated[float, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_check_ids)]
 
 
-class Turn(Input):
+class Turn(Record):
     """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
     end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
     not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it;
@@ -72,7 +67,7 @@ class Turn(Input):
         return logprobs
 
 
-class Trajectory(Input):
+class Trajectory(Record):
     """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces the computed one.
 
     A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that turn's linear
@@ -85,13 +80,13 @@ class Trajectory(Input):
     metrics: dict[str, StrictFloat] = Field(default_factory=dict)
 
 
-class Group(Input):
+class Group(Record):
     """All trajectories of one prompt; advantages compare their rewards."""
 
     trajectories: list[Trajectory] = Field(min_length=1)
 
 
-class AdvantageSettings(Input):
+class AdvantageSettings(Record):
     """How rewards become advantages. Formulas: `tandem.data.advantages`. `scale` may be given as true (group) or false
     (none)."""
 
@@ -111,7 +106,7 @@ class AdvantageSettings(Input):
         return self
 
 
-class PackingSettings(Input):
+class PackingSettings(Record):
     """`sequence_length`: slots of a row. `too_long`: what happens to a longer sequence:
 
     - refuse: refuse the whole input, naming the trajectory;

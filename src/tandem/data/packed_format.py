@@ -42,6 +42,7 @@ from tandem.spool import fs
 
 FORMAT = 3
 FILE = "arrays.npy"
+Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -60,7 +61,7 @@ class PackedRow:
     tokens: Int32
     positions: Int32
     subtree_end: Int32
-    slot_experts: NDArray[np.int16]
+    slot_experts: Int16
     item_target: Int32
     item_source: Int32
     item_token: Int32
@@ -121,7 +122,6 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
-        self.num_rows = len(arrays["tokens"])
         self.sequence_length: int = arrays["tokens"].shape[1]
         self.num_items = len(arrays["item_target"])
         self.num_trajectories = len(arrays["trajectory_group"])
@@ -150,14 +150,14 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         return cls(path, fields)
 
     def __len__(self) -> int:
-        return self.num_rows
+        return len(self.row_num_tokens)
 
     def row(self, index: int) -> PackedRow:
         """Row `index` in [0, len)."""
         if not self._maps:
             raise ValueError(f"packed data in {self.path} is closed")
-        if not 0 <= index < self.num_rows:
-            raise IndexError(f"row {index} of {self.num_rows}")
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         items = slice(int(self.item_offsets[index]), int(self.item_offsets[index + 1]))
         slots = {name: np.array(self._maps[name][index]) for name in (*_ROW_SLOTS, "slot_experts")}
         columns = {name: np.array(self._maps[name][items]) for name in _ROW_ITEMS}

@@ -1,41 +1,57 @@
 """Places sequences in rows, and turns rows into the packed arrays."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tandem.data.packed_format import Arrays, Float32, Int32
+from tandem.data.packed_format import Arrays, Float32, Int16, Int32
 from tandem.data.prefix_tree import PrefixTree, lay_out
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LinearSequence:
-    """`tokens` [n] int32, of which the last is trained; `targets` [k] int32: indices in `tokens` of the trained ones,
-    rising, the first >= 1, k >= 1; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled;
-    `trained` [k] int32: the tokens to train there, as a rule those of `tokens`; `weights` [k] float32: of the items;
-    `experts` int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as many as are known."""
+    """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of the trained ones,
+    rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to predict there; `weights` [k] float32:
+    the factors of their losses; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled; `experts`
+    int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as many as are known."""
 
     tokens: Int32
-    targets: Int32
-    logprobs: Float32
     trained: Int32
+    targets: Int32
     weights: Float32
-    experts: NDArray[np.int16] | None = None
+    logprobs: Float32
+    experts: Int16 | None = None
+
+    @classmethod
+    def of(
+        cls, tokens: Int32, trained: Int32, *, targets: Int32 | None = None, weights: Float32 | None = None,
+        logprobs: Float32 | None = None, experts: Int16 | None = None,
+    ) -> Self:  # fmt: skip
+        """Without the tokens after the last trained one: no trained token attends to them. By default the targets are
+        the tokens themselves, and the weights 1."""
+        return cls(
+            tokens[: trained[-1] + 1],
+            trained,
+            tokens[trained] if targets is None else targets,
+            np.ones(len(trained), np.float32) if weights is None else weights,
+            np.full(len(trained), np.nan, np.float32) if logprobs is None else logprobs,
+            experts,
+        )
 
     def cut(self, length: int) -> "LinearSequence | None":
         """Its beginning of at most `length` tokens, which ends with a trained token; None if none is left."""
-        count = int(np.searchsorted(self.targets, length))
+        count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
-        return LinearSequence(
-            self.tokens[: int(self.targets[count - 1]) + 1], self.targets[:count], self.logprobs[:count],
-            self.trained[:count], self.weights[:count], self.experts,
+        return LinearSequence.of(
+            self.tokens, self.trained[:count], targets=self.targets[:count], weights=self.weights[:count],
+            logprobs=self.logprobs[:count], experts=self.experts,
         )  # fmt: skip
 
 
@@ -65,12 +81,9 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     sequences = [sequence for sequence, _ in owned]
     owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
-    groups: list[list[int]] = [[] for _ in range(int(group_of[-1]) + 1)]
-    for index, trajectory in enumerate(owner):
-        groups[group_of[trajectory]].append(index)
     tokens = [sequence.tokens for sequence in sequences]
-    batch_of = {trajectory.group: trajectory.batch for trajectory in trajectories}
-    rows, row_batch = _rows_of_batches(groups, batch_of, tokens, sequence_length)
+    placed = _rows_by_batch(trajectories, owner.tolist(), tokens, sequence_length)
+    rows = [row for of_batch in placed.values() for row in of_batch]
 
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -81,13 +94,13 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     for r, row in enumerate(rows):
         paths = lay_out(row, tokens, row_tokens[r], positions[r], subtree_end[r])
         for index, path in zip(row.sequences, paths, strict=True):
-            targets.append(path[sequences[index].targets])
-            sources.append(path[sequences[index].targets - 1])
+            targets.append(path[sequences[index].trained])
+            sources.append(path[sequences[index].trained - 1])
             _put_experts(slot_experts[r], path, sequences[index].experts)
         order.extend(row.sequences)
-        items_of_row.append(sum(len(sequences[index].targets) for index in row.sequences))
+        items_of_row.append(sum(len(sequences[index].trained) for index in row.sequences))
 
-    item_counts = [len(sequences[index].targets) for index in order]
+    item_counts = [len(sequences[index].trained) for index in order]
     item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
     advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
     ordered = [sequences[index] for index in order]
@@ -97,11 +110,11 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "subtree_end": subtree_end,
         "slot_experts": slot_experts,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
-        "row_batch": np.array(row_batch, np.int32),
+        "row_batch": np.repeat(list(placed), [len(of_batch) for of_batch in placed.values()]).astype(np.int32),
         "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
         "item_target": np.concatenate(targets).astype(np.int32),
         "item_source": np.concatenate(sources).astype(np.int32),
-        "item_token": np.concatenate([sequence.trained for sequence in ordered]),
+        "item_token": np.concatenate([sequence.targets for sequence in ordered]),
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
         "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
@@ -109,16 +122,16 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_group": group_of,
         "trajectory_num_items": np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32),
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
-        "group_num_items": np.bincount(group_of[item_trajectory], minlength=len(groups)).astype(np.int32),
+        "group_num_items": np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32),
     }
 
 
-def _unknown_experts(sequences: Sequence[LinearSequence], shape: tuple[int, int]) -> NDArray[np.int16]:
+def _unknown_experts(sequences: Sequence[LinearSequence], shape: tuple[int, int]) -> Int16:
     of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
     return np.full((*shape, *of_token), -1, np.int16)
 
 
-def _put_experts(row: NDArray[np.int16], path: Int32, experts: NDArray[np.int16] | None) -> None:
+def _put_experts(row: Int16, path: Int32, experts: Int16 | None) -> None:
     """Gives a sequence's slots its experts; a shared slot keeps those of the sequence before."""
     if experts is not None:
         slots = path[: len(experts)]
@@ -126,15 +139,16 @@ def _put_experts(row: NDArray[np.int16], path: Int32, experts: NDArray[np.int16]
         row[slots[new]] = experts[: len(slots)][new]
 
 
-def _rows_of_batches(
-    groups: list[list[int]], batch_of: dict[int, int], tokens: list[Int32], sequence_length: int
-) -> tuple[list[PrefixTree], list[int]]:
-    """The rows, batch after batch, and the batch of each."""
-    batches: dict[int, list[list[int]]] = {}
-    for number, members in enumerate(groups):
-        batches.setdefault(batch_of[number], []).append(members)
-    placed = {batch: _place(members, tokens, sequence_length) for batch, members in batches.items()}
-    return [row for rows in placed.values() for row in rows], [batch for batch, rows in placed.items() for _ in rows]
+def _rows_by_batch(
+    trajectories: Sequence[PackedTrajectory], owner: list[int], tokens: list[Int32], sequence_length: int
+) -> dict[int, list[PrefixTree]]:
+    """The rows of each batch. `owner`: the trajectory of each sequence."""
+    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, t in enumerate(owner):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    return {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
 
 
 class _Rows:
@@ -172,7 +186,7 @@ class _Rows:
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
-def _place(groups: list[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
+def _place(groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
     """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
     trees = []
     for group in groups:

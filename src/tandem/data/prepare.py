@@ -1,6 +1,6 @@
 """Turns the groups or examples of a client into linear sequences, and writes these as a packed directory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ import numpy as np
 from tandem.data.advantages import group_advantages, spread
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
+from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory
 from tandem.data.packed_format import Int32, digest, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack
 from tandem.data.prefix_tree import common_prefix
-from tandem.data.render import render, render_pairs
-from tandem.data.routing import Experts, Mixture, experts_of, joined
+from tandem.data.render import render
+from tandem.data.routing import Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -46,25 +46,19 @@ def prepare_rl(
     of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
-    policy_steps: list[int] = []
     for g, group in enumerate(groups):
         advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
         members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
             _check_float32(trajectory.reward, f"{field}.reward")
-            turns = []
             for k, turn in enumerate(trajectory.turns):
-                _check_vocabulary(turn.prompt_token_ids, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
-                _check_vocabulary(turn.token_ids, vocab_size, f"{field}.turns.{k}.token_ids")
                 _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
-                policy_steps += [] if turn.policy_step is None else [turn.policy_step]
-                experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
-                turns.append((turn.prompt_token_ids, turn.token_ids, turn.logprobs, experts))
             if trajectory.advantage is not None:
                 _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
-            fitted, truncated = _fit_to_row(_link_turns(turns), packing, field)
+            sequences = _linked_turns(trajectory, vocab_size, mixture, field)
+            fitted, truncated = _fit_to_row(sequences, packing, field)
             members.append(PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated))
         if advantages.any() or advantage.keep_zero_variance:
             trajectories.extend(members)
@@ -73,7 +67,8 @@ def prepare_rl(
     statistics: dict[str, Any] = {
         f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
     }
-    if policy_steps:
+    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    if policy_steps := [turn.policy_step for turn in turns if turn.policy_step is not None]:
         statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups, **statistics)
 
@@ -92,20 +87,16 @@ def prepare_sft(
     plain = all(example.token_ids is not None for example in everything)
     tokenizer = None if plain else load_tokenizer(tokenizer_path)
     trajectories = []
-    for e, rendered in enumerate(render(tokenizer, everything, fields)):
+    for e, sequences in enumerate(render(tokenizer, everything, fields)):
         example, field = everything[e], fields[e]
         form = next(form for form in _FORMS if getattr(example, form) is not None)
-        sequences = []
-        for one in rendered:
-            targets = one.tokens[one.trained] if one.targets is None else one.targets
-            weights = np.ones(len(one.trained), np.float32) if one.weights is None else one.weights
-            _check_range(one.tokens, vocab_size, f"{field}.{form}")
-            _check_range(targets, vocab_size, f"{field}.{form if one.targets is None else 'targets'}")
-            if not signed and (weights < 0).any():
+        for one in sequences:
+            _check_vocabulary(one.tokens, vocab_size, f"{field}.{form}")
+            _check_vocabulary(one.targets, vocab_size, f"{field}.targets")
+            if not signed and (one.weights < 0).any():
                 problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
                 raise InvalidInput(problem, field=f"{field}.weights")
-            unknown = np.full(len(one.trained), np.nan, np.float32)
-            sequences.append(LinearSequence(one.tokens, one.trained, unknown, targets, weights))
+            _check_float32(example.weight * max(1.0, float(np.abs(one.weights).max())), f"{field}.weight")
         fitted, truncated = _fit_to_row(sequences, packing, field)
         batch = 0 if e < len(examples) else -1
         trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
@@ -120,19 +111,17 @@ def prepare_dpo(
     (rejected). The tokens that the two begin with are stored once. Fields of errors are `pairs.<i>...`."""
     everything, fields = _listed(pairs, held_out, "pairs")
     trajectories = []
-    for p, (prompt, *answers) in enumerate(render_pairs(load_tokenizer(tokenizer_path), everything, fields)):
-        whole = [np.concatenate([prompt, answer]) for answer in answers]
-        slots = sum(map(len, whole)) - common_prefix(*whole)
+    for p, both in enumerate(render(load_tokenizer(tokenizer_path), everything, fields)):
+        chosen, rejected = (one.tokens for one in both)
+        slots = len(chosen) + len(rejected) - common_prefix(chosen, rejected)
         fits = slots <= packing.sequence_length
         if not fits and packing.too_long != "drop":
             remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
             problem = f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
-        for tokens, sign in zip(whole, (1.0, -1.0), strict=True):
-            _check_range(tokens, vocab_size, fields[p])
-            targets = range(len(prompt), len(tokens))
-            sequence = _linear_sequence(tokens.tolist(), targets, [float("nan")] * len(targets))
+        for sequence, sign in zip(both, (1.0, -1.0), strict=True):
+            _check_vocabulary(sequence.tokens, vocab_size, fields[p])
             trajectories.append(PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch))
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
@@ -148,37 +137,22 @@ def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[
     return [*trained, *held_out], fields
 
 
-def _check_range(ids: Int32, vocab_size: int, field: str) -> None:
-    if ids.max() >= vocab_size:
-        _check_vocabulary(ids.tolist(), vocab_size, field)
-
-
-def _linear_sequence(
-    tokens: Sequence[int], targets: Sequence[int], logprobs: Sequence[float], experts: Experts | None = None
-) -> LinearSequence:
-    """Cuts off the tokens after the last trained one: no trained token attends to them."""
-    ids, trained = np.array(tokens[: targets[-1] + 1], np.int32), np.array(targets, np.int32)
-    weights = np.ones(len(trained), np.float32)
-    return LinearSequence(ids, trained, np.array(logprobs, np.float32), ids[trained], weights, experts)
-
-
-def _link_turns(turns: Iterable[tuple[list[int], list[int], list[float], Experts | None]]) -> list[LinearSequence]:
-    """Joins turns (prompt, sampled tokens, log-probs, experts) to sequences, as `Trajectory` says. The tokens between a
-    sequence's turns are context."""
+def _linked_turns(trajectory: Trajectory, vocab_size: int, mixture: Mixture | None, field: str) -> list[LinearSequence]:
+    """Joins turns to sequences, as `Trajectory` says. The tokens between a sequence's turns are context."""
     sequences: list[LinearSequence] = []
-    tokens: list[int] = []
-    targets: list[int] = []
-    logprobs: list[float] = []
-    experts: Experts | None = None
-    for prompt, sampled, sampled_logprobs, more in turns:
-        if tokens and prompt[: len(tokens)] != tokens:
-            sequences.append(_linear_sequence(tokens, targets, logprobs, experts))
-            targets, logprobs, experts = [], [], None
-        tokens = prompt + sampled
-        targets.extend(range(len(prompt), len(tokens)))
-        logprobs.extend(sampled_logprobs)
-        experts = joined(experts, more)
-    sequences.append(_linear_sequence(tokens, targets, logprobs, experts))
+    for k, turn in enumerate(trajectory.turns):
+        prompt, sampled = np.array(turn.prompt_token_ids, np.int32), np.array(turn.token_ids, np.int32)
+        _check_vocabulary(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
+        _check_vocabulary(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
+        experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
+        tokens, logprobs = np.concatenate([prompt, sampled]), np.array(turn.logprobs, np.float32)
+        trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
+        if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
+            before = sequences.pop()
+            trained = np.concatenate([before.trained, trained])
+            logprobs = np.concatenate([before.logprobs, logprobs])
+            experts = joined(before.experts, experts)
+        sequences.append(LinearSequence.of(tokens, trained, logprobs=logprobs, experts=experts))
     return sequences
 
 
@@ -242,9 +216,10 @@ def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: P
     return NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
 
 
-def _check_vocabulary(ids: list[int], vocab_size: int, field: str) -> None:
-    if (highest := max(ids)) >= vocab_size:
-        problem = f"token id {highest} at index {ids.index(highest)} is outside the model's vocabulary of {vocab_size}"
+def _check_vocabulary(ids: Int32, vocab_size: int, field: str) -> None:
+    index = int(ids.argmax())
+    if ids[index] >= vocab_size:
+        problem = f"token id {ids[index]} at index {index} is outside the model's vocabulary of {vocab_size}"
         raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
 
 

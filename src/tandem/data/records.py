@@ -37,7 +37,7 @@ def open_records(path: Path) -> Records:
         if path.suffix.lower() in (".csv", ".tsv"):
             raise InvalidInput(f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE")
         if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            return _Elements(path)
+            return _elements(path)
         return _of_lines(path)
     except OSError as error:
         raise InvalidInput(f"can't read {path}: {error.strerror or error}", field="FILE") from error
@@ -50,11 +50,11 @@ def _of_lines(path: Path) -> Records:
         first = lines[0][1] if len(lines) else None
     except InvalidInput:
         try:
-            return _Elements(path)
+            return _elements(path)
         except InvalidInput:
             return lines  # whose first line is refused
     wrapped = len(lines) == 1 and isinstance(first, dict) and any(isinstance(first.get(n), list) for n in _WRAPPERS)
-    return _Elements(path) if wrapped else lines
+    return _elements(path) if wrapped else lines
 
 
 def _loads(text: bytes, place: str) -> Any:
@@ -94,23 +94,16 @@ class _Lines:
         return place, _loads(self._file.readline().strip(), place)
 
 
-class _Elements:
+def _elements(path: Path) -> list[tuple[str, Any]]:
     """The elements of a JSON array, or of the one array in an object; all of it is in memory."""
-
-    def __init__(self, path: Path) -> None:
-        if path.stat().st_size > LARGEST_ARRAY:
-            raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
-        content = _loads(path.read_bytes(), path.name)
-        wrapped = [value for name, value in content.items() if name in _WRAPPERS] if isinstance(content, dict) else []
-        self._name, self._items = path.name, wrapped[0] if len(wrapped) == 1 else content
-        if not isinstance(self._items, list):
-            self._items = [content]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> tuple[str, Any]:
-        return f"{self._name} [{index}]", self._items[index]
+    if path.stat().st_size > LARGEST_ARRAY:
+        raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
+    content = _loads(path.read_bytes(), path.name)
+    wrapped = [value for name, value in content.items() if name in _WRAPPERS] if isinstance(content, dict) else []
+    items = wrapped[0] if len(wrapped) == 1 else content
+    if not isinstance(items, list):
+        items = [content]
+    return [(f"{path.name} [{index}]", item) for index, item in enumerate(items)]
 
 
 class _Rows:

@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
 
 from tandem.data.inputs import Turn
+from tandem.data.packed_format import Int16
 from tandem.errors import InvalidInput
-
-Experts = NDArray[np.int16]
 
 
 class Mixture(NamedTuple):
@@ -22,7 +20,7 @@ class Mixture(NamedTuple):
     per_token: int
 
 
-def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Experts | None:
+def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
     """[tokens - 1, layers, experts per token]: of the prompt's and the sampled tokens but the last; None if not given.
 
     Raises InvalidInput (field: `field`).
@@ -33,7 +31,7 @@ def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Experts | Non
         raise InvalidInput("the base model is no mixture of experts; leave it out", field=field)
     try:
         data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
-        experts: Experts = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
+        experts: Int16 = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # NumPy raises errors of many types
         raise InvalidInput(f"not base64 of an array in NumPy's file format: {error}", field=field) from error
     shape = (len(turn.prompt_token_ids) + len(turn.token_ids) - 1, mixture.layers, mixture.per_token)
@@ -49,7 +47,7 @@ def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Experts | Non
     return experts.astype(np.int16)
 
 
-def joined(known: Experts | None, more: Experts | None) -> Experts | None:
+def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
     """The experts of a sequence whose next turn brings `more`: each token keeps those of the turn that sampled it."""
     if known is None or more is None:
         return more if known is None else known

@@ -5,12 +5,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tandem.client import sampling_options
-from tandem.data.inputs import AdvantageSettings, Input, PackingSettings
+from tandem.data.inputs import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
-from tandem.spool.schema import LoraShape, OptimizerSettings, RLLoss, RunName, Schedule, Serving, Trainable
+from tandem.spool.schema import LoraShape, OptimizerSettings, Record, RLLoss, RunName, Schedule, Serving, Trainable
 
 
-class RunSection(Input):
+class RunSection(Record):
     """The run; it is created unless it exists."""
 
     name: RunName
@@ -20,7 +20,7 @@ class RunSection(Input):
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
 
 
-class EnvironmentSection(Input):
+class EnvironmentSection(Record):
     """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of the groups."""
 
     use: str = Field(pattern=r"^[\w.]+:\S+$")
@@ -28,7 +28,7 @@ class EnvironmentSection(Input):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class EvalSection(Input):
+class EvalSection(Record):
     """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first `groups` tasks."""
 
     every: int = Field(default=10, ge=1)
@@ -37,7 +37,7 @@ class EvalSection(Input):
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
 
 
-class RLSection(Input):
+class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
@@ -73,7 +73,7 @@ class RLSection(Input):
         return self
 
 
-class Config(Input):
+class Config(Record):
     run: RunSection
     rl: RLSection
     eval: EvalSection | None = None

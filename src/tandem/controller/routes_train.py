@@ -1,0 +1,177 @@
+"""HTTP routes that render and pack data: a training request on its way to the queue, and a preview of examples."""
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter
+from starlette.exceptions import HTTPException
+
+from tandem.controller.deployment import CurrentDeployment, Deployment
+from tandem.controller.http_errors import parse_body
+from tandem.controller.routes_jobs import job_status
+from tandem.controller.schemas import (
+    AnyRequest,
+    DPORequest,
+    ErrorBody,
+    JobStatus,
+    RenderRequest,
+    RLRequest,
+    TrainRequest,
+)
+from tandem.data.chat_template import load_tokenizer
+from tandem.data.examples import Rendering
+from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
+from tandem.data.render import preview
+from tandem.data.routing import Mixture
+from tandem.errors import InvalidInput
+from tandem.families.topology import Sizes
+from tandem.spool import fs
+from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, SFTJob
+
+router = APIRouter()
+MEMORY_BYTES = 256 * 2**10
+# A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
+LARGE_BODY_BYTES = 32 * 2**20
+_train_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
+_render_request = TypeAdapter(RenderRequest)
+_NOT_JSON: dict[int | str, dict[str, Any]] = {
+    415: {"model": ErrorBody, "description": "The body is not declared as application/json."}
+}
+
+
+def _body(name: str) -> dict[str, Any]:
+    """The document of a body that the route parses itself; `app` adds the schema."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "/v1/runs/{run}/train",
+    tags=["runs"],
+    status_code=202,
+    responses={200: {"model": JobStatus, "description": "The job existed already."}, **_NOT_JSON},
+    openapi_extra=_body("TrainRequest"),
+)
+async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
+    """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
+
+    def submit(body: bytes) -> tuple[JobStatus, bool]:
+        job, new = _submit(deployment, run, body)
+        return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
+
+    status, new = await _with_body(deployment, request, submit)
+    if new:
+        deployment.counts.inc("tandem_jobs_submitted_total", kind=status.kind)
+    else:
+        response.status_code = 200
+    return status
+
+
+@router.post("/v1/data/render", tags=["data"], responses=_NOT_JSON, openapi_extra=_body("RenderRequest"))
+async def render_data(request: Request, deployment: CurrentDeployment) -> list[Rendering]:
+    """Examples or pairs as they would be trained: their texts, and which parts of these are trained."""
+
+    def render(body: bytes) -> list[Rendering]:
+        asked = parse_body(_render_request, body)
+        return preview(load_tokenizer(deployment.model_path), asked.examples, asked.pairs)
+
+    return await _with_body(deployment, request, render)
+
+
+async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
+    """`work` on the body, in a thread, because parsing and packing a large batch would block all other requests."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be application/json")
+    async with received(request, deployment.spool.paths.jobs / "data") as body:
+        size = body.tell()
+
+        def read_and_work() -> T:
+            body.seek(0)
+            return work(body.read())
+
+        threads = deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
+        async with deployment.large_bodies if size > LARGE_BODY_BYTES else nullcontext():
+            return await to_thread.run_sync(read_and_work, limiter=threads)
+
+
+@asynccontextmanager
+async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTemporaryFile[bytes]]:
+    """The request's body, at its end: in memory up to MEMORY_BYTES, else in a file without a name in `directory`.
+
+    Raises SpoolUnusable where the volume can't take it.
+    """
+    with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
+        with fs.volume_errors(directory):
+            async for part in request.stream():
+                await to_thread.run_sync(body.write, part)
+            await to_thread.run_sync(body.flush)
+        yield body
+
+
+def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
+    """Queue the job that the JSON `body` asks for; returns it, and whether it is new.
+
+    Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A refused request
+    leaves nothing on the spool.
+    """
+    deployment.spool.runs.get(run)
+    request = parse_body(_train_request, body)
+    _check(deployment, request)
+    fingerprint = _fingerprint(run, request)
+
+    def pack(job_id: str, base_step: int, directory: Path) -> JobSpec:
+        names = ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer")
+        spec = {name: getattr(request, name) for name in names}
+        spec |= {"id": job_id, "run": run, "base_step": base_step, "created": time.time(), "fingerprint": fingerprint}
+        return _pack(deployment, request, spec, directory)
+
+    return deployment.spool.queue.submit(
+        pack, run=run, job_id=request.id, fingerprint=fingerprint, base_step=request.base_step
+    )
+
+
+def _fingerprint(run: str, request: AnyRequest) -> str:
+    """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written does not matter."""
+    canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
+    content = canonical.model_dump_json(exclude={"id"})
+    return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
+
+
+def _check(deployment: Deployment, request: AnyRequest) -> None:
+    """The checks that need the deployment, but not the state of the run."""
+    longest = deployment.arch.max_positions
+    if request.packing.sequence_length > longest:
+        problem = f"{request.packing.sequence_length} is more than the base model's {longest} positions"
+        raise InvalidInput(problem, field="packing.sequence_length")
+    data_parallel = Sizes.of(deployment.settings).data
+    rows = request.optimizer.grad_accumulation_sequences
+    if rows is not None and rows % data_parallel:
+        problem = f"{rows} rows don't divide over {data_parallel} data-parallel ranks"
+        remedy = f"use a multiple of {data_parallel}"
+        raise InvalidInput(f"{problem}; {remedy}", field="optimizer.grad_accumulation_sequences")
+
+
+def _pack(deployment: Deployment, request: AnyRequest, spec: dict[str, Any], directory: Path) -> JobSpec:
+    """Write the packed arrays into `directory`; returns the job's specification, which is `spec` and the data."""
+    arguments: dict[str, Any] = {"vocab_size": deployment.arch.vocab_size, "packing": request.packing, "out": directory}
+    arguments["batch_size"] = request.optimizer.batch_size
+    if isinstance(request, RLRequest):
+        moe = deployment.arch.moe
+        mixture = Mixture(deployment.arch.num_layers, moe.num_experts, moe.experts_per_token) if moe else None
+        packed = prepare_rl(
+            request.groups, advantage=request.advantage, base_step=spec["base_step"], mixture=mixture,
+            max_off_policy_steps=request.max_off_policy_steps, **arguments,
+        )  # fmt: skip
+        return RLJob.model_validate(spec | {"data": packed})
+    arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
+    if isinstance(request, DPORequest):
+        return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})
+    packed = prepare_sft(request.examples, signed=request.loss.normalisation == "sum", **arguments)
+    return SFTJob.model_validate(spec | {"data": packed})
