@@ -116,10 +116,8 @@ def test_a_hundred_swaps_give_the_bits_of_one_merge(
     adapters = [model.adapter(tmp_path, seed) for seed in range(3)]
     workers = model.workers(tp)
     for _, weights in workers:
-        for adapter in adapters:
-            stage(weights, adapter)
         for number in range(100):
-            weights.swap(str(adapters[number % 3]))
+            weights.swap(stage(weights, adapters[number % 3]))
     model.check(workers, adapters[99 % 3])
     for _, weights in workers:
         weights.swap(BASE)
@@ -327,6 +325,11 @@ class Core:
     def swap(self, version: str, deadline: float = float("inf")) -> dict[str, Any]:
         return extension.swap(self, Core.collective_rpc, version, "keep", "run@1", deadline)
 
+    def stage_and_swap(self, adapter: Path) -> dict[str, Any]:
+        for worker in self.workers:
+            stage(worker.tandem_weights, adapter)  # type: ignore[arg-type]
+        return self.swap(str(adapter))
+
 
 @pytest.fixture
 def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -356,13 +359,10 @@ def test_a_merge_that_fails_restores_the_old_bits_on_all_workers(
     new = model.adapter(tmp_path, 2)
     workers = model.workers(2)
     core = Core([weights for _, weights in workers])
-    for _, weights in workers:
-        stage(weights, old)
-        stage(weights, new)
-    assert core.swap(str(old)).keys() == {"seconds", "tokens"}
+    assert core.stage_and_swap(old).keys() == {"seconds", "tokens"}
     each = len(plan(workers[0][0].model)) // 2
     breakable.append(each // 2 if where == "first worker" else each + 5)
-    assert core.swap(str(new)) == {"error": "RuntimeError: out of memory"}
+    assert core.stage_and_swap(new) == {"error": "RuntimeError: out of memory"}
     model.check(workers, old)
     assert core.aborted == []
     breakable.clear()
@@ -376,12 +376,9 @@ def test_weights_that_cannot_be_restored_are_torn_until_the_next_swap(
     old, new = (dense.adapter(tmp_path, seed) for seed in (1, 2))
     workers = dense.workers(2)
     core = Core([weights for _, weights in workers])
-    for _, weights in workers:
-        stage(weights, old)
-        stage(weights, new)
-    core.swap(str(old))
+    core.stage_and_swap(old)
     breakable += range(20, 200)
-    assert "out of memory" in core.swap(str(new))["torn"]
+    assert "out of memory" in core.stage_and_swap(new)["torn"]
     assert core.aborted == ["a", "b"], "nobody gets a token of torn weights"
     breakable.clear()
     core.swap(str(new))

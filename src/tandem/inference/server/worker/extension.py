@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +40,7 @@ def attach(worker: Any) -> None:
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
-    copy = options["second_copy"] if on_gpu else "device"
+    copy: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
     if copy == "auto":
         weights = sum(parameter.nbytes for parameter in model.parameters())
         memory = torch.cuda.get_device_properties(worker.device).total_memory
