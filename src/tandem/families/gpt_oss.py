@@ -27,7 +27,7 @@ class GptOss(Decoder):
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
         own = {"layer_types": config.get("layer_types") or kinds}
-        return super().window(ModelConfig({**config.values, **own}, config.source))
+        return super().window(replace(config, values={**config.values, **own}))
 
     def moe(self, config: ModelConfig) -> MoE:
         total = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
@@ -71,6 +71,11 @@ class GptOss(Decoder):
 
 
 FAMILY = GptOss(
-    "gpt_oss", head_dim=64, max_positions=131072, num_kv_heads=8, rms_norm_eps=1e-5, sliding_window=128, windows=True,
-    full_layers=0, qkv_bias=True, yarn=True,
+    "gpt_oss",
+    {
+        "head_dim": 64, "max_position_embeddings": 131072, "max_window_layers": 0, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "sliding_window": 128,
+    },
+    qkv_bias=True,
+    yarn=True,
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ class ModelConfig:
 
     values: dict[str, Any]
     source: str  # for messages
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the family's, for keys that are missing
 
     @classmethod
     def of(cls, model: str) -> Self:
@@ -51,12 +53,13 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
+        return self.values.get(key, self.defaults.get(key, default))
 
     def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-        """A positive number; `default` where the key is missing or null. Raises InvalidInput."""
-        value = self.get(key)
-        value = default if value is None else value
+        """A positive number; the family's default, or else `default`, where the key is missing or null. Raises
+        InvalidInput."""
+        value = self.values.get(key)
+        value = self.defaults.get(key, default) if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
             raise self.invalid(f"{key} is {value!r}, not a positive {kind.__name__}")
         return kind(value)
