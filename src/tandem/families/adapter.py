@@ -6,6 +6,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,15 @@ def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     modules: dict[str, tuple[int, int]] = {}
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():
-            path, _, kind = name.rpartition(".")
-            if kind == "weight" and path.rpartition(".")[2] in lora.targets:
-                modules[path] = (shape[1], shape[0])
+            if chosen(name, lora.targets):
+                modules[name.removesuffix(".weight")] = (shape[1], shape[0])
     return modules
+
+
+def chosen(name: str, targets: Collection[str] | None) -> bool:
+    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is chosen."""
+    path, _, kind = name.rpartition(".")
+    return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 
 
 def peft_keys(module: str) -> tuple[str, str]:

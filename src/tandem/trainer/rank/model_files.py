@@ -21,6 +21,7 @@ from tandem.families.parts import Part, buffers, senders_of_stage
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
+from tandem.model.weights.base_weights import view_of
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30
@@ -40,9 +41,7 @@ class Weights:
     def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
         """Write the parts one after the other into `buffer`, flat and of `dtype`."""
         for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
-            tensor = self._tensors[part.parameter]
-            columns = tensor.shape[-1:] if tensor.ndim > 1 else ()
-            source = tensor.view(part.blocks, -1, *columns)[part.at]
+            source = view_of(part, self._tensors[part.parameter])
             self._fill(part, source, out.view(source.shape))
 
     def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.families.parts import chosen
+from tandem.families.adapter import chosen
 from tandem.inference.server.worker.base_files import BaseFiles
 from tandem.inference.server.worker.weight_plan import CannotWrite, plan
 
