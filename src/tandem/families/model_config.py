@@ -30,6 +30,20 @@ def model_directory(
         raise InvalidInput(problem, field="base_model") from error
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """A model's safetensors files: those that the index names if there is one, else `model.safetensors`.
+    Raises InvalidInput."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
+    if single.is_file():
+        return [single]
+    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A parsed `config.json`."""

@@ -1,4 +1,4 @@
-"""Safetensors files without torch: those of a model, where each tensor is, and its values by memory map."""
+"""Safetensors files without torch: where each tensor is, and its values by memory map."""
 
 import json
 from collections.abc import Iterator
@@ -8,18 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.families.model_config import model_directory
-
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-
-
-def weight_files(model: str) -> list[Path]:
-    """The files with a model's weights. `model`: a directory, or the name of a hub repository that is in the cache."""
-    directory = model_directory(model, cached=True)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(directory.glob("*.safetensors"))
 
 
 class TensorFile:

@@ -13,7 +13,7 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.families.model_config import model_directory
 from tandem.inference.publisher.adapter_copies import AdapterCopies
-from tandem.inference.publisher.spot_check import AdapterRows, ModelRows, SpotCheck
+from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.schema import Manifest, RunSpec
@@ -58,7 +58,6 @@ class MergedTransport:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
         `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
         seconds, sources = self._settings.swap_seconds, list[dict[str, Any] | None](self._sources(run, checkpoint))
-        expected: AdapterRows | ModelRows
         scale = 0.0
         if run.lora is None:
             directory = self._model(run, checkpoint)

@@ -1,6 +1,5 @@
 """Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
+from tandem.families.model_config import weight_files
 from tandem.families.parts import Part, own_parts
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Place, Sizes
@@ -29,7 +29,7 @@ def load_weights(
         InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
         AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
-    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(_files(directory))
+    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(weight_files(directory))
     for rule in rules.values():
         for name, shape in rule.sources.items():
             if name not in stored:
@@ -94,16 +94,3 @@ def _expert_piece(
     if rule.cut == "columns":
         line += part * columns[0] // parts
     return Piece(source, line * rows, rows, blocks, mine)
-
-
-def _files(directory: Path) -> list[Path]:
-    """The model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.is_file():
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
-    if single.is_file():
-        return [single]
-    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from safetensors import safe_open
 
-from tandem.inference.tensor_file import weight_files
+from tandem.families.model_config import model_directory, weight_files
 
 
 class BaseFiles:
     """Reads blocks of tensors. Files stay open, memory-mapped."""
 
     def __init__(self, model: str) -> None:
-        """`model`: see `weight_files`."""
-        opened = [safe_open(path, framework="pt") for path in weight_files(model)]
+        """`model`: a directory, or the name of a hub repository that is in the cache."""
+        files = weight_files(model_directory(model, cached=True))
+        opened = [safe_open(path, framework="pt") for path in files]
         self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def shape(self, name: str) -> tuple[int, ...]:
