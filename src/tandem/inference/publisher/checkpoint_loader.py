@@ -9,7 +9,7 @@ from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.verify import verify
+from tandem.inference.publisher.verify import WrongWeights, verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.system.logs import Log
@@ -44,12 +44,12 @@ class CheckpointRefused(Exception):
 @dataclass
 class Refusal:
     """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, by the monotonic
-    clock."""
+    clock, if the cause may have gone away in `pause` seconds."""
 
     stats: FileStats
     reason: str
-    pause: float = math.inf
-    again: float = math.inf
+    pause: float
+    again: float
 
 
 @dataclass
@@ -141,11 +141,12 @@ class CheckpointLoader:
             parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
         identity = self.transport.identity_reference(name)
-        result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
-        if result.reason:
+        try:
+            result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
+        except WrongWeights as error:
             wanted = resolve_model(self.spool.root, run.base_model)
             other = f"; the run's base model is {wanted}, vLLM's is {self.base_model}"
-            raise InferenceRefused(result.reason + ("" if self.base_model in (None, wanted) else other))
+            raise InferenceRefused(str(error) + ("" if self.base_model in (None, wanted) else other)) from error
         self.transport.announce(name, path)
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
                    "since_checkpoint": time.time() - manifest.created, **parts}  # fmt: skip
@@ -164,12 +165,10 @@ class CheckpointLoader:
         before = self._refused.get(name)
         if before is None or (before.stats, before.reason) != (stats, reason):
             log.warning(f"{name} is refused: {reason}")
-        refusal = Refusal(stats, reason)
-        if passing:
-            repeated = before is not None and before.stats == stats and before.pause < math.inf
-            refusal.pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and repeated else TRY_AGAIN_SECONDS
-            refusal.again = time.monotonic() + refusal.pause
-        self._refused[name] = refusal
+        pause = TRY_AGAIN_SECONDS
+        if before is not None and before.stats == stats:
+            pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS)
+        self._refused[name] = Refusal(stats, reason, pause, time.monotonic() + (pause if passing else math.inf))
         while len(self._refused) > MOST_REFUSALS:
             del self._refused[next(iter(self._refused))]
         return CheckpointRefused(reason)
