@@ -92,13 +92,13 @@ class CheckpointLoader:
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
-            if served is not None and self.transport.has(name, served.path):
+            if served is not None and self._lists(name, served.path):
                 return served  # vLLM serves a verified copy, which the damage on the volume does not change
             raise self._refuse(name, (), str(error)) from error
-        if served is not None and served.path == path and self.transport.has(name, path):
+        if served is not None and served.path == path and self._lists(name, path):
             return served
         self._served.pop(name, None)
-        if name in self.transport.listed and not self.transport.has(name, path):
+        if name in self.transport.listed and not self._lists(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
             self.unload(name)
         stats = self._file_stats(run.name, step)
@@ -119,6 +119,10 @@ class CheckpointLoader:
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
+    def _lists(self, name: str, path: Path) -> bool:
+        """Whether vLLM has exactly this content under the name."""
+        return self.transport.listed.get(name) == str(path)
+
     def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
         """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the checkpoint."""
         for attempt in range(1, TRIES):
@@ -137,7 +141,7 @@ class CheckpointLoader:
             self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
         parts: dict[str, float] = {}
-        if not self.transport.has(name, path):
+        if not self._lists(name, path):
             parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
         identity = self.transport.identity_reference(name)

@@ -4,7 +4,6 @@ offered; else vLLM's workers merge the adapter, or read a whole model's files.
 Its methods are those of `LoraTransport`. vLLM serves one checkpoint at a time.
 """
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,6 @@ class MergedTransport:
 
     def server_lost(self) -> None:
         self.listed = {}
-
-    def has(self, name: str, path: Path) -> bool:
-        return self.listed.get(name) == str(path)
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
@@ -120,8 +116,3 @@ class MergedTransport:
         """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
-
-    def remove_unused_copies(self, older_than: float) -> None:
-        """vLLM's workers have read an adapter when the swap begins."""
-        for path in self.copies.unused(self.listed.values(), older_than):
-            shutil.rmtree(path, ignore_errors=True)

@@ -107,7 +107,9 @@ class Publisher:
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)
         self._told_jobs &= self._loader.jobs()
-        self._transport.remove_unused_copies(older_than=10 * self._retention.grace)
+        self._transport.copies.remove_unused(
+            self._transport.listed.values(), self._client.adapters_in_use, older_than=10 * self._retention.grace
+        )
 
     def _changes(self) -> dict[str, float]:
         """When the checkpoints of each run that can be served last changed, Unix seconds."""
