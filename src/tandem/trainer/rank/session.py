@@ -28,7 +28,7 @@ from tandem.spool.schema import EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
-from tandem.trainer.rank.publish.publication import Publication
+from tandem.trainer.rank.publication import Publication
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
 from tandem.training.phases import MemoryWatch, Phases
@@ -156,7 +156,7 @@ class _Session:
 
     def _publication(self, policy: Policy) -> Publication:
         return Publication(
-            self._settings, self._spool, Path(self._assignment.model), policy.arch, policy, self._topology, self._work,
+            self._settings, self._spool, Path(self._assignment.model), policy, self._work,
             f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
         )  # fmt: skip
 
