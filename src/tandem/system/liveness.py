@@ -6,7 +6,10 @@ or a job that trains is no hang.
 """
 
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,3 +40,20 @@ def silence(program: str, directory: Path) -> str | None:
         return None
     longest = LONGEST_SECONDS[program]
     return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})" if age > longest else None
+
+
+def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
+    """The result of `action`, which runs in a thread; calls `beat` every `seconds` meanwhile. Raises what `action`
+    raises, or what `beat` raises, which gives the thread up."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([future], timeout=seconds).done:
+        beat()
+    return future.result()

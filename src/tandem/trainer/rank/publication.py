@@ -5,12 +5,10 @@ Nothing here fails the job: where the weights don't arrive, vLLM gets them anoth
 """
 
 import json
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from tandem.model.transfer.channel import (
 from tandem.model.transfer.merge import merge
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest
+from tandem.system import liveness
 from tandem.trainer.rank.model_files import ModelFiles, Weights
 
 
@@ -148,26 +147,18 @@ class Publication:
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
         """`action` in a thread. TimeoutError where it does not call the function that it is given for a while:
         connecting NCCL has no limit of its own."""
-        last, future = time.monotonic(), Future[T]()
+        last = time.monotonic()
 
-        def beat() -> None:
+        def sign_of_life() -> None:
             nonlocal last
             last = time.monotonic()
 
-        def run() -> None:
-            try:
-                future.set_result(device.on_device(action)(beat))
-            except Exception as error:
-                future.set_exception(error)
-
-        # No executor: the process must be able to end while the thread hangs.
-        threading.Thread(target=run, daemon=True).start()
-        while not future.done():
-            wait([future], 0.1)
+        def look() -> None:
             self.beat()
             if time.monotonic() > last + STALL_SECONDS + 1:
                 raise TimeoutError(f"vLLM's workers gave no sign of life for {STALL_SECONDS:.0f} s")
-        return future.result()
+
+        return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
         """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and how many seconds they
