@@ -74,9 +74,9 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def layer_of(key: str) -> int:
-    """The decoder layer that has the tensor of PEFT key `key`, counted from 0."""
-    return int(key.partition(".layers.")[2].partition(".")[0])
+def layer_of(name: str) -> int:
+    """The decoder layer, counted from 0, that a PEFT key or a Hugging Face path names."""
+    return int(name.partition(".layers.")[2].partition(".")[0])
 
 
 def stacked_name(key: str) -> str:
