@@ -28,13 +28,14 @@ MOST_REFUSALS = 1000
 """A refusal that was forgotten is tried again, and there are never so many steps that are looked at."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedCheckpoint:
-    """A checkpoint that vLLM lists under `path` and that was verified."""
+    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so."""
 
     path: Path
     record: Served
     job: str | None
+    told: bool = False
 
 
 class CheckpointRefused(Exception):
@@ -76,10 +77,6 @@ class CheckpointLoader:
         """When this object verified what vLLM serves as `name`, Unix seconds; None if it did not."""
         served = self._served.get(name)
         return served.record.verified if served else None
-
-    def jobs(self) -> set[str]:
-        """The jobs that made what this object verified and vLLM serves."""
-        return {served.job for served in self._served.values() if served.job is not None}
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.

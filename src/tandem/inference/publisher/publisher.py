@@ -53,7 +53,6 @@ class Publisher:
         self._specs: dict[str, RunSpec] = {}
         self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
         self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
-        self._told_jobs: set[str] = set()  # of the checkpoints that are served
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
@@ -106,7 +105,6 @@ class Publisher:
                     break  # that took a while: a run may have a new checkpoint, which then comes first
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)
-        self._told_jobs &= self._loader.jobs()
         self._transport.copies.remove_unused(
             self._transport.listed.values(), self._client.adapters_in_use, older_than=10 * self._retention.grace
         )
@@ -229,7 +227,7 @@ class Publisher:
     def _tell_job(self, served: ServedCheckpoint) -> None:
         """Append `served` to the events of the checkpoint's job. Only once, however often the checkpoint is loaded."""
         record = served.record
-        if served.job is None or served.job in self._told_jobs:
+        if served.job is None or served.told:
             return
         with self._spool.job_lock(served.job):
             events = self._spool.events.read(served.job)
@@ -239,7 +237,7 @@ class Publisher:
                     include={"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
                 )
                 self._spool.events.append(served.job, "served", **fields)
-        self._told_jobs.add(served.job)
+        served.told = True
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
         """Log a trouble when it begins or changes, and once more when it is over (`trouble` is empty)."""
