@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import CheckpointDamaged, InvalidInput
-from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, check_adapter_config, lora_modules, peft_keys
+from tandem.families.adapter import WEIGHTS_FILE, check_adapter_config, lora_modules, peft_keys
 from tandem.families.model_config import weight_files
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile, bfloat16, widened
+from tandem.inference.tensor_file import TensorFile, adapter_file, bfloat16, widened
 from tandem.spool.schema import LoraShape
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -32,9 +32,7 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
     """
     arch = read_arch(str(base_model))
     check_adapter_config(adapter, lora)
-    factors, shapes = TensorFile(adapter / WEIGHTS_FILE), adapter_shapes(arch, lora)
-    if {name: factors.shape(name) for name in factors} != shapes:
-        raise CheckpointDamaged(f"{adapter / WEIGHTS_FILE} is no adapter of rank {lora.rank} for {base_model}")
+    factors = adapter_file(adapter, arch, lora, str(base_model))
     base = {path: TensorFile(path) for path in weight_files(base_model)}
     of = {name: path for path, file in base.items() for name in file}
     modules = {f"{module}.weight": (module, shape[::-1]) for module, shape in lora_modules(arch, lora).items()}

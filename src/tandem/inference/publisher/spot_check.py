@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
+from tandem.families.adapter import lora_modules, peft_keys
 from tandem.families.model_config import model_directory, weight_files
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile, bfloat16, widened
+from tandem.inference.tensor_file import TensorFile, adapter_file, bfloat16, widened
 from tandem.spool.schema import LoraShape
 
 
@@ -56,10 +56,11 @@ class SpotCheck:
         return _files(model_directory(self._model, cached=True))
 
     def adapter_rows(self, adapter: Path, lora: LoraShape) -> Rows:
-        """Of each tensor that the adapter in this directory touches, merged into the base model."""
-        modules = lora_modules(read_arch(self._model), lora)
-        rows = {f"{module}.weight": random.randrange(rows) for module, (_, rows) in modules.items()}
-        base, factors, scale = self._base, TensorFile(adapter / WEIGHTS_FILE), lora.alpha / lora.rank
+        """Of each tensor that the adapter in this directory touches, merged into the base model. CheckpointDamaged
+        where it is no adapter of this shape."""
+        arch = read_arch(self._model)
+        rows = {f"{module}.weight": random.randrange(rows) for module, (_, rows) in lora_modules(arch, lora).items()}
+        base, factors, scale = self._base, adapter_file(adapter, arch, lora, self._model), lora.alpha / lora.rank
 
         def merged(name: str, row: int) -> NDArray[Any]:
             """base + scale B A, in float64, rounded to float32 and then to the served dtype."""
