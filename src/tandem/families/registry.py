@@ -44,7 +44,10 @@ def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arc
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         problem = f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}"
         raise UnknownArchitecture(problem, field="base_model")
-    return FAMILIES[model_type].arch(config)
+    try:
+        return FAMILIES[model_type].arch(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise config.invalid(f"a value has the wrong type ({type(error).__name__}: {error})") from error
 
 
 @functools.lru_cache(2)
