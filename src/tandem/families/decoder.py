@@ -48,7 +48,7 @@ class Decoder:
             vocab_size=config.positive("vocab_size", int),
             max_positions=config.positive("max_position_embeddings", int, 32768),
             tie_embeddings=bool(config.get("tie_word_embeddings")),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rope_theta=float(rope["rope_theta"]),
             rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
@@ -163,8 +163,8 @@ class Decoder:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.
         Where a config has several, the first of these wins, as in transformers: in `rope_scaling`, in
         `rope_parameters`, beside them."""
-        theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
-        return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
+        given = config.get("rope_scaling") or config.get("rope_parameters") or self.defaults.get("rope_parameters", {})
+        return {"rope_theta": config.given("rope_theta", 10000.0)} | given
 
 
 def _rope_scaling(

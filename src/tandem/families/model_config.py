@@ -67,13 +67,17 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value; the family's default, or else `default`, where the key is missing."""
         return self.values.get(key, self.defaults.get(key, default))
 
-    def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-        """A positive number; the family's default, or else `default`, where the key is missing or null. Raises
-        InvalidInput."""
+    def given(self, key: str, default: Any = None) -> Any:
+        """As `get`; the default also where the value is null."""
         value = self.values.get(key)
-        value = self.defaults.get(key, default) if value is None else value
+        return self.defaults.get(key, default) if value is None else value
+
+    def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+        """A positive number, as `given`. Raises InvalidInput."""
+        value = self.given(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
             raise self.invalid(f"{key} is {value!r}, not a positive {kind.__name__}")
         return kind(value)
