@@ -241,12 +241,13 @@ class Publisher:
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
         """Log a trouble when it begins or changes, and once more when it is over (`trouble` is empty)."""
-        before = self._troubles.get(topic, "")
-        if trouble and trouble != before:
-            write(trouble)
-        elif before and not trouble:
+        before = self._troubles.pop(topic, "")
+        if trouble:
+            self._troubles[topic] = trouble
+            if trouble != before:
+                write(trouble)
+        elif before:
             log.info(f"over: {before}")
-        self._troubles[topic] = trouble
 
 
 def _transport(settings: Settings, client: VllmClient, spool: Spool) -> LoraTransport | MergedTransport:
