@@ -44,6 +44,12 @@ def weight_files(directory: Path) -> list[Path]:
     raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")
 
 
+def other_files(directory: Path) -> list[Path]:
+    """What a model's directory has beside weights: configuration and tokenizer."""
+    files = [path for path in directory.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")]
+    return [path for path in files if not path.name.endswith(".index.json")]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A parsed `config.json`."""

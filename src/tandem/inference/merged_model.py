@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, check_adapter_config, lora_modules, peft_keys
-from tandem.families.model_config import weight_files
+from tandem.families.model_config import other_files, weight_files
 from tandem.families.registry import read_arch
 from tandem.inference.tensor_file import TensorFile, adapter_file, bfloat16, widened
 from tandem.spool.schema import LoraShape
@@ -45,10 +45,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
             problem = f"{name} is {list(found[1])} in {found[0]}, not {expected}"
             raise InvalidInput(f"{of[name]}: {problem}", field="base_model")
     directory.mkdir()
-    for path in base_model.iterdir():
-        other_index = path.name.endswith(".index.json") and path.name != "model.safetensors.index.json"
-        if path in base or (path.suffix in (".json", ".jinja", ".txt", ".model") and not other_index):
-            shutil.copyfile(path, directory / path.name)
+    for path in (*base, *base_model.glob("model.safetensors.index.json"), *other_files(base_model)):
+        shutil.copyfile(path, directory / path.name)
     for name, (module, _) in modules.items():
         file, (a, b) = base[of[name]], peft_keys(module)
         merged = _merged(file[name], file.dtype(name), factors[a], factors[b], lora.alpha / lora.rank)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from tandem.families.arch import Arch
+from tandem.families.model_config import other_files
 from tandem.families.parts import Part, buffers, senders_of_stage
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
@@ -80,9 +81,8 @@ class ModelFiles:
             (self._directory / file).write_bytes(header)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        for path in base_model.iterdir() if base_model else ():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, self._directory / path.name)
+        for path in other_files(base_model) if base_model else ():
+            shutil.copyfile(path, self._directory / path.name)
 
     def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
         """Write this rank's share of all tensors. `beat` is called now and then. Ranks with equal parts take turns."""
