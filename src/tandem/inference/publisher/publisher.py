@@ -18,9 +18,8 @@ from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_dire
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.retention import Retention, run_of
 from tandem.inference.publisher.spot_check import SpotCheck
-from tandem.inference.publisher.usage import Usage
+from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
