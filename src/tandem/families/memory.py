@@ -113,10 +113,9 @@ def memory(job: Training, sizes: Sizes) -> Memory:
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     arch = job.arch
     layers, last = sizes.layers(arch.num_layers, stage), stage == sizes.pipeline - 1
-    dense = experts = 0
-    for rule in weight_rules(arch):
-        size = prod(rule.shape(sizes)) if on_stage(rule.parameter, arch, sizes, stage) else 0
-        dense, experts = (dense + size, experts) if rule.experts is None else (dense, experts + size)
+    rules = [rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)]
+    dense = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is None)
+    experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is not None)
     weights = (dense + experts) * _BF16
     if job.lora is None:
         # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the int16 remainder of its
