@@ -50,7 +50,6 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
         self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
         self._troubles: dict[str, str] = {}
 
@@ -64,12 +63,11 @@ class Publisher:
                 self._publish_runs()
         except InferenceUnavailable as error:
             self._log_change("vllm", f"waiting for vLLM: {error}")
-            if isinstance(error, InferenceGone) and not self._gone:
+            if isinstance(error, InferenceGone):
                 self._loader.server_lost()
-                self._gone = self._withdraw_records()
+                self._withdraw_records()
                 self._records_checked = False
             return False
-        self._gone = False
         self._log_change("vllm", "")
         return True
 
@@ -172,7 +170,7 @@ class Publisher:
         try:
             self._spool.check()
             for run in self._spool.runs.names():
-                record = self._get_record(run)
+                record = self._spool.served.get(run)
                 if record is not None and record.model not in self._transport.listed:
                     log.warning("vLLM does not have the step any more that it served", model=record.model)
                     self._spool.served.withdraw(run)
@@ -204,23 +202,17 @@ class Publisher:
                 self._put_record(run.name, newest, refused)
             self._tell_job(served)
         if newest is None and refused is not None:
-            before = self._get_record(run.name)
+            before = self._spool.served.get(run.name)
             if before is not None:
                 self._put_record(run.name, before, refused)
                 wanted.add(before.model)
         return wanted
 
-    def _get_record(self, run: str) -> Served | None:
-        try:
-            return self._spool.served.get(run)
-        except ValidationError:
-            return None  # an unreadable record is written anew
-
     def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
         """Write `served.json`, if that changes it."""
         step, reason = refused or (None, None)
         record = record.model_copy(update={"refused_step": step, "refused_reason": reason})
-        if self._get_record(run) != record:
+        if self._spool.served.get(run) != record:
             self._spool.served.put(run, record)
 
     def _tell_job(self, served: ServedCheckpoint) -> None:
