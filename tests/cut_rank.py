@@ -30,7 +30,7 @@ from tandem.model.pipeline import _Lane, _Received
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape, OptimizerSettings
-from tandem.trainer.rank.publish.weights import TrainedWeights
+from tandem.trainer.rank.publication import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 
 

@@ -12,7 +12,7 @@ from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.trainer.rank.model_files import ModelFiles
-from tandem.trainer.rank.publish.weights import TrainedWeights
+from tandem.trainer.rank.publication import TrainedWeights
 
 MOST = 700  # elements of a buffer: tensors are cut
 

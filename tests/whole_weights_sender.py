@@ -122,10 +122,9 @@ def main(directory: Path, tp: int, pp: int) -> None:
     import torch
 
     from policies import make_policy
-    from tandem.families.registry import read_arch
     from tandem.families.topology import Sizes
     from tandem.model import device, parallel
-    from tandem.trainer.rank.publish import publication as module
+    from tandem.trainer.rank import publication as module
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
     settings = Settings()
@@ -157,9 +156,8 @@ def main(directory: Path, tp: int, pp: int) -> None:
         work = spool.root / f"jobs/work/{job}"
         if top.rank == 0:
             work.mkdir(parents=True, exist_ok=True)
-        arch = read_arch(str(model))
         publication = module.Publication(
-            settings, spool, model, arch, policy, top, work, f"{job}/1", beat=lambda: None, event=event
+            settings, spool, model, policy, work, f"{job}/1", beat=lambda: None, event=event
         )
         publication.offer()
         if top.rank == 0:

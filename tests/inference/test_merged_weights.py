@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inference.worker_models import Worker, merged, stage
 from policies import write_random_adapter
+from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, peft_keys
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.inference.server.worker import extension, merged_weights
@@ -465,6 +466,22 @@ def test_the_spot_check_finds_swapped_modules(model: Model, tmp_path: Path) -> N
 
     wrong = altered(model.adapter(tmp_path / "wrong", 1), swap)
     assert "model.layers.0.self_attn" in Served(model, wrong, 2).wrong(right)
+
+
+def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_path: Path) -> None:
+    """An exception of another kind would end the publisher, again and again."""
+    check = SpotCheck(str(model.directory), "float32")
+    adapter = model.adapter(tmp_path, 1)
+    whole = (adapter / WEIGHTS_FILE).read_bytes()
+    contents = [b"nothing", whole[:100], whole[:8] + b"[" + whole[9:], (2).to_bytes(8, "little") + b"{}"]
+    for content in contents:
+        (adapter / WEIGHTS_FILE).write_bytes(content)
+        with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
+            check.adapter_rows(adapter, LORA)
+    (adapter / WEIGHTS_FILE).write_bytes(whole)
+    with pytest.raises(CheckpointDamaged, match="no adapter of rank 8"):
+        check.adapter_rows(adapter, LORA.model_copy(update={"rank": 8}))
+    check.adapter_rows(adapter, LORA)
 
 
 def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> None:

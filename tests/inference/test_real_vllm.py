@@ -24,7 +24,7 @@ from policies import linear_row, make_policy, write_random_adapter
 from tandem.config import Settings
 from tandem.errors import Unauthorized
 from tandem.inference.publisher.publisher import Publisher
-from tandem.inference.publisher.retention import Retention
+from tandem.inference.publisher.usage import Retention
 from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, Served

@@ -248,6 +248,21 @@ def test_a_wrong_value_is_refused_by_its_key(change, says):
         arch_from_config({**QWEN3_MOE, **change})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": float("inf")},
+        {"layer_types": 3},
+        {"rope_scaling": "linear"},
+        {"rope_parameters": {"rope_theta": None}},
+        {"use_sliding_window": True, "max_window_layers": None},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(change):
+    with pytest.raises(InvalidInput, match=r"config\.json: .*(type|scaling)"):
+        arch_from_config({**QWEN3, **change})
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]"])
 def test_a_missing_or_broken_config_is_refused(tmp_path, content):
     if content is not None:

@@ -6,6 +6,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,15 @@ def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     modules: dict[str, tuple[int, int]] = {}
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():
-            path, _, kind = name.rpartition(".")
-            if kind == "weight" and path.rpartition(".")[2] in lora.targets:
-                modules[path] = (shape[1], shape[0])
+            if chosen(name, lora.targets):
+                modules[name.removesuffix(".weight")] = (shape[1], shape[0])
     return modules
+
+
+def chosen(name: str, targets: Collection[str] | None) -> bool:
+    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is chosen."""
+    path, _, kind = name.rpartition(".")
+    return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 
 
 def peft_keys(module: str) -> tuple[str, str]:
@@ -68,9 +74,9 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def layer_of(key: str) -> int:
-    """The decoder layer that has the tensor of PEFT key `key`, counted from 0."""
-    return int(key.partition(".layers.")[2].partition(".")[0])
+def layer_of(name: str) -> int:
+    """The decoder layer, counted from 0, that a PEFT key or a Hugging Face path names."""
+    return int(name.partition(".layers.")[2].partition(".")[0])
 
 
 def stacked_name(key: str) -> str:

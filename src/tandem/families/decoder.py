@@ -1,7 +1,8 @@
 """The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on it."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, Window, YarnScaling
@@ -11,34 +12,28 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family. Its fields say what is special; a family that differs in more overrides methods.
-
-    A key that config.json leaves out means what the family's class in transformers says, which vLLM uses too.
-    """
+    """A family. Its fields say what is special; a family that differs in more overrides methods."""
 
     model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a key that config.json leaves out means, as the family's class in transformers says, which vLLM uses too.
+
+    With `sliding_window` the family has windows: with `max_window_layers` from that layer on, else in all layers; with
+    `use_sliding_window` only if that is true.
+    """
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
-    head_dim: int | None = None  # if config.json has none; None: hidden_size / heads
-    num_kv_heads: int | None = None  # if config.json has none; None: as many as heads
-    max_positions: int = 32768  # if config.json has none
     partial_rope: bool = False  # RoPE on a part of each head is built
-    rms_norm_eps: float = 1e-6  # if config.json has none
     shared_experts: bool = False  # shared experts are built
-    tie_embeddings: bool = False  # if config.json does not say
-    windows: bool = False  # the family has sliding windows
-    sliding_window: int | None = None  # if config.json has none
-    window_is_optional: bool = False  # a window is in use only if `use_sliding_window` says so
     yarn: bool = False  # YaRN's scaling of RoPE is built
-    full_layers: int | None = None  # the first layers, without a window, if config.json has none; None: all have it
 
     def arch(self, config: ModelConfig) -> Arch:
         """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
+        config = replace(config, defaults=self.defaults)
         self._refuse_variants(config)
         hidden, heads = config.positive("hidden_size", int), config.positive("num_attention_heads", int)
-        unstated_kv_heads = heads if "num_key_value_heads" in config.values else self.num_kv_heads or heads
-        kv_heads = config.positive("num_key_value_heads", int, unstated_kv_heads)
+        kv_heads = heads if config.get("num_key_value_heads") is None else config.positive("num_key_value_heads", int)
         if heads % kv_heads:
             raise config.invalid(f"{heads} attention heads don't divide into {kv_heads} groups")
         rope = self.rope_parameters(config)
@@ -48,13 +43,13 @@ class Decoder:
             hidden_size=hidden,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=config.positive("head_dim", int, self.head_dim or hidden // heads),
+            head_dim=config.positive("head_dim", int, hidden // heads),
             ffn_hidden_size=config.positive("intermediate_size", int),
             vocab_size=config.positive("vocab_size", int),
-            max_positions=config.positive("max_position_embeddings", int, self.max_positions),
-            tie_embeddings=bool(config.get("tie_word_embeddings", self.tie_embeddings)),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=config.positive("rms_norm_eps", float, self.rms_norm_eps),
+            max_positions=config.positive("max_position_embeddings", int, 32768),
+            tie_embeddings=bool(config.get("tie_word_embeddings")),
+            rope_theta=float(rope["rope_theta"]),
+            rms_norm_eps=config.positive("rms_norm_eps", float, 1e-6),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             rope_scaling=_rope_scaling(rope, config, yarn=self.yarn),
@@ -65,25 +60,24 @@ class Decoder:
     def window(self, config: ModelConfig) -> Window | None:
         """The sliding window, if any layer has one."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
-        size = config.get("sliding_window", self.sliding_window)
-        if size is None or not (config.get("use_sliding_window", False) if self.window_is_optional else True):
+        in_use = config.get("use_sliding_window") or "use_sliding_window" not in self.defaults
+        if config.get("sliding_window") is None or not in_use:
             if set(kinds or ()) - {"full_attention"}:
                 raise config.unsupported("layers of other kinds than full_attention, without a sliding window in use")
             return None
-        if not self.windows:
+        if "sliding_window" not in self.defaults:
             raise config.unsupported("sliding-window attention")
-        if self.full_layers is None:
+        if "max_window_layers" not in self.defaults:
             chosen = [True] * layers
         elif kinds is None:
-            first = config.get("max_window_layers", self.full_layers)
-            chosen = [index >= first for index in range(layers)]
+            chosen = [index >= config.get("max_window_layers") for index in range(layers)]
         else:
             chosen = [kind == "sliding_attention" for kind in kinds]
         if kinds is not None and kinds != ["sliding_attention" if own else "full_attention" for own in chosen]:
             raise config.unsupported(f"layer_types {kinds!r}")
         if len(chosen) != layers:
             raise config.invalid(f"layer_types has {len(chosen)} entries for {layers} layers")
-        tokens = config.positive("sliding_window", int, self.sliding_window)
+        tokens = config.positive("sliding_window", int)
         return Window(tokens, tuple(chosen)) if any(chosen) else None
 
     def moe(self, _config: ModelConfig) -> MoE | None:
@@ -169,8 +163,8 @@ class Decoder:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.
         Where a config has several, the first of these wins, as in transformers: in `rope_scaling`, in
         `rope_parameters`, beside them."""
-        theta = {} if config.get("rope_theta") is None else {"rope_theta": config.get("rope_theta")}
-        return theta | (config.get("rope_scaling") or config.get("rope_parameters") or {})
+        given = config.get("rope_scaling") or config.get("rope_parameters") or self.defaults.get("rope_parameters", {})
+        return {"rope_theta": config.given("rope_theta", 10000.0)} | given
 
 
 def _rope_scaling(

@@ -34,7 +34,7 @@ class Gemma3(Decoder):
         if rope.get("rope_type", "default") != "default":
             raise config.unsupported("a scaled RoPE in the layers with a sliding window")
         chosen = tuple(kind == "sliding_attention" for kind in kinds)
-        tokens = config.positive("sliding_window", int, self.sliding_window)
+        tokens = config.positive("sliding_window", int)
         return Window(tokens, chosen, float(rope["rope_theta"])) if any(chosen) else None
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
@@ -64,18 +64,16 @@ class Gemma3(Decoder):
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if config.get(key):
                 raise config.unsupported(f"{key}={config.get(key)!r}")
-        if config.get("sliding_window", self.sliding_window) is None:
+        if config.get("sliding_window") is None:
             raise config.unsupported("layers with a sliding window of no size")
 
 
 FAMILY = Gemma3(
     "gemma3_text",
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    head_dim=256,
-    max_positions=131072,
-    num_kv_heads=4,
+    {
+        "head_dim": 256, "max_position_embeddings": 131072, "num_key_value_heads": 4, "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
     qk_norm=True,
-    sliding_window=4096,
-    tie_embeddings=True,
-    windows=True,
-)
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+)  # fmt: skip

@@ -64,6 +64,9 @@ class Glm4Moe(Decoder):
 
 
 FAMILY = Glm4Moe(
-    "glm4_moe", max_positions=131072, num_kv_heads=8, partial_rope=True, qkv_bias=True, rms_norm_eps=1e-5,
+    "glm4_moe",
+    {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    qkv_bias=True,
+    partial_rope=True,
     shared_experts=True,
-)  # fmt: skip
+)

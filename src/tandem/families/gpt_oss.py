@@ -1,7 +1,6 @@
 """GPT-OSS: attention sinks, a window in every other layer, YaRN, biases everywhere, experts with a clamped SwiGLU."""
 
 from dataclasses import replace
-from typing import Any
 
 from tandem.families.arch import Arch, MoE, Window
 from tandem.families.decoder import Decoder
@@ -27,7 +26,7 @@ class GptOss(Decoder):
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
         own = {"layer_types": config.get("layer_types") or kinds}
-        return super().window(ModelConfig({**config.values, **own}, config.source))
+        return super().window(replace(config, values={**config.values, **own}))
 
     def moe(self, config: ModelConfig) -> MoE:
         total = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
@@ -55,10 +54,6 @@ class GptOss(Decoder):
             WeightRule(to + "experts.bias2", {down + "_bias": (experts, hidden)}, experts=experts, turns=1),
         ]
 
-    def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        given = config.get("rope_scaling") or config.get("rope_parameters") or _YARN
-        return {"rope_theta": config.get("rope_theta", 150000.0)} | given
-
     def _refuse_variants(self, config: ModelConfig) -> None:
         if config.get("quantization_config"):
             problem = "quantised weights; write a copy in bfloat16 with transformers, and use its directory"
@@ -71,6 +66,11 @@ class GptOss(Decoder):
 
 
 FAMILY = GptOss(
-    "gpt_oss", head_dim=64, max_positions=131072, num_kv_heads=8, rms_norm_eps=1e-5, sliding_window=128, windows=True,
-    full_layers=0, qkv_bias=True, yarn=True,
+    "gpt_oss",
+    {
+        "head_dim": 64, "max_position_embeddings": 131072, "max_window_layers": 0, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_parameters": _YARN, "rope_theta": 150000.0, "sliding_window": 128,
+    },
+    qkv_bias=True,
+    yarn=True,
 )  # fmt: skip

@@ -3,19 +3,21 @@
 `tests/model/test_plan.py` compares it with what was measured on one GPU (docs/performance.md).
 """
 
-import re
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from tandem.families.adapter import lora_modules
+from tandem.families.adapter import layer_of, lora_modules
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, on_stage
 from tandem.spool.schema import LoraShape
 
 GIB = 2**30
-HEADROOM = 0.04  # `model/recompute.py`: the allocator can't use every gap
-CHUNK_ELEMENTS = 2**27  # `model/logprobs.py`
+HEADROOM = 0.04
+"""Part of the memory that stays free: the allocator can't use every gap."""
+CHUNK_ELEMENTS = 2**27
+"""Of one chunk's logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the CPU."""
 CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
 COMMUNICATORS = (2053 - 760) * 2**20
@@ -38,13 +40,24 @@ class Training:
     """Of one optimizer step, over all data-parallel ranks."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """Bytes that a layer keeps of a row for its backward pass, by `Keep` level of `model/layer/blocks.py`."""
 
     input: int
     attention: int
     all: int
+
+
+def choose_levels(kept: Kept, layers: int, budget: float) -> tuple[int, int]:
+    """How many of `layers` keep everything, and how many of the others their attention block: as many as possible
+    within `budget` bytes. Keeping everything saves more time per byte than keeping the attention block alone."""
+    left = budget - layers * kept.input
+    counts: list[int] = []
+    for size in (kept.all, kept.attention):
+        cost = size - kept.input
+        counts.append(max(0, min(layers - sum(counts), int(left // cost) if cost > 0 else layers)))
+        left -= counts[-1] * cost
+    return counts[0], counts[1]
 
 
 @dataclass(frozen=True)
@@ -84,16 +97,11 @@ class Memory:
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
         """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be kept."""
-        left = (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
-        left -= self.activations((0, 0)) + (self.layer_again if self.shared else 0)
-        if left < 0:
+        budget = (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
+        budget -= self.layer_again if self.shared else 0
+        if budget < self.activations((0, 0)):
             return None
-        counts: list[int] = []
-        for more in (self.kept.all, self.kept.attention):
-            cost = (more - self.kept.input) * self.in_flight
-            counts.append(min(self.layers - sum(counts), int(left // cost)))
-            left -= counts[-1] * cost
-        return counts[0], counts[1]
+        return choose_levels(Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget)
 
 
 def memory(job: Training, sizes: Sizes) -> Memory:
@@ -105,13 +113,9 @@ def memory(job: Training, sizes: Sizes) -> Memory:
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     arch = job.arch
     layers, last = sizes.layers(arch.num_layers, stage), stage == sizes.pipeline - 1
-    dense = experts = 0
-    for rule in weight_rules(arch):
-        size = sum(map(prod, rule.sources.values())) if on_stage(rule.parameter, arch, sizes, stage) else 0
-        if rule.experts is None:
-            dense += size // (1 if rule.cut == "whole" else sizes.tensor)
-        else:
-            experts += size // (sizes.expert * sizes.expert_tensor)
+    rules = [rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)]
+    dense = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is None)
+    experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is not None)
     weights = (dense + experts) * _BF16
     if job.lora is None:
         # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the int16 remainder of its
@@ -135,8 +139,7 @@ def _adapter(arch: Arch, lora: LoraShape, sizes: Sizes, layers: range) -> int:
     """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks (`model/lora.py`)."""
     total = 0
     for module, (in_features, out_features) in lora_modules(arch, lora).items():
-        layer = re.search(r"layers\.(\d+)\.", module)
-        if layer and int(layer[1]) in layers:
+        if layer_of(module) in layers:
             of_expert = ".experts." in module
             cut = sizes.expert_tensor if of_expert else sizes.tensor
             a, b = (cut, 1) if module.endswith(_ROW_PARALLEL) else (1, cut)

@@ -1,7 +1,8 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +30,33 @@ def model_directory(
         raise InvalidInput(problem, field="base_model") from error
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """A model's safetensors files: those that the index names if there is one, else `model.safetensors`.
+    Raises InvalidInput."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
+    if single.is_file():
+        return [single]
+    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")
+
+
+def other_files(directory: Path) -> list[Path]:
+    """What a model's directory has beside weights: configuration and tokenizer."""
+    files = [path for path in directory.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")]
+    return [path for path in files if not path.name.endswith(".index.json")]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A parsed `config.json`."""
 
     values: dict[str, Any]
     source: str  # for messages
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the family's, for keys that are missing
 
     @classmethod
     def of(cls, model: str) -> Self:
@@ -51,12 +73,17 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
+        """The value; the family's default, or else `default`, where the key is missing."""
+        return self.values.get(key, self.defaults.get(key, default))
+
+    def given(self, key: str, default: Any = None) -> Any:
+        """As `get`; the default also where the value is null."""
+        value = self.values.get(key)
+        return self.defaults.get(key, default) if value is None else value
 
     def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-        """A positive number; `default` where the key is missing or null. Raises InvalidInput."""
-        value = self.get(key)
-        value = default if value is None else value
+        """A positive number, as `given`. Raises InvalidInput."""
+        value = self.given(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
             raise self.invalid(f"{key} is {value!r}, not a positive {kind.__name__}")
         return kind(value)

@@ -1,14 +1,14 @@
-"""Which part of which weight a trainer's rank sends to vLLM, and in which order. Both sides compute the same list, so
-only bytes travel."""
+"""Which part of which weight a trainer's rank has, and which of these it sends to vLLM, in which order. Both sides
+compute the same list, so only bytes travel."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tandem.families.adapter import stacked_name
+from tandem.families.adapter import chosen, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, on_stage
+from tandem.families.topology import Place, Sizes, on_stage
 from tandem.families.weight_rules import WeightRule
 
 
@@ -67,53 +67,50 @@ def parts(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: in
     expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
-        ranks, cut = sizes.tensor if rule.experts is None else sizes.experts, rule.parts(sizes)
-        whole = rule.cut == "whole" and index % ranks != rank
-        if rank >= ranks or whole or not any(chosen(name, targets) for name in rule.sources):
+        ranks = sizes.tensor if rule.experts is None else sizes.experts
+        if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
         # The first stage that has it: the last one has a tied table too.
         if place.pipeline != next(s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)):
             continue
-        cut_rows = cut if rule.cut == "rows" else 1
-        blocks = max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
-        first_expert, begin = rule.first_expert(sizes, place), 0
-        for name, shape in {stacked_name(name): shape for name, shape in rule.sources.items()}.items():
-            rows = shape[0] // cut_rows // (1 if rule.experts else blocks)
-            columns = tuple(slice(0, size) for size in shape[1:])
-            if rule.cut == "columns":
-                width = shape[1] // cut
-                columns = (slice(rule.part(place) * width, (rule.part(place) + 1) * width),)
-            if chosen(name, targets):
-                share = shape[0] // cut_rows
-                first = rule.part(place) * share if rule.cut == "rows" else 0
-                yield from _cut(rule, name, columns, (blocks, begin, rows, first, first_expert), most)
-            begin += rows
+        for part in own_parts(rule, sizes, place):
+            if chosen(part.name, targets):
+                yield from _cut(part, most)
 
 
-def chosen(name: str, targets: Collection[str] | None) -> bool:
-    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is chosen."""
-    path, _, kind = name.rpartition(".")
-    return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
+def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
+    """What a rank has of each source of a rule without `turns`."""
+    cut, number = rule.parts(sizes), rule.part(place)
+    cut_rows = cut if rule.cut == "rows" else 1
+    blocks = max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+    begin = 0
+    # Of experts the first one's sources, which stand for all.
+    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.experts or 1)]:
+        share = shape[0] // cut_rows
+        first = number * share if rule.cut == "rows" else 0
+        of = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
+        if rule.cut == "columns":
+            width = shape[1] // cut
+            of[1] = slice(number * width, (number + 1) * width)
+        rows = share // blocks
+        if rule.experts is not None:
+            expert, rows = rule.first_expert(sizes, place), share
+            of.insert(0, slice(expert, expert + blocks))
+        at = (slice(0, blocks), slice(begin, begin + rows))
+        yield Part(stacked_name(name), tuple(of), rule.parameter, blocks, at, begin)
+        begin += rows
 
 
-def _cut(
-    rule: WeightRule, name: str, columns: tuple[slice, ...], place: tuple[int, int, int, int, int], most: int
-) -> Iterator[Part]:
-    """`place`: the parameter's blocks, where in each the source's rows begin, how many they are, which row of the
-    Hugging Face tensor is the first here, and which expert."""
-    blocks, begin, rows, first, expert = place
-    width = math.prod(s.stop - s.start for s in columns)
-    if blocks == 1 and not rule.experts:
-        step = max(1, most // width)
-        for row in range(0, rows, step):
-            end = min(rows, row + step)
-            of = (slice(first + row, first + end), *columns)
-            yield Part(name, of, rule.parameter, 1, (slice(0, 1), slice(begin + row, begin + end)), begin)
-        return
-    step = max(1, most // (rows * width))
-    for block in range(0, blocks, step):
-        end = min(blocks, block + step)
-        of = (slice(first + block * rows, first + end * rows), *columns)
-        if rule.experts:
-            of = (slice(expert + block, expert + end), slice(first, first + rows), *columns)
-        yield Part(name, of, rule.parameter, blocks, (slice(block, end), slice(begin, begin + rows)), begin)
+def _cut(part: Part, most: int) -> Iterator[Part]:
+    """`part` in parts of at most `most` elements: along the rows of a single block, else along the blocks."""
+    (blocks, rows), stacked, of = part.at, "*" in part.name, part.of[0]
+    by_rows = part.blocks == 1 and not stacked
+    cut = rows if by_rows else blocks
+    count = cut.stop - cut.start
+    of_each = (of.stop - of.start) // count
+    step = max(1, most * count // part.size)
+    for begin in range(0, count, step):
+        end = min(count, begin + step)
+        mine = slice(cut.start + begin, cut.start + end)
+        box = (slice(of.start + begin * of_each, of.start + end * of_each), *part.of[1:])
+        yield replace(part, of=box, at=(blocks, mine) if by_rows else (mine, rows))

@@ -133,9 +133,10 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
     rate = _linear_rate(job)
     everything, some = levels
-    qkv, proj, gate_up = _recomputed_shares(job.arch)
+    qkv, proj, gate_up, down = _features(job.arch)
     least = needs.layers - everything - some
-    again = (least * (qkv + proj + gate_up) + some * gate_up) / needs.layers
+    # What layers compute again, as a part of a forward pass: of those that keep their input all but down.
+    again = (least * (qkv + proj + gate_up) + some * gate_up) / ((qkv + proj + gate_up + down) * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
     rows = -(-job.rows // sizes.data)
@@ -166,13 +167,6 @@ def _operations(arch: Arch, slots: int) -> tuple[float, float, float]:
     layer = sum(_features(arch)) + router
     attention = 2.0 * slots**2 * arch.query_size * arch.num_layers
     return 2.0 * layer * arch.num_layers * slots, 2.0 * arch.hidden_size * arch.vocab_size * slots, attention
-
-
-def _recomputed_shares(arch: Arch) -> tuple[float, float, float]:
-    """Of a layer's forward operations: what `AttentionBlock` and `MlpBlock` compute again at `Keep.INPUT`."""
-    qkv, proj, gate_up, down = _features(arch)
-    total = qkv + proj + gate_up + down
-    return qkv / total, proj / total, gate_up / total
 
 
 def _exchange_bytes(job: Training, sizes: Sizes) -> float:

@@ -40,9 +40,6 @@ def mixture_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
 
 FAMILY = Qwen3Moe(
     "qwen3_moe",
+    {"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False},
     qk_norm=True,
-    num_kv_heads=4,
-    windows=True,
-    sliding_window=4096,
-    window_is_optional=True,
 )

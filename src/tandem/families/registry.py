@@ -4,15 +4,25 @@ import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from tandem.families import gemma3, glm4_moe, gpt_oss, qwen3_moe
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 FAMILIES: dict[str, Decoder] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (qwen3, qwen3_moe, qwen2, llama, mistral, gemma3, glm4_moe, gpt_oss)
+    family.model_type: family
+    for family in (
+        Decoder("llama", {"max_position_embeddings": 2048}),
+        Decoder("mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
+        Decoder("qwen2", _QWEN, qkv_bias=True),
+        Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
+        qwen3_moe.FAMILY,
+        gemma3.FAMILY,
+        glm4_moe.FAMILY,
+        gpt_oss.FAMILY,
+    )
 }
 
 
@@ -34,7 +44,10 @@ def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arc
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         problem = f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}"
         raise UnknownArchitecture(problem, field="base_model")
-    return FAMILIES[model_type].arch(config)
+    try:
+        return FAMILIES[model_type].arch(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise config.invalid(f"a value has the wrong type ({type(error).__name__}: {error})") from error
 
 
 @functools.lru_cache(2)

@@ -3,12 +3,15 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
+
+_CHOSEN = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor")
+"""Fields of `Sizes` that settings choose; the number of ranks gives `data`."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,8 @@ class Sizes:
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
         """Those of the trainer's ranks."""
-        tensor, context, pipeline = settings.tensor_parallel, settings.context_parallel, settings.pipeline_parallel
-        return cls(
-            tensor=tensor, context=context, data=settings.trainer_ranks // (tensor * context * pipeline),
-            pipeline=pipeline, expert_tensor=settings.expert_tensor_parallel, expert=settings.expert_parallel,
-            sequence=settings.sequence_parallel,
-        )  # fmt: skip
+        sizes = cls(**{name: getattr(settings, f"{name}_parallel") for name in _CHOSEN})
+        return replace(sizes, data=settings.trainer_ranks // sizes.world)
 
     @property
     def stage(self) -> int:
@@ -106,11 +105,7 @@ class Sizes:
 
     def fields(self) -> dict[str, int]:
         """The fields of `Settings` that choose these sizes for a known number of ranks."""
-        return {
-            "tensor_parallel": self.tensor, "sequence_parallel": self.sequence, "context_parallel": self.context,
-            "pipeline_parallel": self.pipeline, "expert_parallel": self.expert,
-            "expert_tensor_parallel": self.expert_tensor,
-        }  # fmt: skip
+        return {f"{name}_parallel": getattr(self, name) for name in _CHOSEN}
 
     def variables(self) -> dict[str, str]:
         """`fields` as environment variables."""

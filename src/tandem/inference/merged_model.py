@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import CheckpointDamaged, InvalidInput
-from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, check_adapter_config, lora_modules, peft_keys
+from tandem.families.adapter import WEIGHTS_FILE, check_adapter_config, lora_modules, peft_keys
+from tandem.families.model_config import other_files, weight_files
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile, bfloat16, weight_files, widened
+from tandem.inference.tensor_file import TensorFile, adapter_file, bfloat16, widened
 from tandem.spool.schema import LoraShape
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -31,11 +32,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
     """
     arch = read_arch(str(base_model))
     check_adapter_config(adapter, lora)
-    factors, shapes = TensorFile(adapter / WEIGHTS_FILE), adapter_shapes(arch, lora)
-    if {name: factors.shape(name) for name in factors} != shapes:
-        raise CheckpointDamaged(f"{adapter / WEIGHTS_FILE} is no adapter of rank {lora.rank} for {base_model}")
-    paths = [path for path in weight_files(str(base_model)) if path.name.startswith("model")]
-    base = {path: TensorFile(path) for path in paths}
+    factors = adapter_file(adapter, arch, lora, str(base_model))
+    base = {path: TensorFile(path) for path in weight_files(base_model)}
     of = {name: path for path, file in base.items() for name in file}
     modules = {f"{module}.weight": (module, shape[::-1]) for module, shape in lora_modules(arch, lora).items()}
     for name, (_, shape) in modules.items():
@@ -47,10 +45,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
             problem = f"{name} is {list(found[1])} in {found[0]}, not {expected}"
             raise InvalidInput(f"{of[name]}: {problem}", field="base_model")
     directory.mkdir()
-    for path in base_model.iterdir():
-        other_index = path.name.endswith(".index.json") and path.name != "model.safetensors.index.json"
-        if path in base or (path.suffix in (".json", ".jinja", ".txt", ".model") and not other_index):
-            shutil.copyfile(path, directory / path.name)
+    for path in (*base, *base_model.glob("model.safetensors.index.json"), *other_files(base_model)):
+        shutil.copyfile(path, directory / path.name)
     for name, (module, _) in modules.items():
         file, (a, b) = base[of[name]], peft_keys(module)
         merged = _merged(file[name], factors[a], factors[b], lora.alpha / lora.rank)

@@ -1,4 +1,4 @@
-"""Safetensors files without torch: those of a model, where each tensor is, and its values by memory map."""
+"""Safetensors files without torch: where each tensor is, and its values by memory map."""
 
 import json
 from collections.abc import Iterator
@@ -8,18 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.families.model_config import model_directory
+from tandem.errors import CheckpointDamaged
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes
+from tandem.families.arch import Arch
+from tandem.spool.schema import LoraShape
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-
-
-def weight_files(model: str) -> list[Path]:
-    """The files with a model's weights. `model`: a directory, or the name of a hub repository that is in the cache."""
-    directory = model_directory(model, cached=True)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(directory.glob("*.safetensors"))
 
 
 class TensorFile:
@@ -53,6 +47,20 @@ class TensorFile:
         """First byte and end, from `begin`."""
         first, end = self._header[name]["data_offsets"]
         return first, end
+
+
+def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
+    """The weights of the adapter in `directory`. CheckpointDamaged where they are not those of an adapter of shape
+    `lora` for `arch`. `model`: whose architecture that is, for the message."""
+    path = directory / WEIGHTS_FILE
+    try:
+        file = TensorFile(path)
+        shapes = {name: file.shape(name) for name in file}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"{path} can't be read: {error}") from error
+    if shapes != adapter_shapes(arch, lora):
+        raise CheckpointDamaged(f"{path} is no adapter of rank {lora.rank} for {model}")
+    return file
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
+from tandem.families.memory import CHUNK_ELEMENTS
 from tandem.model import gradients, parallel
-
-CHUNK_ELEMENTS = 2**27  # of one chunk's logits on this rank: 256 MiB in bf16, and a few times that in fp32 on the CPU
 
 
 def item_logprobs(

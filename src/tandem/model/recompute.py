@@ -5,6 +5,7 @@ Levels change neither results nor their bits, only memory and time.
 
 import torch
 
+from tandem.families.memory import HEADROOM, Kept, choose_levels
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
@@ -12,9 +13,9 @@ from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 
-HEADROOM, LEAST_HEADROOM = 0.04, 2**29
-"""Part of the memory, and at least so many bytes, that stay free: the allocator can't use every gap. Where ranks share
-layers, which `lower` can't help, twice what a layer's passes take stays free: gaps grow with the tensors."""
+LEAST_HEADROOM = 2**29
+"""Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help, twice what a
+layer's passes take stays free: gaps grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
@@ -69,18 +70,11 @@ def lower(policy: Policy) -> bool:
 
 
 def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
-    """As many layers as possible keep everything, and as many of the others as possible their attention block.
-
-    `kept`: bytes that a layer keeps at each level; `budget`: bytes for all layers. Keeping everything saves more
-    time per byte than keeping the attention block alone.
-    """
-    left = budget - layers * kept[Keep.INPUT]
-    counts: list[int] = []
-    for level in (Keep.ALL, Keep.ATTENTION):
-        cost = kept[level] - kept[Keep.INPUT]
-        counts.append(max(0, min(layers - sum(counts), int(left // cost) if cost > 0 else layers)))
-        left -= counts[-1] * cost
-    return [Keep.ALL] * counts[0] + [Keep.ATTENTION] * counts[1] + [Keep.INPUT] * (layers - sum(counts))
+    """The levels that `choose_levels` says, by layer. `kept`: bytes that a layer keeps at each level; `budget`: bytes
+    for all layers."""
+    everything, attention = choose_levels(Kept(*(kept[level] for level in Keep)), layers, budget)
+    least = layers - everything - attention
+    return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least
 
 
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:

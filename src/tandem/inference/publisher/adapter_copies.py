@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tandem.errors import CheckpointDamaged
@@ -72,12 +72,18 @@ class AdapterCopies:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def unused(self, listed: Collection[str], older_than: float) -> list[Path]:
-        """Copies that have not been in `listed`, the paths that vLLM uses, for `older_than` seconds."""
+    def remove_unused(
+        self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
+    ) -> None:
+        """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than` seconds. Those whose
+        names are `in_use()` stay: requests run with them, and vLLM may read them again."""
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
                 os.utime(path)
             elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
                 unused.append(path)
-        return unused
+        names = tuple(f"{name}-" for name in in_use()) if unused else ()
+        for path in unused:
+            if not path.name.startswith(names):
+                shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,7 @@ from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.verify import verify
+from tandem.inference.publisher.verify import WrongWeights, verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.system.logs import Log
@@ -28,13 +28,14 @@ MOST_REFUSALS = 1000
 """A refusal that was forgotten is tried again, and there are never so many steps that are looked at."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedCheckpoint:
-    """A checkpoint that vLLM lists under `path` and that was verified."""
+    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so."""
 
     path: Path
     record: Served
     job: str | None
+    told: bool = False
 
 
 class CheckpointRefused(Exception):
@@ -44,12 +45,12 @@ class CheckpointRefused(Exception):
 @dataclass
 class Refusal:
     """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, by the monotonic
-    clock."""
+    clock, if the cause may have gone away in `pause` seconds."""
 
     stats: FileStats
     reason: str
-    pause: float = math.inf
-    again: float = math.inf
+    pause: float
+    again: float
 
 
 @dataclass
@@ -77,10 +78,6 @@ class CheckpointLoader:
         served = self._served.get(name)
         return served.record.verified if served else None
 
-    def jobs(self) -> set[str]:
-        """The jobs that made what this object verified and vLLM serves."""
-        return {served.job for served in self._served.values() if served.job is not None}
-
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
 
@@ -92,13 +89,13 @@ class CheckpointLoader:
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
-            if served is not None and self.transport.has(name, served.path):
+            if served is not None and self._lists(name, served.path):
                 return served  # vLLM serves a verified copy, which the damage on the volume does not change
             raise self._refuse(name, (), str(error)) from error
-        if served is not None and served.path == path and self.transport.has(name, path):
+        if served is not None and served.path == path and self._lists(name, path):
             return served
         self._served.pop(name, None)
-        if name in self.transport.listed and not self.transport.has(name, path):
+        if name in self.transport.listed and not self._lists(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
             self.unload(name)
         stats = self._file_stats(run.name, step)
@@ -119,6 +116,10 @@ class CheckpointLoader:
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
+    def _lists(self, name: str, path: Path) -> bool:
+        """Whether vLLM has exactly this content under the name."""
+        return self.transport.listed.get(name) == str(path)
+
     def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
         """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the checkpoint."""
         for attempt in range(1, TRIES):
@@ -137,15 +138,16 @@ class CheckpointLoader:
             self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
         copied = time.monotonic()
         parts: dict[str, float] = {}
-        if not self.transport.has(name, path):
+        if not self._lists(name, path):
             parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
         identity = self.transport.identity_reference(name)
-        result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
-        if result.reason:
+        try:
+            result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
+        except WrongWeights as error:
             wanted = resolve_model(self.spool.root, run.base_model)
             other = f"; the run's base model is {wanted}, vLLM's is {self.base_model}"
-            raise InferenceRefused(result.reason + ("" if self.base_model in (None, wanted) else other))
+            raise InferenceRefused(str(error) + ("" if self.base_model in (None, wanted) else other)) from error
         self.transport.announce(name, path)
         seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
                    "since_checkpoint": time.time() - manifest.created, **parts}  # fmt: skip
@@ -164,12 +166,10 @@ class CheckpointLoader:
         before = self._refused.get(name)
         if before is None or (before.stats, before.reason) != (stats, reason):
             log.warning(f"{name} is refused: {reason}")
-        refusal = Refusal(stats, reason)
-        if passing:
-            repeated = before is not None and before.stats == stats and before.pause < math.inf
-            refusal.pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS) if before and repeated else TRY_AGAIN_SECONDS
-            refusal.again = time.monotonic() + refusal.pause
-        self._refused[name] = refusal
+        pause = TRY_AGAIN_SECONDS
+        if before is not None and before.stats == stats:
+            pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS)
+        self._refused[name] = Refusal(stats, reason, pause, time.monotonic() + (pause if passing else math.inf))
         while len(self._refused) > MOST_REFUSALS:
             del self._refused[next(iter(self._refused))]
         return CheckpointRefused(reason)

@@ -8,7 +8,6 @@ content. By the path a new publisher recognises the checkpoint in vLLM's list, a
 under the same name, and vLLM's prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
-import shutil
 import time
 from pathlib import Path
 
@@ -50,10 +49,6 @@ class LoraTransport:
         self._last_path.clear()
         self._saw_start = True
 
-    def has(self, name: str, path: Path) -> bool:
-        """Whether vLLM lists exactly this content under the name."""
-        return self.listed.get(name) == str(path)
-
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
         """Load a copied adapter under a name that is not listed."""
         self._flush_prefix_cache(name, path)
@@ -76,15 +71,6 @@ class LoraTransport:
         while len(self._last_path) > MOST_NAMES:
             del self._last_path[next(iter(self._last_path))]
             self._saw_start = False
-
-    def remove_unused_copies(self, older_than: float) -> None:
-        """Remove copies that vLLM has not listed for `older_than` seconds, except those that running requests use: vLLM
-        may read those again."""
-        unused = self.copies.unused(self.listed.values(), older_than)
-        in_use = tuple(f"{name}-" for name in self._client.adapters_in_use()) if unused else ()
-        for path in unused:
-            if not path.name.startswith(in_use):
-                shutil.rmtree(path, ignore_errors=True)
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
         """Drop cached blocks of another adapter of this name, where vLLM keys blocks by the name alone."""

@@ -4,7 +4,6 @@ offered; else vLLM's workers merge the adapter, or read a whole model's files.
 Its methods are those of `LoraTransport`. vLLM serves one checkpoint at a time.
 """
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.families.model_config import model_directory
 from tandem.inference.publisher.adapter_copies import AdapterCopies
-from tandem.inference.publisher.spot_check import AdapterRows, ModelRows, SpotCheck
+from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.checkpoint_files import verify_files
 from tandem.spool.schema import Manifest, RunSpec
@@ -51,14 +50,10 @@ class MergedTransport:
     def server_lost(self) -> None:
         self.listed = {}
 
-    def has(self, name: str, path: Path) -> bool:
-        return self.listed.get(name) == str(path)
-
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
         `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
         seconds, sources = self._settings.swap_seconds, list[dict[str, Any] | None](self._sources(run, checkpoint))
-        expected: AdapterRows | ModelRows
         scale = 0.0
         if run.lora is None:
             directory = self._model(run, checkpoint)
@@ -120,8 +115,3 @@ class MergedTransport:
         """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
-
-    def remove_unused_copies(self, older_than: float) -> None:
-        """vLLM's workers have read an adapter when the swap begins."""
-        for path in self.copies.unused(self.listed.values(), older_than):
-            shutil.rmtree(path, ignore_errors=True)

@@ -18,9 +18,8 @@ from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_dire
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
 from tandem.inference.publisher.lora_transport import LoraTransport
 from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.retention import Retention, run_of
 from tandem.inference.publisher.spot_check import SpotCheck
-from tandem.inference.publisher.usage import Usage
+from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
@@ -51,9 +50,7 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
         self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
-        self._told_jobs: set[str] = set()  # of the checkpoints that are served
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
@@ -66,12 +63,11 @@ class Publisher:
                 self._publish_runs()
         except InferenceUnavailable as error:
             self._log_change("vllm", f"waiting for vLLM: {error}")
-            if isinstance(error, InferenceGone) and not self._gone:
+            if isinstance(error, InferenceGone):
                 self._loader.server_lost()
-                self._gone = self._withdraw_records()
+                self._withdraw_records()
                 self._records_checked = False
             return False
-        self._gone = False
         self._log_change("vllm", "")
         return True
 
@@ -106,8 +102,9 @@ class Publisher:
                     break  # that took a while: a run may have a new checkpoint, which then comes first
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)
-        self._told_jobs &= self._loader.jobs()
-        self._transport.remove_unused_copies(older_than=10 * self._retention.grace)
+        self._transport.copies.remove_unused(
+            self._transport.listed.values(), self._client.adapters_in_use, older_than=10 * self._retention.grace
+        )
 
     def _changes(self) -> dict[str, float]:
         """When the checkpoints of each run that can be served last changed, Unix seconds."""
@@ -173,7 +170,7 @@ class Publisher:
         try:
             self._spool.check()
             for run in self._spool.runs.names():
-                record = self._get_record(run)
+                record = self._spool.served.get(run)
                 if record is not None and record.model not in self._transport.listed:
                     log.warning("vLLM does not have the step any more that it served", model=record.model)
                     self._spool.served.withdraw(run)
@@ -205,29 +202,23 @@ class Publisher:
                 self._put_record(run.name, newest, refused)
             self._tell_job(served)
         if newest is None and refused is not None:
-            before = self._get_record(run.name)
+            before = self._spool.served.get(run.name)
             if before is not None:
                 self._put_record(run.name, before, refused)
                 wanted.add(before.model)
         return wanted
 
-    def _get_record(self, run: str) -> Served | None:
-        try:
-            return self._spool.served.get(run)
-        except ValidationError:
-            return None  # an unreadable record is written anew
-
     def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
         """Write `served.json`, if that changes it."""
         step, reason = refused or (None, None)
         record = record.model_copy(update={"refused_step": step, "refused_reason": reason})
-        if self._get_record(run) != record:
+        if self._spool.served.get(run) != record:
             self._spool.served.put(run, record)
 
     def _tell_job(self, served: ServedCheckpoint) -> None:
         """Append `served` to the events of the checkpoint's job. Only once, however often the checkpoint is loaded."""
         record = served.record
-        if served.job is None or served.job in self._told_jobs:
+        if served.job is None or served.told:
             return
         with self._spool.job_lock(served.job):
             events = self._spool.events.read(served.job)
@@ -237,16 +228,17 @@ class Publisher:
                     include={"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
                 )
                 self._spool.events.append(served.job, "served", **fields)
-        self._told_jobs.add(served.job)
+        served.told = True
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
         """Log a trouble when it begins or changes, and once more when it is over (`trouble` is empty)."""
-        before = self._troubles.get(topic, "")
-        if trouble and trouble != before:
-            write(trouble)
-        elif before and not trouble:
+        before = self._troubles.pop(topic, "")
+        if trouble:
+            self._troubles[topic] = trouble
+            if trouble != before:
+                write(trouble)
+        elif before:
             log.info(f"over: {before}")
-        self._troubles[topic] = trouble
 
 
 def _transport(settings: Settings, client: VllmClient, spool: Spool) -> LoraTransport | MergedTransport:

@@ -5,7 +5,8 @@ with this adapter and this scale, or from this model.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -14,47 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
+from tandem.families.adapter import lora_modules, peft_keys
+from tandem.families.model_config import model_directory, weight_files
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_file import TensorFile, bfloat16, weight_files, widened
+from tandem.inference.tensor_file import TensorFile, adapter_file, bfloat16, widened
 from tandem.spool.schema import LoraShape
 
 
-class SpotCheck:
-    def __init__(self, base_model: str, dtype: str) -> None:
-        """`base_model`: see `weight_files`; `dtype`: in which vLLM serves."""
-        self._model, self._dtype = base_model, dtype
+@dataclass
+class Rows:
+    """`rows`: which row of each tensor, by name; `read(name, row)`: what vLLM must have there, in the served dtype."""
 
-    @cached_property
-    def _base(self) -> dict[str, TensorFile]:
-        return _files(self._model)
-
-    def adapter_rows(self, adapter: Path, lora: LoraShape) -> "AdapterRows":
-        """Of each tensor that the adapter in this directory touches, merged into the base model."""
-        modules = lora_modules(read_arch(self._model), lora)
-        rows = {f"{module}.weight": random.randrange(rows) for module, (_, rows) in modules.items()}
-        return AdapterRows(rows, self._dtype, self._base, TensorFile(adapter / WEIGHTS_FILE), lora.alpha / lora.rank)
-
-    def model_rows(self, directory: Path) -> "ModelRows":
-        """Of each matrix of the model in this directory."""
-        files = _files(str(directory))
-        shapes = {name: file.shape(name) for name, file in files.items()}
-        rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
-        return ModelRows(rows, self._dtype, files)
-
-
-class ModelRows:
-    """`rows`: the row of each tensor, by name."""
-
-    def __init__(self, rows: dict[str, int], dtype: str, files: Mapping[str, TensorFile]) -> None:
-        self.rows, self._dtype, self._files = rows, dtype, files
+    rows: dict[str, int]
+    read: Callable[[str, int], NDArray[Any]]
 
     def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
         """Why the rows that vLLM's workers have are other ones, or empty.
 
         `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
         """
-        expected = {name: self.row(name, row) for name, row in self.rows.items()}
+        expected = {name: self.read(name, row) for name, row in self.rows.items()}
         missing = {name: np.ones(row.shape, bool) for name, row in expected.items()}
         for part in found:
             name, begin, end = part["name"], part["begin"], part["end"]
@@ -64,38 +44,52 @@ class ModelRows:
         short = [name for name, columns in missing.items() if columns.any()]
         return f"no worker has all of row {self.rows[short[0]]} of {short[0]}" if short else ""
 
-    def row(self, name: str, row: int) -> NDArray[Any]:
-        """In the served dtype."""
-        values = self._values(name, row)
+
+class SpotCheck:
+    def __init__(self, base_model: str, dtype: str) -> None:
+        """`base_model`: a directory or the name of a hub repository that is in the cache; `dtype`: in which vLLM
+        serves."""
+        self._model, self._dtype = base_model, dtype
+
+    @cached_property
+    def _base(self) -> dict[str, TensorFile]:
+        return _files(model_directory(self._model, cached=True))
+
+    def adapter_rows(self, adapter: Path, lora: LoraShape) -> Rows:
+        """Of each tensor that the adapter in this directory touches, merged into the base model. CheckpointDamaged
+        where it is no adapter of this shape."""
+        arch = read_arch(self._model)
+        rows = {f"{module}.weight": random.randrange(rows) for module, (_, rows) in lora_modules(arch, lora).items()}
+        base, factors, scale = self._base, adapter_file(adapter, arch, lora, self._model), lora.alpha / lora.rank
+
+        def merged(name: str, row: int) -> NDArray[Any]:
+            """base + scale B A, in float64, rounded to float32 and then to the served dtype."""
+            key_a, key_b = peft_keys(name.removesuffix(".weight"))
+            delta = factors[key_b][row].astype(np.float64) @ factors[key_a].astype(np.float64)
+            return self._rounded((self._floats(base[name], name, row) + scale * delta).astype(np.float32))
+
+        return Rows(rows, merged)
+
+    def model_rows(self, directory: Path) -> Rows:
+        """Of each matrix of the model in this directory."""
+        files = _files(directory)
+        shapes = {name: file.shape(name) for name, file in files.items()}
+        rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
+        return Rows(rows, lambda name, row: self._rounded(self._floats(files[name], name, row)))
+
+    def _floats(self, file: TensorFile, name: str, row: int) -> NDArray[np.float32]:
+        """A row of the weights as vLLM loads them, in float32."""
+        values = file[name][row]
+        if file.dtype(name) == "BF16":
+            return widened(values)
+        floats = values.astype(np.float32)
+        return floats if self._dtype == "float32" else widened(bfloat16(floats))
+
+    def _rounded(self, values: NDArray[np.float32]) -> NDArray[Any]:
+        """In the served dtype; bfloat16 is uint16."""
         return values if self._dtype == "float32" else bfloat16(values)
 
-    def _values(self, name: str, row: int) -> NDArray[np.float32]:
-        return _floats(self._files[name][name][row], self._files[name].dtype(name), self._dtype)
 
-
-class AdapterRows(ModelRows):
-    def __init__(
-        self, rows: dict[str, int], dtype: str, base: Mapping[str, TensorFile], adapter: TensorFile, scale: float
-    ) -> None:
-        super().__init__(rows, dtype, base)
-        self._adapter, self._scale = adapter, scale
-
-    def _values(self, name: str, row: int) -> NDArray[np.float32]:
-        """base + scale B A, in float64, rounded to float32."""
-        key_a, key_b = peft_keys(name.removesuffix(".weight"))
-        delta = self._adapter[key_b][row].astype(np.float64) @ self._adapter[key_a].astype(np.float64)
-        merged: NDArray[np.float32] = (super()._values(name, row) + self._scale * delta).astype(np.float32)
-        return merged
-
-
-def _files(model: str) -> dict[str, TensorFile]:
+def _files(directory: Path) -> dict[str, TensorFile]:
     """Each tensor's file."""
-    return {name: file for file in map(TensorFile, weight_files(model)) for name in file}
-
-
-def _floats(values: NDArray[Any], dtype: str, served: str) -> NDArray[np.float32]:
-    """The weights as vLLM has them, in float32."""
-    if dtype == "BF16":
-        return widened(values)
-    floats = values.astype(np.float32)
-    return floats if served == "float32" else widened(bfloat16(floats))
+    return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}

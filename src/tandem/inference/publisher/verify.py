@@ -27,11 +27,14 @@ LONG_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class Verification:
-    """`error`: mean |served - expected| over `tokens` log-probs, in nats. `reason`: why it is refused, else empty."""
+    """`error`: mean |served - expected| over `tokens` log-probs, in nats."""
 
     error: float
     tokens: int
-    reason: str = ""
+
+
+class WrongWeights(Exception):
+    """vLLM does not serve a checkpoint's weights, or that can't be verified. The message says why."""
 
 
 def verify_tolerance(settings: Settings) -> float:
@@ -69,84 +72,68 @@ def verify(
 
     The mean absolute error must be at most `tolerance` nats. A small step would pass that with the old weights, so the
     served log-probs must also be nearer to the checkpoint's than to those of the checkpoint before it and of the base
-    model, where rounding lets them be told apart. Raises what VllmClient raises.
+    model, where rounding lets them be told apart. Raises WrongWeights, and what VllmClient raises.
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
     served = _flat(client.prompt_logprobs(model, tokens) for tokens in prompts)
     if probe is None:
         expected = _flat(client.prompt_logprobs(identity, tokens) for tokens in prompts)
-    else:
-        expected = _of_prompts(prompts, probe.logprobs)
-    if len(served) != len(expected) or not served:
-        reason = f"the probe is malformed: {len(expected)} log-probs for {len(served)} predictions"
-        return Verification(math.inf, len(served), reason)
-    error = _mean_error(served, expected)
-    owner = "the base model" if probe is None else "the trainer"
-    if reason := _too_different(error, len(served), owner, tolerance):
-        return Verification(error, len(served), reason)
-    if probe is None:
-        return Verification(error, len(served))
-    if reason := _nearer_to_a_reference(served, expected, probe, prompts):
-        return Verification(error, len(served), reason)
-    return _verify_long(client, model, probe.long, longest, tolerance, Verification(error, len(served)))
+        return Verification(_error(served, expected, "the base model", tolerance), len(served))
+    expected = _of_prompts(prompts, probe.logprobs)
+    short = Verification(_error(served, expected, "the trainer", tolerance), len(served))
+    # The trainer computed the references too. vLLM's own log-probs of the base model would share vLLM's rounding with
+    # `served`: after a step as small as that, right weights come out nearer to them.
+    for name, rows in (("the checkpoint before it", probe.previous), ("the base model", probe.base)):
+        _refuse_reference(served, expected, _of_prompts(prompts, rows), name)
+    return short if probe.long is None else _with_long(short, client, model, probe.long, longest, tolerance)
 
 
-def _verify_long(
-    client: VllmClient, model: str, probe: LongProbe | None, longest: int, tolerance: float, short: Verification
+def _with_long(
+    short: Verification, client: VllmClient, model: str, probe: LongProbe, longest: int, tolerance: float
 ) -> Verification:
     """The result for all tokens. `longest`: tokens that vLLM takes; positions beyond them are not compared. The mean
     error may be LONG_TOLERANCE times `tolerance`, because few tokens after a long prefix have more rounding."""
-    positions = [position for position in probe.positions if position < longest] if probe else []
-    if probe is None or not positions:
+    positions = [position for position in probe.positions if position < longest]
+    if not positions:
         return short
     # Up to the last position: a whole probe if vLLM takes it.
-    values = client.prompt_logprobs(model, probe.tokens[: positions[-1] + 1])
+    end = positions[-1] + 1
+    values = client.prompt_logprobs(model, probe.tokens[:end])
     served, expected = [values[position - 1] for position in positions], probe.logprobs[: len(positions)]
-    if len(expected) != len(positions):
-        return Verification(math.inf, short.tokens, "the long probe is malformed: it lacks log-probs")
-    error = _mean_error(served, expected)
-    tokens = short.tokens + len(served)
-    if reason := _too_different(error, len(served), "the trainer", LONG_TOLERANCE * tolerance):
-        return Verification(error, tokens, f"{reason} (in a sequence of {positions[-1] + 1} tokens)")
-    return Verification((short.error * short.tokens + error * len(served)) / tokens, tokens)
+    where = f" (in a sequence of {end} tokens)"
+    error, tokens = _error(served, expected, "the trainer", LONG_TOLERANCE * tolerance, where), len(served)
+    mean = (short.error * short.tokens + error * tokens) / (short.tokens + tokens)
+    return Verification(mean, short.tokens + tokens)
 
 
-def _mean_error(served: Sequence[float], expected: Sequence[float]) -> float:
-    """Mean |served - expected|; infinite if a value is not finite."""
+def _error(served: Sequence[float], expected: Sequence[float], owner: str, allowed: float, where: str = "") -> float:
+    """The mean |served - expected| in nats. WrongWeights if it is above `allowed`."""
+    if len(served) != len(expected) or not served:
+        raise WrongWeights(f"the probe is malformed: {len(expected)} log-probs for {len(served)} predictions{where}")
     error = sum(abs(s - e) for s, e in zip(served, expected, strict=True)) / len(served)
-    return error if math.isfinite(error) else math.inf
-
-
-def _too_different(error: float, tokens: int, owner: str, allowed: float) -> str:
-    """Why a mean error, in nats over `tokens` log-probs, is too large, or empty."""
     if not math.isfinite(error):
-        return "vLLM's log-probs of the probe are not all finite"
+        raise WrongWeights(f"vLLM's log-probs of the probe are not all finite{where}")
     if error > allowed:
-        return (
-            f"vLLM's log-probs differ from {owner}'s by {error:.4g} nats on average over {tokens} tokens (allowed: "
-            f"{allowed:g}): it does not serve these weights"
+        raise WrongWeights(
+            f"vLLM's log-probs differ from {owner}'s by {error:.4g} nats on average over {len(served)} tokens "
+            f"(allowed: {allowed:g}): it does not serve these weights{where}"
         )
-    return ""
+    return error
 
 
-def _nearer_to_a_reference(
-    served: Sequence[float], expected: Sequence[float], probe: Probe, prompts: Sequence[Sequence[int]]
-) -> str:
-    """Why vLLM rather serves the weights of a reference, or empty.
-
-    The trainer computed the references too. vLLM's own log-probs of the base model would share vLLM's rounding with
-    `served`: after a step as small as that, right weights come out nearer to them.
-    """
-    for name, rows in (("the checkpoint before it", probe.previous), ("the base model", probe.base)):
-        reference = _of_prompts(prompts, rows)
-        if len(reference) != len(served):
-            return f"the probe is malformed: {len(reference)} log-probs of {name} for {len(served)} predictions"
-        moved = movement(served, expected, reference)
-        if moved is not None and moved[0] + MARGIN * moved[1] < 0.5:
-            share = f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
-            return f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's ({share})"
-    return ""
+def _refuse_reference(
+    served: Sequence[float], expected: Sequence[float], reference: Sequence[float], name: str
+) -> None:
+    """WrongWeights if vLLM rather serves the weights of a reference."""
+    if len(reference) != len(served):
+        raise WrongWeights(
+            f"the probe is malformed: {len(reference)} log-probs of {name} for {len(served)} predictions"
+        )
+    moved = movement(served, expected, reference)
+    if moved is not None and moved[0] + MARGIN * moved[1] < 0.5:
+        share = f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
+        raise WrongWeights(f"vLLM's log-probs are nearer to those of {name} than to this checkpoint's ({share})")
 
 
 def _of_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[float]]) -> list[float]:

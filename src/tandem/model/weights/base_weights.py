@@ -1,6 +1,5 @@
 """Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +8,8 @@ import torch
 
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
+from tandem.families.model_config import weight_files
+from tandem.families.parts import Part, own_parts
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
@@ -28,7 +29,7 @@ def load_weights(
         InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
         AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
-    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(_files(directory))
+    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(weight_files(directory))
     for rule in rules.values():
         for name, shape in rule.sources.items():
             if name not in stored:
@@ -41,52 +42,41 @@ def load_weights(
     for name, target in targets.items():
         assert target.shape == rules[name].shape(sizes), f"{name} is {target.shape}, not {rules[name].shape(sizes)}"
     fill_targets(
-        piece
-        for name, target in targets.items()
-        for piece in _pieces(rules[name], [stored[source] for source in rules[name].sources], target, sizes, place)
+        piece for name, target in targets.items() for piece in _pieces(rules[name], stored, target, sizes, place)
     )
 
 
 def _pieces(
-    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, sizes: Sizes, place: Place
+    rule: WeightRule, stored: Mapping[str, StoredTensor], target: torch.Tensor, sizes: Sizes, place: Place
 ) -> Iterator[Piece]:
     """This rank's part of each source, and the part of `target` that it fills."""
-    cut = rule.parts(sizes), rule.part(place)
-    if rule.experts is None:
-        yield from _matrix_pieces(rule, sources, target, cut)
+    if rule.turns is not None:
+        [name] = rule.sources
+        for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
+            yield _expert_piece(rule, stored[name], expert, matrix, (rule.parts(sizes), rule.part(place)))
         return
-    each, first = len(sources) // rule.experts, rule.first_expert(sizes, place)
-    for expert, matrix in enumerate(target, first):
-        if rule.turns is not None:
-            yield _expert_piece(rule, sources[0], expert, matrix, cut)
+    for part in own_parts(rule, sizes, place):
+        blocks = view_of(part, target)
+        if rule.experts is None:
+            yield _piece(stored[part.name], part.of, blocks if part.blocks > 1 else blocks[0])
             continue
-        yield from _matrix_pieces(rule, sources[expert * each : (expert + 1) * each], matrix, cut)
+        for expert, matrix in enumerate(blocks, part.of[0].start):
+            yield _piece(stored[part.name.replace("*", str(expert))], part.of[1:], matrix)
 
 
-def _matrix_pieces(
-    rule: WeightRule, sources: list[StoredTensor], target: torch.Tensor, cut: tuple[int, int]
-) -> Iterator[Piece]:
-    """`cut`: how many parts the matrix has, and which is this rank's."""
-    parts, part = cut
-    if rule.cut == "columns" and parts > 1:
-        (source,) = sources
-        columns = source.shape[1]
-        mine = columns // parts
-        yield Piece(source, 0, columns, target, slice(part * mine, (part + 1) * mine))
-        return
-    parts = parts if rule.cut == "rows" else 1
-    groups = max(1, rule.groups // parts)
-    blocks = target.view(groups, -1, *target.shape[1:])
-    begin = 0  # of the source's rows in each block
-    for source in sources:
-        rows, width = source.shape[0] // parts, math.prod(source.shape[1:])
-        block = blocks[:, begin : begin + rows // groups]
-        begin += rows // groups
-        first = part * rows * width if parts > 1 else 0
-        if groups == 1:
-            yield Piece(source, first, width, block[0])
-        else:
-            yield Piece(source, first, rows // groups * width, block)
+def view_of(part: Part, parameter: torch.Tensor) -> torch.Tensor:
+    """The part in its parameter: [blocks, rows] or [blocks, rows, columns]."""
+    columns = parameter.shape[-1:] if parameter.ndim > 1 else ()
+    return parameter.view(part.blocks, -1, *columns)[part.at]
+
+
+def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) -> Piece:
+    """The box `of` of a stored tensor, whose rows fill `target`, block by block or row by row."""
+    rows, *columns = of
+    width = math.prod(source.shape[1:])
+    unit = (rows.stop - rows.start) * width // len(target)
+    cut = None if columns in ([], [slice(0, width)]) else columns[0]
+    return Piece(source, rows.start * width, unit, target, cut)
 
 
 def _expert_piece(
@@ -104,16 +94,3 @@ def _expert_piece(
     if rule.cut == "columns":
         line += part * columns[0] // parts
     return Piece(source, line * rows, rows, blocks, mine)
-
-
-def _files(directory: Path) -> list[Path]:
-    """The model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.is_file():
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
-    if single.is_file():
-        return [single]
-    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")

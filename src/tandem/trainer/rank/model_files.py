@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 from tandem.families.arch import Arch
+from tandem.families.model_config import other_files
 from tandem.families.parts import Part, buffers, senders_of_stage
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
+from tandem.model.weights.base_weights import view_of
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30
@@ -40,9 +42,7 @@ class Weights:
     def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
         """Write the parts one after the other into `buffer`, flat and of `dtype`."""
         for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
-            tensor = self._tensors[part.parameter]
-            columns = tensor.shape[-1:] if tensor.ndim > 1 else ()
-            source = tensor.view(part.blocks, -1, *columns)[part.at]
+            source = view_of(part, self._tensors[part.parameter])
             self._fill(part, source, out.view(source.shape))
 
     def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,9 +81,8 @@ class ModelFiles:
             (self._directory / file).write_bytes(header)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        for path in base_model.iterdir() if base_model else ():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, self._directory / path.name)
+        for path in other_files(base_model) if base_model else ():
+            shutil.copyfile(path, self._directory / path.name)
 
     def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
         """Write this rank's share of all tensors. `beat` is called now and then. Ranks with equal parts take turns."""

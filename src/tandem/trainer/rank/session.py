@@ -27,7 +27,7 @@ from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import Beat, EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
-from tandem.trainer.rank.publish.publication import Publication
+from tandem.trainer.rank.publication import Publication
 from tandem.trainer.rank.reference import reference_policy
 from tandem.trainer.rank.rendezvous import meet
 from tandem.trainer.rank.resident import RankState
@@ -182,7 +182,7 @@ class _Session:
 
     def _publication(self, policy: Policy) -> Publication:
         return Publication(
-            self._settings, self._spool, Path(self._assignment.model), policy.arch, policy, self._topology, self._work,
+            self._settings, self._spool, Path(self._assignment.model), policy, self._work,
             f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
         )  # fmt: skip
 

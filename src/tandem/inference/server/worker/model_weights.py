@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 
-from tandem.families.adapter import WEIGHTS_FILE, peft_keys
-from tandem.families.parts import chosen
+from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
+from tandem.families.model_config import model_directory, weight_files
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
-from tandem.inference.tensor_file import TensorFile, weight_files
+from tandem.inference.tensor_file import TensorFile
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
@@ -21,9 +21,9 @@ Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def stored_tensors(model: str) -> dict[str, Any]:
-    """A model's tensors by name, as safetensors' slices: indexing one reads that block. `model`: see `weight_files`.
-    Files stay open, memory-mapped."""
-    opened = [safe_open(path, framework="pt") for path in weight_files(model)]
+    """A model's tensors by name, as safetensors' slices: indexing one reads that block. `model`: a directory, or the name of
+    a hub repository that is in the cache. Files stay open, memory-mapped."""
+    opened = [safe_open(path, framework="pt") for path in weight_files(model_directory(model, cached=True))]
     return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 

@@ -22,7 +22,7 @@ def receive(
 ) -> Iterator[tuple[Part, torch.Tensor]]:  # fmt: skip
     """Each part that the ranks send, and its values, which the next one may overwrite when it is asked for.
 
-    `source`: an offer (`trainer/rank/publish/sender.py`); `rank`: this worker's among the `workers`; `beat` is called
+    `source`: an offer (`trainer/rank/publication.py`); `rank`: this worker's among the `workers`; `beat` is called
     whenever something has arrived. Raises what torch raises where a rank or another worker is gone, or stands still.
     """
     joined, address = join_store(source["address"], source["port"])

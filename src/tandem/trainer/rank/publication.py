@@ -1,0 +1,203 @@
+"""Whole weights on their way from the ranks to vLLM, after the checkpoint is committed: sent to vLLM's workers, or
+written as a model's files.
+
+Nothing here fails the job: where the weights don't arrive, vLLM gets them another way.
+"""
+
+import json
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from tandem.config import Settings
+from tandem.families.adapter import peft_keys
+from tandem.families.parts import Part, buffers, layout, senders
+from tandem.model import device, parallel
+from tandem.model.policy import Policy
+from tandem.model.transfer.channel import (
+    BUFFER_BYTES,
+    BUFFERS,
+    STALL_SECONDS,
+    Pending,
+    connect,
+    finish,
+    join_store,
+    own_address,
+    serve_store,
+)
+from tandem.model.transfer.merge import merge
+from tandem.spool import Spool
+from tandem.spool.schema import Manifest
+from tandem.system import liveness
+from tandem.trainer.rank.model_files import ModelFiles, Weights
+
+
+class TrainedWeights(Weights):
+    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded once to float32 and
+    then to `dtype`."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.base())
+        self._adapter = policy.lora_parameters()
+        scale = policy.lora.alpha / policy.lora.rank if policy.lora else 0.0
+        self._scale = torch.full((1,), scale, dtype=torch.float64, device=self.device)
+
+    def _fill(self, part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
+        key_a, key_b = peft_keys(part.name.removesuffix(".weight"))
+        if key_a not in self._adapter:
+            super()._fill(part, source, out)
+            return
+        a, b = self._adapter[key_a].data, self._adapter[key_b].data
+        blocks, rows = part.at
+        a = a[blocks] if a.ndim == 3 else a.expand(len(source), *a.shape)
+        b = b.view(part.blocks, -1, b.shape[-1])[blocks, rows.start - part.begin : rows.stop - part.begin]
+        merge(out, source, a, b, self._scale)
+
+
+@dataclass
+class Publication:
+    """One job's. `offer` and `send` are collectives of all ranks."""
+
+    settings: Settings
+    spool: Spool
+    model: Path  # the base model's directory
+    policy: Policy
+    work: Path
+    name: str  # of the job and its attempt
+    beat: Callable[[], None]
+    event: Callable[..., None]
+    _store: TCPStore | None = None  # on rank 0: brings the ranks and vLLM's workers together
+    _offer: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
+        # Which linear layers are trained; None: everything.
+        self._targets = list(self.policy.lora.targets) if self.policy.lora else None
+
+    def offer(self) -> None:
+        """Say that the weights will be sent, before the checkpoint exists, so that the publisher waits for them."""
+        way, offer = self.settings.way, dict[str, Any]()
+        try:
+            if way != "volume" and self._rank == 0:
+                url = urlsplit(self.settings.resolved_inference_url)
+                address = own_address(str(url.hostname), url.port or 80)
+                self._store = serve_store(address)
+                offer = {"address": address, "port": self._store.port, "prefix": self.name}
+                offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
+        except Exception as error:
+            traceback.print_exc()
+            offer = {"error": f"{type(error).__name__}: {error}"}
+        self._offer = parallel.gather_objects(offer)[0]
+        if "error" not in self._offer:
+            self.event("offered", transport=way, **self._offer)
+
+    def send(self, checkpoint: Manifest | None) -> None:
+        """`checkpoint`: on rank 0, the one that has the weights."""
+        begin, way = time.perf_counter(), self.settings.way
+        try:
+            outcome = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
+        except Exception as error:
+            traceback.print_exc()
+            self.event("sent", transport=way, error={"type": type(error).__name__, "message": str(error)})
+        else:
+            self.event("sent", transport=way, seconds=time.perf_counter() - begin, **outcome)
+
+    def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
+        weights, arch = TrainedWeights(self.policy), self.policy.arch
+        files = ModelFiles(self.work / "merged", arch, weights.dtype)
+
+        def create() -> None:
+            if self._rank == 0:
+                files.create(self.model)
+
+        self._together(create)
+        self._together(lambda: files.write(weights, arch, self._sizes, self._rank, beat=self.beat))
+        return {} if checkpoint is None else {"bytes": self.spool.merged.commit(self.work / "merged", checkpoint)}
+
+    def _send_to_vllm(self) -> dict[str, float]:
+        if "error" in self._offer:
+            raise RuntimeError(self._offer["error"])
+        sends = self._rank in senders(self._sizes)
+        outcomes = self._together(lambda: self._watched(self._send_own) if sends else (0, 0.0))
+        sizes, seconds = zip(*outcomes, strict=True)
+        return {"bytes": sum(sizes), "sending_seconds": max(seconds)}
+
+    def _together[T](self, action: Callable[[], T]) -> list[T]:
+        """`action` on every rank, and what it returned on each. If it fails on one, all raise."""
+        result: Any = None
+        problem = ""
+        try:
+            result = action()
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+        outcomes = parallel.gather_objects((result, problem))
+        if problems := [problem for _, problem in outcomes if problem]:
+            raise RuntimeError(problems[0])
+        return [result for result, _ in outcomes]
+
+    def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
+        """`action` in a thread. TimeoutError where it does not call the function that it is given for a while:
+        connecting NCCL has no limit of its own."""
+        last = time.monotonic()
+
+        def sign_of_life() -> None:
+            nonlocal last
+            last = time.monotonic()
+
+        def look() -> None:
+            self.beat()
+            if time.monotonic() > last + STALL_SECONDS + 1:
+                raise TimeoutError(f"vLLM's workers gave no sign of life for {STALL_SECONDS:.0f} s")
+
+        return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
+
+    def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
+        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and how many seconds they
+        were on their way, without the time to connect.
+
+        `beat` is called at each sign of life of the workers. Raises what torch raises where a worker is gone or stands
+        still, and where none comes within STALL_SECONDS.
+        """
+        weights, rank, offer = TrainedWeights(self.policy), self._rank, self._offer
+        dtype, where = weights.dtype, weights.device
+        store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
+        most = BUFFER_BYTES // dtype.itemsize
+        lists = list(buffers(self.policy.arch, self._targets, sizes=self._sizes, rank=rank, most=most))
+        store.set(f"layout/{rank}", json.dumps(layout(lists, str(dtype))))
+        workers = int(store.get("workers"))
+        beat()
+        channel = connect(self.settings.way, store, f"{rank}", 0, workers + 1, where, offer["address"])
+        try:
+            beat()
+            sizes = [sum(part.size for part in parts) for parts in lists]
+            memory = [torch.empty(max(sizes, default=0), dtype=dtype, device=where) for _ in range(BUFFERS)]
+            going, begin = deque[Pending](), time.perf_counter()
+            for number, (parts, size) in enumerate(zip(lists, sizes, strict=True)):
+                if len(going) == BUFFERS:
+                    finish(going.popleft())
+                    beat()
+                buffer = memory[number % BUFFERS][:size]
+                weights.fill(parts, buffer)
+                going.append(channel.broadcast(buffer))
+            for pending in going:
+                finish(pending)
+                beat()
+            seconds = time.perf_counter() - begin
+            store.set(f"complete/{rank}", "")
+            deadline = time.monotonic() + STALL_SECONDS
+            while int(store.add("done", 0)) < workers:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"vLLM's workers did not say within {STALL_SECONDS:.0f} s that they have all")
+                time.sleep(0.001)
+        finally:
+            channel.close()
+        return sum(sizes) * dtype.itemsize, seconds
