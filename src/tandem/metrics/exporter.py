@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from functools import partial
+from functools import cache
 
 import tandem
 from tandem.config import Settings, load_settings
@@ -42,7 +42,16 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     """The collectors of these sides."""
-    open_spool = partial(Spool, settings.root)  # a full or read-only volume can still be read
+
+    @cache
+    def spool() -> Spool:
+        return Spool(settings.root)  # a full or read-only volume can still be read
+
+    def open_spool() -> Spool:
+        """Always the same one, because it remembers the directories that have not changed."""
+        spool().check()
+        return spool()
+
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [
