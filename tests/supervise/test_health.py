@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -83,6 +84,21 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         assert check(stack.environment, "inference") == (0, "inference is healthy")
         assert ("/v1/models", "Bearer first") in requests
         stack.until("ready after")
+
+
+def test_a_server_that_dies_while_it_answers_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+
+        threading.Thread(target=answer, daemon=True).start()
+        status, line = check(os.environ | {"TANDEM_CONTROLLER_PORT": str(port)}, "controller")
+    assert (status, f"{port}/readyz does not answer: IncompleteRead" in line) == (1, True)
 
 
 def test_a_controller_is_healthy_when_it_is_ready():

@@ -17,6 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from typing import Literal
 
 from tandem.config import Settings, load_settings
@@ -100,7 +101,7 @@ def _get(
             return "", answer.read()
     except urllib.error.HTTPError as error:
         return f"{url} answers {error.code}", b""
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         return f"{url} does not answer: {getattr(error, 'reason', error)}", b""
 
 
