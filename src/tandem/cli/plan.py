@@ -3,10 +3,12 @@
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Group
 from rich.markup import escape
 
 from tandem.cli.common import Json, show, table
+from tandem.data.inputs import from_validation_error
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
@@ -46,7 +48,10 @@ def plan(
     arch = read_arch(model)
     if full and target:
         raise InvalidInput("--full trains all weights, --target names layers for a LoRA; use one", field="--target")
-    lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
+    try:
+        lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
+    except ValidationError as error:
+        raise InvalidInput(from_validation_error(error).message, field="--target") from error
     made = make_plan(Training(arch, None if full else lora, sequence_length, rows), gpus, gpu_memory * GIB)
     shown = made.candidates if every else [one for one in made.candidates if one.levels is not None][:SHOWN]
     data = {
