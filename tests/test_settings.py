@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.config import Settings
+from tandem.errors import InvalidInput
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
@@ -88,6 +89,12 @@ def test_secrets_come_from_files_and_stay_out_of_repr(monkeypatch, tmp_path):
     assert settings.secret("admin_token") == "t0ken"
     assert "t0ken" not in repr(settings)
     assert "s3cret" not in repr(settings)
+
+
+def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "nothing"))
+    with pytest.raises(InvalidInput, match=r"TANDEM_ADMIN_TOKEN_FILE: can't read .*nothing: No such file"):
+        Settings().secret("admin_token")
 
 
 def test_a_vllm_that_could_verify_no_step_is_refused():

@@ -224,12 +224,16 @@ class Settings(BaseSettings):
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
         """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where neither is set. Raises
-        OSError where the file can't be read."""
+        InvalidInput where the file can't be read."""
         value: SecretStr | None = getattr(self, name)
         if value is not None:
             return value.get_secret_value()
         path: Path | None = getattr(self, f"{name}_file")
-        return path.read_text().strip() if path is not None else None
+        try:
+            return None if path is None else path.read_text().strip()
+        except OSError as error:
+            problem = f"can't read {path}: {error.strerror}; correct the path or the file's permissions"
+            raise InvalidInput(problem, field=f"TANDEM_{name.upper()}_FILE") from error
 
 
 def load_settings() -> Settings:
