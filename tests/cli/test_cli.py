@@ -106,6 +106,8 @@ def test_refusals_name_the_field_on_stderr(tandem):
     status, out, err = tandem("run", "show", "nobody", "--json")
     assert (status, out, json.loads(err)["error"]["field"]) == (1, "", "run")
     assert tandem("run", "nonsense")[0] == 2
+    status, _, err = tandem("run", "create", "x", "--full", "--rank", "8")
+    assert (status, "leave --rank" in err) == (2, True)
     assert tandem("jobs", "list", "--state", "sleeping")[0] == 1
 
 

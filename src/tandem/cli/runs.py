@@ -20,7 +20,7 @@ StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The ch
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(help="A new name: lower-case letters, digits, '.', '_' and '-'.")],
-    rank: Annotated[int, typer.Option(help="Rank of the LoRA.")] = 16,
+    rank: Annotated[int | None, typer.Option(help="Rank of the LoRA.  \\[default: 16]")] = None,
     alpha: Annotated[float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")] = None,
     target: Annotated[
         list[str] | None,
@@ -33,10 +33,11 @@ def create(
 ) -> None:
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full:
-        if alpha is not None or target:
-            raise typer.BadParameter("--full trains all weights; leave --alpha and --target out")
+        if rank is not None or alpha is not None or target:
+            raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
         status = connect().create_run(name, base_model=base_model, trainable="full", seed=seed)
     else:
+        rank = 16 if rank is None else rank
         lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
         if target:
             lora["targets"] = target
