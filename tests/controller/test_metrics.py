@@ -58,8 +58,8 @@ def test_requests_are_counted_by_template_method_and_status(server, http, run):
 
 def test_jobs_are_counted_once_by_kind_and_by_state(server, http, run):
     def jobs() -> list[float]:
-        for thread in server.app.state.collector_threads:
-            thread.collect_once()
+        for collector in server.app.state.collectors:
+            collector.collect_once()
         return [get(server, "tandem_jobs", state=state) for state in ("queued", "running")]
 
     queued, running = jobs()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
 from tandem.controller.sweeper import Sweeper
-from tandem.metrics.collector import CollectorThread, Page
+from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
@@ -29,7 +29,7 @@ async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
     """The application's lifespan: collectors and the sweeper run as long as it does."""
     deployment = app.state.deployment
     sweeper = Sweeper(deployment.spool, Keep.of(deployment.settings))
-    threads = (*app.state.collector_threads, sweeper)
+    threads = (*app.state.collectors, sweeper)
     for thread in threads:
         thread.start()
     yield
@@ -45,9 +45,8 @@ def install_metrics(app: FastAPI, deployment: Deployment) -> None:
         return deployment.spool
 
     counts = deployment.counts
-    collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
-    app.state.collector_threads = [CollectorThread(collector) for collector in collectors]
-    page = Page(app.state.collector_threads, counts)
+    app.state.collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
+    page = Page(app.state.collectors, counts)
     app.add_middleware(CountRequests, counts=counts)
 
     @app.get("/metrics", include_in_schema=False)

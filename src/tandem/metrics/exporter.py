@@ -15,7 +15,7 @@ from functools import cache
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
-from tandem.metrics.collector import Collector, CollectorThread, Page
+from tandem.metrics.collector import Collector, Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, local_directories
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
@@ -83,17 +83,17 @@ def main() -> int:
     except TandemError as error:
         log.error(f"the exporter can't start: {error}")
         return 2
-    threads = [CollectorThread(collector) for collector in make_collectors(settings, sides)]
-    names = ", ".join(thread.collector.name for thread in threads)
+    collectors = make_collectors(settings, sides)
+    names = ", ".join(collector.name for collector in collectors)
     about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides),
              "collectors": names}  # fmt: skip
     try:
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(threads), about)
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors), about)
     except OSError as error:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
-    for thread in threads:
-        thread.start()
+    for collector in collectors:
+        collector.start()
     server.serve_in_background()
     log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)
     stop.wait()
