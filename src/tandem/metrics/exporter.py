@@ -6,26 +6,33 @@ exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 
 is taken.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from functools import cache
+from http.server import BaseHTTPRequestHandler
+from socket import AF_INET6
+from socketserver import ThreadingTCPServer
+from typing import Any, override
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector as PrometheusCollector
 
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, Page
-from tandem.metrics.container import BuildCollector, VolumesCollector, local_directories
+from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector, local_directories
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
-from tandem.metrics.merged import MergedCollector
 from tandem.metrics.metric import BOTH, Exporter
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import PublishCollector
+from tandem.metrics.publish import MergedCollector, PublishCollector
 from tandem.metrics.ranks import RanksCollector
-from tandem.metrics.server import MetricsServer
-from tandem.metrics.supervisor import SupervisorCollector
 from tandem.spool import Spool
 from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
@@ -69,6 +76,58 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
         if settings.weights == "merged":
             collectors.append(MergedCollector(open_spool, settings))
     return collectors
+
+
+class MetricsServer(ThreadingTCPServer):
+    """`/metrics`, `/health`, and `/` for people, which shows `about`. Raises OSError if the address is taken.
+
+    Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True  # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT
+
+    def __init__(self, host: str, port: int, page: PrometheusCollector, about: Mapping[str, str]) -> None:
+        if ":" in host:
+            self.address_family = AF_INET6
+        super().__init__((host, port), _Handler)
+        self.page = page
+        self.about = about
+        self.began = time.monotonic()
+        self.server_port = int(self.server_address[1])
+
+    def serve_in_background(self) -> None:
+        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = 10.0  # seconds that a client may take to send its request
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.page))
+        elif path == "/health":
+            seconds = round(time.monotonic() - self.server.began, 3)
+            self._answer(200, "application/json", json.dumps({"status": "ok", "up_seconds": seconds}).encode())
+        elif path == "/":
+            lines = [f"{key}: {value}" for key, value in self.server.about.items()]
+            self._answer(200, "text/plain; charset=utf-8", "\n".join([*lines, "see /metrics and /health\n"]).encode())
+        else:
+            self._answer(404, "text/plain; charset=utf-8", f"{path} is none of /, /metrics, /health\n".encode())
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: a line per scrape would bury everything else."""
 
 
 def main() -> int:

@@ -9,20 +9,19 @@ from typing import Literal
 class Program:
     name: str
     module: str
-    priority: int  # programs start in this order and stop in the opposite one
     stop_seconds: int  # between SIGTERM and SIGKILL
     essential: bool = True  # any other may fail again and again without ending `tandem up`
     costly: bool = False  # to start again: its state takes minutes to make
     port: Literal["controller", "inference", "metrics"] | None = None  # it listens on settings.<port>_port
 
 
-_EXPORTER = Program("exporter", "tandem.metrics.exporter", 50, 5, essential=False, port="metrics")
-_CONTROLLER = Program("controller", "tandem.controller", 100, 8, port="controller")
-_VLLM = Program("vllm", "tandem.inference.server.serve", 200, 20, costly=True, port="inference")
-_PUBLISHER = Program("publisher", "tandem.inference.publisher", 300, 8)
+_EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
+_CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
+_VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
+_PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
 # It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs. Its own bound is
 # tandem.trainer.runner.loop.STOP_SECONDS.
-_RUNNER = Program("runner", "tandem.trainer.runner", 400, 61, costly=True)
+_RUNNER = Program("runner", "tandem.trainer.runner", 61, costly=True)
 PROGRAMS: dict[str, tuple[Program, ...]] = {
     "all": (_EXPORTER, _CONTROLLER, _VLLM, _PUBLISHER, _RUNNER),
     "trainer": (_EXPORTER, _RUNNER),

@@ -23,9 +23,9 @@ _NO_ANSWER = (OSError, xmlrpc.client.Error, HTTPException)
 class Status:
     """How one program is, as supervisord reports it."""
 
-    name: str
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
+    started: float  # Unix seconds, of its last process
 
 
 def socket_path(directory: Path) -> Path:
@@ -37,7 +37,8 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf. It holds no secrets: the programs get those through supervisord's environment."""
+    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It holds no secrets: the
+    programs get those through supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -53,12 +54,12 @@ chmod = 0700
 [rpcinterface:supervisor]
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
-    for program in programs:
+    for priority, program in enumerate(programs):
         # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of a killed server.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
-priority = {program.priority}
+priority = {priority}
 autorestart = true
 stopwaitsecs = {program.stop_seconds}
 killasgroup = true
@@ -86,7 +87,7 @@ def statuses(settings: Settings) -> dict[str, Status]:
     """How the programs of this role's `tandem up` are, by name; empty when supervisord doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
-        return {answer["name"]: Status(answer["name"], answer["statename"], answer["pid"]) for answer in answers}
+        return {answer["name"]: Status(answer["statename"], answer["pid"], answer["start"]) for answer in answers}
     return {}
 
 

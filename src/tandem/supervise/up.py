@@ -183,8 +183,8 @@ class Stack:
             if self._daemon.poll() is not None:
                 self._say(f"supervisord ended with {processes.describe_exit(self._daemon.returncode)}")
                 return EXIT_SUPERVISORD
-            for status in supervisord.statuses(self._settings).values():
-                if code := self._check(self._programs[status.name], status):
+            for name, status in supervisord.statuses(self._settings).items():
+                if code := self._check(self._programs[name], status):
                     return code
             if not self._ready and time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 1
