@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import data, doctor, export, finetune, jobs, plan, rl, runs, smoke, track, train
+from tandem.cli import data, doctor, export, jobs, plan, rl, runs, smoke, track, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -75,11 +75,7 @@ def _become(module: str) -> Callable[[], None]:
 
 
 app.add_typer(runs.app, name="run")
-_train = typer.Typer(help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True)
-_train.command("sft")(finetune.sft)
-_train.command("dpo")(finetune.dpo)
-_train.command("job")(train.job)
-app.add_typer(_train, name="train")
+app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
 app.command("track")(track.track)
 app.command("rl")(rl.rl)
