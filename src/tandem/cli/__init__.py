@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import data, doctor, export, jobs, plan, rl, runs, smoke, track, train
+from tandem.cli import data, doctor, jobs, plan, rl, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -77,14 +77,14 @@ def _become(module: str) -> Callable[[], None]:
 app.add_typer(runs.app, name="run")
 app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
-app.command("track")(track.track)
+app.command("track")(runs.track)
 app.command("rl")(rl.rl)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
 app.command("memory")(jobs.memory)
 app.command("plan")(plan.plan)
 app.add_typer(runs.checkpoints, name="checkpoints")
-app.command("export")(export.export)
+app.command("export")(runs.export)
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")
