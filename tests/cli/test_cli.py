@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from api_server import claim, fail, groups, rl_request, run_one, serve, sft_request
+from api_server import KEY, claim, fail, groups, rl_request, run_one, serve, sft_request
+from fake_vllm import FakeVllm
 from tandem.cli import app
 from tandem.cli.train import apply_setting, read_request
 from tandem.errors import InvalidInput
@@ -116,6 +117,31 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     monkeypatch.setattr("tandem.cli.common.PATIENCE", 0.2)
     status, _, err = tandem("run", "list")
     assert (status, "TANDEM_URL" in err) == (5, True)
+
+
+def test_a_file_that_cannot_be_read_is_named(tandem, monkeypatch):
+    monkeypatch.delenv("TANDEM_API_KEY")
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", "/nothing/key")
+    status, _, err = tandem("run", "list")
+    assert (status, "No such file or directory: '/nothing/key'" in err) == (1, True)
+
+
+def test_the_reach_of_a_stack(tandem, monkeypatch, server):
+    vllm = FakeVllm()
+    vllm.start()
+    monkeypatch.setattr("fake_vllm.API_KEY", KEY)
+    reach = ["smoke", "reach", "--inference", f"{vllm.url}/v1", "--patience", "0.1"]
+    try:
+        status, out, err = tandem(*reach, "--closed", f"{vllm.url}/sleep", "--metrics", f"{server.url}/metrics")
+        assert status == 0, err
+        assert "inference" in out
+        status, _, err = tandem(*reach, "--closed", f"{vllm.url}/version")
+        assert (status, "answers 200 to an API key" in err) == (1, True)
+        for option in ("--closed", "--metrics"):
+            status, _, err = tandem(*reach, option, "http://127.0.0.1:9/")
+            assert (status, "does not answer" in err) == (5, True)
+    finally:
+        vllm.stop()
 
 
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):

@@ -102,7 +102,7 @@ def main() -> None:
     """Run the command line; exits with a status that the help lists."""
     try:
         app()
-    except (TandemError, TimeoutError) as error:
+    except (TandemError, OSError) as error:
         print_error(error, json="--json" in sys.argv)
         sys.exit(exit_code(error))
     except KeyboardInterrupt:

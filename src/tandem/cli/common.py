@@ -73,7 +73,7 @@ def size(count: int | None) -> str | None:
 
 def print_error(error: Exception, *, json: bool) -> None:
     """Print an error on stderr, with the offending field first."""
-    code, message, field = "timeout", str(error), None
+    code, message, field = "timeout" if isinstance(error, TimeoutError) else "os_error", str(error), None
     if isinstance(error, TandemError):
         code, message, field = error.code, error.message, error.field
     if json:
