@@ -203,8 +203,6 @@ def _smallest_memory(settings: Settings, side: Side) -> int:
 
 
 def controller_checks(_: Settings) -> Iterator[Check]:
-    """The controller at TANDEM_URL, with the key from the environment."""
-
     def describe(ready: httpx.Response, runs: httpx.Response) -> str:
         return f"version {ready.json().get('version')}, {len(runs.json())} runs"
 
@@ -214,8 +212,6 @@ def controller_checks(_: Settings) -> Iterator[Check]:
 
 
 def inference_checks(settings: Settings) -> Iterator[Check]:
-    """vLLM's health and its list of models."""
-
     def describe(_: httpx.Response, models: httpx.Response) -> str:
         return f"serves {', '.join(model.get('id', '?') for model in models.json().get('data', [])) or 'nothing'}"
 

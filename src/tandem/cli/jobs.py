@@ -137,7 +137,6 @@ def _state(job: JobStatus) -> str:
 
 
 def job_details(job: JobStatus) -> object:
-    """A job as a table of names and values."""
     data, error = job.spec.data, job.error
     rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
@@ -173,7 +172,6 @@ def memory(job: JobArgument, json: Json = False) -> None:
 
 
 def memory_report(job: str, attempts: list[AttemptMemory]) -> object:
-    """The tables of all attempts."""
     if not attempts:
         return f"Job {job} has not started."
     return Group(*(part for attempt in attempts for part in _attempt_memory(job, attempt)))

@@ -93,7 +93,6 @@ def _trained(spec: RunSpec) -> str:
 
 
 def run_details(run: RunStatus) -> object:
-    """A run as a table of names and values."""
     spec, fork, served = run.spec, run.spec.forked_from, run.served
     took = ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items()) if served else ""
     refused = f"step {served.refused_step}: {served.refused_reason}" if served and served.refused_step else None

@@ -195,7 +195,6 @@ def read_request(text: str) -> dict[str, Any]:
 
 
 def _lines(text: str) -> Iterator[tuple[str, Any]]:
-    """Each line's place and JSON."""
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():

@@ -48,8 +48,6 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    """The collectors of these sides."""
-
     @cache
     def spool() -> Spool:
         return Spool(settings.root)  # a full or read-only volume can still be read

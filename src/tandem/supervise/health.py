@@ -106,7 +106,6 @@ def _get(
 
 
 def main() -> int:
-    """The exit status."""
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
         settings = load_settings()
