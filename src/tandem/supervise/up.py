@@ -157,7 +157,7 @@ class Stack:
         # In this process too: `supervisord.statuses` asks the supervisord of the role that the environment names.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
-        if self._settings.secret("admin_token") is None:
+        if not self._settings.secret("admin_token"):
             variables["TANDEM_ADMIN_TOKEN"] = self._token
         parent = os.getpid()
         with (self._logs / "supervisord.out").open("wb") as out:
