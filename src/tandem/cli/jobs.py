@@ -2,6 +2,7 @@
 
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Annotated, cast
 
@@ -91,6 +92,7 @@ def logs(
 def _follow(tandem: Tandem, job: str, json: bool) -> None:
     """Print log and events as they come; raises JobFailed."""
     offset, last_seq = 0, -1
+    decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
     while True:
         status = tandem.get_job(job)  # read first: all of the log and the events of an ended job are written
         for event in tandem.job_events(job, last_seq):
@@ -100,7 +102,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
             else:
                 err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
         while (part := tandem.log_part(job, offset)).data:
-            offset, text = part.next_offset, part.data.decode(errors="replace")
+            offset, text = part.next_offset, decode(part.data)
             show_line({"log": text}) if json else print(text, end="", flush=True)
         if status.state in TERMINAL:
             return raise_if_failed(status)
