@@ -15,6 +15,7 @@ from api_server import KEY, claim, fail, groups, rl_request, run_one, serve, sft
 from fake_vllm import FakeVllm
 from tandem.cli import app
 from tandem.cli.train import apply_setting, read_request
+from tandem.controller.routes_jobs import LOG_PART_BYTES
 from tandem.errors import InvalidInput
 from waiting import until
 
@@ -170,9 +171,8 @@ def test_logs_and_memory_of_a_job(tandem, as_json, run, server):
     lines = [json.loads(line) for line in tandem("logs", "-f", job, "--json")[1].splitlines()]
     assert [line["event"]["type"] for line in lines if "event" in line][-1] == "succeeded"
     assert "".join(line.get("log", "") for line in lines) == printed
-    server.spool.paths.log_file(job).write_text(
-        "-" * (2**20 - 1) + "é\n", encoding="utf-8"
-    )  # its parts have 2**20 bytes
+    longer = "-" * (LOG_PART_BYTES - 1) + "é\n"  # the first part ends within a character
+    server.spool.paths.log_file(job).write_text(longer, encoding="utf-8")
     _, out, err = tandem("logs", "-f", job)
     assert out.endswith("-é\n")
     assert "step 2/2 loss=0.5" in err
