@@ -152,9 +152,11 @@ class Settings(BaseSettings):
     def _consistent(self) -> Self:
         if self.keep_every is not None and self.keep_checkpoints is None:
             raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
+        if self.optimizer_state_every > 1 and self.launch != "resident":
+            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
+            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
         self._check_ranks()
         self._check_transport()
-        self._check_optimizer_state()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
         if self.gpu_mode == "dedicated":
@@ -180,11 +182,6 @@ class Settings(BaseSettings):
             raise ValueError(f"TANDEM_TOPOLOGY=auto chooses the sizes, but {wrong} is set too; unset one of them")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
-
-    def _check_optimizer_state(self) -> None:
-        if self.optimizer_state_every > 1 and self.launch != "resident":
-            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
-            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
 
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"

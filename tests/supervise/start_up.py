@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config import Settings
 from tandem.supervise import supervisord, up, watchdog
-from tandem.supervise.programs import Program
+from tandem.supervise.supervisord import Program
 
 write_config = supervisord.write_config
 

@@ -110,8 +110,8 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     except TandemError as error:
         yield Check("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
         return
-    size = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
-    yield Check("ok", "base model", f"{model}: {arch.model_type}, {size}, {arch.max_positions} positions")
+    shape = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
+    yield Check("ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions")
     try:
         check(arch, Sizes.of(settings))
         if settings.topology == "auto":

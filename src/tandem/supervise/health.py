@@ -24,8 +24,7 @@ from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
-from tandem.supervise.programs import PROGRAMS
-from tandem.supervise.supervisord import statuses
+from tandem.supervise.supervisord import PROGRAMS, statuses
 from tandem.system import liveness
 from tandem.system.environment import current_role, runtime_dir
 from tandem.system.ports import local_url

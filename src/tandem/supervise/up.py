@@ -12,7 +12,7 @@ Once the stack has been ready, 70 and 71 are only for a stack without another pr
 (vLLM, the runner with its job) and stays up: one program's trouble must not cost the others their state. Then the
 program is tried again for ever.
 
-However it ends, no process that it started is left after at most `programs.stop_seconds()` more. (If supervisord is
+However it ends, no process that it started is left after at most `supervisord.stop_seconds()` more. (If supervisord is
 killed with it, the next `tandem up` of this role ends what they left.) It may be the first process of a container, or
 have an init before it: it adopts and reaps processes that lose their parent.
 """
@@ -36,8 +36,7 @@ from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.supervise import health, supervisord
 from tandem.supervise.console import Console
-from tandem.supervise.programs import PROGRAMS, Program, supervisord_seconds
-from tandem.supervise.supervisord import Status
+from tandem.supervise.supervisord import PROGRAMS, Program, Status, supervisord_seconds
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
