@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rich.console import Group
 from rich.markup import escape
 
-from tandem.cli.common import Json, show, table
+from tandem.cli.common import Json, Targets, show, table
 from tandem.data.inputs import from_validation_error
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
@@ -32,12 +32,7 @@ def plan(
     gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of each GPU that ranks may use.")] = 79.0,
     rows: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")] = 8,
     rank: Annotated[int, typer.Option(min=1, max=1024, help="Rank of the LoRA.")] = 16,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
-        ),
-    ] = None,
+    target: Targets = None,
     full: Annotated[
         bool, typer.Option("--full", help="All weights instead of a LoRA; not compared with measurements.")
     ] = False,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.common import Json, RunArgument, connect, details, show, size, table, when
+from tandem.cli.common import Json, RunArgument, Targets, connect, details, show, size, table, when
 from tandem.client import CheckpointInfo, RunStatus, Tandem
 from tandem.client.download import staging
 from tandem.errors import InvalidInput
@@ -28,10 +28,7 @@ def create(
     name: Annotated[str, typer.Argument(help="A new name: lower-case letters, digits, '.', '_' and '-'.")],
     rank: Annotated[int | None, typer.Option(help="Rank of the LoRA.  \\[default: 16]")] = None,
     alpha: Annotated[float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all]"),
-    ] = None,
+    target: Targets = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of a LoRA.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of step 0's weights and of the order of training data.")] = 0,
     base_model: Annotated[str | None, typer.Option(help="The deployment's base model; no other is accepted.")] = None,

@@ -17,7 +17,6 @@ from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
-from tandem.spool import Spool
 from tandem.spool.removal import Keep
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.
@@ -39,13 +38,12 @@ async def run_collectors(app: FastAPI) -> AsyncIterator[None]:
 
 def install_metrics(app: FastAPI, deployment: Deployment) -> None:
     """Add `/metrics` and count every request. Called last, so that refused requests are counted too."""
-
-    def spool() -> Spool:
-        deployment.spool.check()
-        return deployment.spool
-
     counts = deployment.counts
-    app.state.collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
+    app.state.collectors = (
+        BuildCollector(),
+        QueueCollector(lambda: deployment.spool),
+        VolumesCollector(lambda: deployment.spool, {}),
+    )
     page = Page(app.state.collectors, counts)
     app.add_middleware(CountRequests, counts=counts)
 

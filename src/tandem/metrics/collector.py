@@ -24,7 +24,7 @@ from tandem.system.logs import Log
 COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "merged", "checkpoints", "supervisor", "volumes",
               "queue")  # fmt: skip
 OpenSpool = Callable[[], Spool]
-"""Opens the spool. Raises SpoolUnusable while the volume is missing."""
+"""Always the same spool, which remembers the directories that have not changed."""
 
 _about_collector = partial(Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS})
 COLLECTOR_METRICS = (
@@ -123,7 +123,13 @@ class SpoolCollector(Collector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__()
-        self.open_spool = open_spool
+        self._open_spool = open_spool
+
+    def spool(self) -> Spool:
+        """Raises SpoolUnusable while the volume is missing."""
+        spool = self._open_spool()
+        spool.check()
+        return spool
 
 
 class Page(PrometheusCollector):

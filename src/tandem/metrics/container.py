@@ -105,7 +105,7 @@ class VolumesCollector(SpoolCollector):
             if path.is_dir():
                 _set_sizes(gauges, volume, path)
         try:
-            spool = self.open_spool()
+            spool = self.spool()
             _set_sizes(gauges, "shared", spool.root)
             if time.monotonic() - self._probed_at >= PROBE_SECONDS:
                 begin = time.monotonic()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler
 from socket import AF_INET6
 from socketserver import ThreadingTCPServer
@@ -48,15 +48,7 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    @cache
-    def spool() -> Spool:
-        return Spool(settings.root)  # a full or read-only volume can still be read
-
-    def open_spool() -> Spool:
-        """Always the same one, because it remembers the directories that have not changed."""
-        spool().check()
-        return spool()
-
+    open_spool = cache(partial(Spool, settings.root))  # a full or read-only volume can still be read
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [

@@ -113,7 +113,7 @@ class JobsCollector(SpoolCollector):
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
         self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
         self._caught_up = True

@@ -39,7 +39,7 @@ class PublishCollector(SpoolCollector):
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         self._caught_up = True
         if self._error is not None:
@@ -111,7 +111,7 @@ class MergedCollector(SpoolCollector):
         except InferenceUnavailable:
             pass  # it starts, or is gone: Prometheus' `up` of vLLM says so
         try:
-            runs = self.open_spool().runs.list()
+            runs = self.spool().runs.list()
             gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in runs))
         except (TandemError, ValidationError, OSError) as error:
             self.errors.append(str(error))
