@@ -110,6 +110,11 @@ def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     assert Settings(root=tmp_path, base_model="Qwen/Qwen3-8B").model_path() == "Qwen/Qwen3-8B"
 
 
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
+def test_vllms_address_is_that_at_which_it_listens(host, url):
+    assert Settings(inference_host=host).resolved_inference_url == url
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", 0.02), ("bfloat16", 0.05)])
 def test_the_tolerance_of_a_served_step_follows_the_dtype(monkeypatch, dtype, expected):
     from tandem.inference.publisher.verify import verify_tolerance

@@ -201,7 +201,8 @@ class Settings(BaseSettings):
 
     @property
     def resolved_inference_url(self) -> str:
-        return self.inference_url or f"http://{self.inference_host}:{self.inference_port}"
+        host = f"[{self.inference_host}]" if ":" in self.inference_host else self.inference_host
+        return self.inference_url or f"http://{host}:{self.inference_port}"
 
     def model_path(self) -> str:
         """The base model's path in this container, or its hub name. Raises InvalidInput where none is set."""

@@ -239,9 +239,9 @@ class Stack:
     def _addresses(self) -> str:
         settings = self._settings
         addresses = {
-            "controller": f"jobs at http://{settings.controller_host}:{settings.controller_port}",
+            "controller": f"jobs at {ports.local_url(settings.controller_host, settings.controller_port)}",
             "vllm": f"sampling at {settings.resolved_inference_url}/v1",
-            "exporter": f"metrics at http://{settings.metrics_host}:{settings.metrics_port}/metrics",
+            "exporter": f"metrics at {ports.local_url(settings.metrics_host, settings.metrics_port)}/metrics",
         }
         return ", ".join(address for name, address in addresses.items() if name in self._programs)
 
