@@ -25,7 +25,7 @@ Run = Annotated[str | None, typer.Argument(metavar="RUN", help="The run; it is m
 Data = Annotated[str | None, typer.Argument(metavar="DATA", help="A file or directory of examples (docs/data.md).")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Another setting, such as optimizer.weight_decay=0.1; repeatable."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Another setting, such as optimizer.beta2=0.95; repeatable."),
 ]
 
 
