@@ -23,7 +23,7 @@ _LINE_EVERY = 10  # optimizer steps, where the output is no terminal
 Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help="The run; it is made if it does not exist.")]
 Data = Annotated[str | None, typer.Argument(metavar="DATA", help="A file or directory of examples (docs/data.md).")]
-Settings = Annotated[
+Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Another setting, such as optimizer.beta2=0.95; repeatable."),
 ]
@@ -51,7 +51,7 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
         full: Annotated[bool, typer.Option("--full", help="A new run trains all weights instead of a LoRA.")] = False,
         lora_rank: Annotated[int | None, typer.Option(help="Of a new run; alpha is twice that.")] = None,
         seed: Annotated[int | None, typer.Option(help="Of the order of the examples.  \\[default: 0]")] = None,
-        setting: Settings = None,
+        setting: Assignments = None,
         json: Json = False,
     ) -> None:
         given: dict[str, Any] = {
@@ -129,7 +129,7 @@ app.command("dpo", help="""Train on pairs of a chosen and a rejected answer: DPO
 def job(
     run: RunArgument,
     file: Annotated[str, typer.Argument(help="JSON or JSON lines (see above); '-' is standard input.")],
-    setting: Settings = None,
+    setting: Assignments = None,
     id: Annotated[  # noqa: A002
         str | None, typer.Option(help="Your own id for the job; sent twice with the same content it is one job.")
     ] = None,
