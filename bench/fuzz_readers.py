@@ -26,7 +26,7 @@ from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.publisher.adapter_copies import copies_directory
-from tandem.metrics.collector import CollectorThread, Page
+from tandem.metrics.collector import Page
 from tandem.metrics.controller import QueueCollector
 from tandem.metrics.exporter import make_collectors
 from tandem.metrics.metric import BOTH
@@ -126,17 +126,17 @@ async def write(api: Api, *, witness: bool) -> None:
 
 def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -> Problems:
     """Exporter and controller: every collector, twice, and the page."""
-    collectors = [*make_collectors(stage.settings(root), BOTH), QueueCollector(lambda: Spool(root))]
-    threads = [CollectorThread(collector) for collector in collectors if collector.name != "build"]
+    every = [*make_collectors(stage.settings(root), BOTH), QueueCollector(lambda: Spool(root))]
+    collectors = [collector for collector in every if collector.name != "build"]
     for _ in range(2):
-        for thread in threads:
-            thread.collect_once()
-            for error in thread.collector.errors:
+        for collector in collectors:
+            collector.collect_once()
+            for error in collector.errors:
                 # `try_each` names the item; an exception of the whole collector begins with its class.
                 kind = error.split(":")[0]
                 if kind.endswith(("Error", "SpoolUnusable")) and kind not in [each.__name__ for each in unusable]:
-                    yield f"collector {thread.collector.name}: {error[:300]}"
-    yield from guarded("metrics page", lambda: generate_latest(Page(threads)))
+                    yield f"collector {collector.name}: {error[:300]}"
+    yield from guarded("metrics page", lambda: generate_latest(Page(collectors)))
 
 
 def doctor(stage: Stage, root: Path) -> Problems:

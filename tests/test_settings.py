@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.config import Settings
+from tandem.errors import InvalidInput
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
@@ -90,6 +91,12 @@ def test_secrets_come_from_files_and_stay_out_of_repr(monkeypatch, tmp_path):
     assert "s3cret" not in repr(settings)
 
 
+def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "nothing"))
+    with pytest.raises(InvalidInput, match=r"TANDEM_ADMIN_TOKEN_FILE: can't read .*nothing: No such file"):
+        Settings().secret("admin_token")
+
+
 def test_a_vllm_that_could_verify_no_step_is_refused():
     """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that fills its length."""
     with pytest.raises(ValidationError, match="66"):
@@ -101,6 +108,11 @@ def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")
     assert Settings(root=tmp_path, base_model="Qwen/Qwen3-8B").model_path() == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
+def test_vllms_address_is_that_at_which_it_listens(host, url):
+    assert Settings(inference_host=host).resolved_inference_url == url
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", 0.02), ("bfloat16", 0.05)])

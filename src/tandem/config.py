@@ -152,9 +152,11 @@ class Settings(BaseSettings):
     def _consistent(self) -> Self:
         if self.keep_every is not None and self.keep_checkpoints is None:
             raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
+        if self.optimizer_state_every > 1 and self.launch != "resident":
+            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
+            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
         self._check_ranks()
         self._check_transport()
-        self._check_optimizer_state()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
         if self.gpu_mode == "dedicated":
@@ -181,11 +183,6 @@ class Settings(BaseSettings):
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
 
-    def _check_optimizer_state(self) -> None:
-        if self.optimizer_state_every > 1 and self.launch != "resident":
-            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
-            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
-
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"
         if self.transport != "auto" and self.weights != "merged":
@@ -204,7 +201,8 @@ class Settings(BaseSettings):
 
     @property
     def resolved_inference_url(self) -> str:
-        return self.inference_url or f"http://{self.inference_host}:{self.inference_port}"
+        host = f"[{self.inference_host}]" if ":" in self.inference_host else self.inference_host
+        return self.inference_url or f"http://{host}:{self.inference_port}"
 
     def model_path(self) -> str:
         """The base model's path in this container, or its hub name. Raises InvalidInput where none is set."""
@@ -224,12 +222,16 @@ class Settings(BaseSettings):
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
         """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where neither is set. Raises
-        OSError where the file can't be read."""
+        InvalidInput where the file can't be read."""
         value: SecretStr | None = getattr(self, name)
         if value is not None:
             return value.get_secret_value()
         path: Path | None = getattr(self, f"{name}_file")
-        return path.read_text().strip() if path is not None else None
+        try:
+            return None if path is None else path.read_text().strip()
+        except OSError as error:
+            problem = f"can't read {path}: {error.strerror}; correct the path or the file's permissions"
+            raise InvalidInput(problem, field=f"TANDEM_{name.upper()}_FILE") from error
 
 
 def load_settings() -> Settings:

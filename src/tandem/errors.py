@@ -14,13 +14,10 @@ class TandemError(Exception):
     http_status = 500
     retriable = False
 
-    def __init_subclass__(
-        cls, *, code: str | None = None, http_status: int | None = None, retriable: bool | None = None
-    ) -> None:
-        own = {"code": code, "http_status": http_status, "retriable": retriable}
-        for name, value in own.items():
-            if value is not None:
-                setattr(cls, name, value)
+    def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retriable: bool = False) -> None:
+        cls.code = code or cls.code
+        cls.http_status = http_status or cls.http_status
+        cls.retriable = retriable or cls.retriable
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from api_server import claim, fail, groups, rl_request, run_one, serve, sft_request
+from api_server import KEY, claim, fail, groups, rl_request, run_one, serve, sft_request
+from fake_vllm import FakeVllm
 from tandem.cli import app
 from tandem.cli.train import apply_setting, read_request
+from tandem.controller.routes_jobs import LOG_PART_BYTES
 from tandem.errors import InvalidInput
 from waiting import until
 
@@ -106,6 +108,8 @@ def test_refusals_name_the_field_on_stderr(tandem):
     status, out, err = tandem("run", "show", "nobody", "--json")
     assert (status, out, json.loads(err)["error"]["field"]) == (1, "", "run")
     assert tandem("run", "nonsense")[0] == 2
+    status, _, err = tandem("run", "create", "x", "--full", "--rank", "8")
+    assert (status, "leave --rank" in err) == (2, True)
     assert tandem("jobs", "list", "--state", "sleeping")[0] == 1
 
 
@@ -114,6 +118,31 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     monkeypatch.setattr("tandem.cli.common.PATIENCE", 0.2)
     status, _, err = tandem("run", "list")
     assert (status, "TANDEM_URL" in err) == (5, True)
+
+
+def test_a_file_that_cannot_be_read_is_named(tandem, monkeypatch):
+    monkeypatch.delenv("TANDEM_API_KEY")
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", "/nothing/key")
+    status, _, err = tandem("run", "list")
+    assert (status, "No such file or directory: '/nothing/key'" in err) == (1, True)
+
+
+def test_the_reach_of_a_stack(tandem, monkeypatch, server):
+    vllm = FakeVllm()
+    vllm.start()
+    monkeypatch.setattr("fake_vllm.API_KEY", KEY)
+    reach = ["smoke", "reach", "--inference", f"{vllm.url}/v1", "--patience", "0.1"]
+    try:
+        status, out, err = tandem(*reach, "--closed", f"{vllm.url}/sleep", "--metrics", f"{server.url}/metrics")
+        assert status == 0, err
+        assert "inference" in out
+        status, _, err = tandem(*reach, "--closed", f"{vllm.url}/version")
+        assert (status, "answers 200 to an API key" in err) == (1, True)
+        for option in ("--closed", "--metrics"):
+            status, _, err = tandem(*reach, option, "http://127.0.0.1:9/")
+            assert (status, "does not answer" in err) == (5, True)
+    finally:
+        vllm.stop()
 
 
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):
@@ -142,8 +171,10 @@ def test_logs_and_memory_of_a_job(tandem, as_json, run, server):
     lines = [json.loads(line) for line in tandem("logs", "-f", job, "--json")[1].splitlines()]
     assert [line["event"]["type"] for line in lines if "event" in line][-1] == "succeeded"
     assert "".join(line.get("log", "") for line in lines) == printed
+    longer = "-" * (LOG_PART_BYTES - 1) + "é\n"  # the first part ends within a character
+    server.spool.paths.log_file(job).write_text(longer, encoding="utf-8")
     _, out, err = tandem("logs", "-f", job)
-    assert out == printed
+    assert out.endswith("-é\n")
     assert "step 2/2 loss=0.5" in err
 
     phases = {"build": {"allocated": 3 * 2**20}}

@@ -211,6 +211,11 @@ def test_what_is_refused_with_its_name(preflight, variables, name, found):
     assert found in failed[name]
 
 
+def test_preflight_of_an_unknown_role_is_wrong_usage(command):
+    status, _, err = command("preflight", "--role", "infernce")
+    assert (status, "--role" in err) == (2, True)
+
+
 def test_what_is_damaged_is_named(doctor, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
     spool = Spool.create(tmp_path / "spool")

@@ -20,6 +20,8 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
     assert "computed, not measured" in full["source"]
     status, _, err = command(*arguments, "--full", "--target", "q_proj")
     assert (status, "use one" in err) == (1, True)
+    status, _, err = command(*arguments, "--target", "nonsense")
+    assert (status, "--target" in err, "q_proj" in err) == (1, True, True)
     status, out, _ = command(*arguments)
     assert status == 0
     assert "TANDEM_TENSOR_PARALLEL=1" in out

@@ -250,6 +250,6 @@ def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, 
         assert len(reads) == 3
         await asyncio.to_thread(server.spool.events.append, job, "step", step=3)
         assert b'"step":3' in await asyncio.wait_for(coming, 20)
-        await blocks.aclose()
+        await blocks.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(scene())

@@ -72,8 +72,8 @@ def test_a_client_that_hangs_up_is_not_counted_as_an_error_of_the_controller(ser
 
 def test_jobs_are_counted_once_by_kind_and_by_state(server, http, run):
     def jobs() -> list[float]:
-        for thread in server.app.state.collector_threads:
-            thread.collect_once()
+        for collector in server.app.state.collectors:
+            collector.collect_once()
         return [get(server, "tandem_jobs", state=state) for state in ("queued", "running")]
 
     queued, running = jobs()

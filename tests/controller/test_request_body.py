@@ -30,7 +30,7 @@ def test_a_body_comes_back_whole_and_holds_little_memory(tmp_path, count, in_fil
 
     async def scene() -> None:
         async with received(Request(*parts), tmp_path) as body:
-            assert body._rolled is in_file
+            assert body._rolled is in_file  # type: ignore[attr-defined]
             assert body.tell() == sum(map(len, parts))
             assert not in_file or os.fstat(body.fileno()).st_size == body.tell()
             assert list(tmp_path.iterdir()) == []

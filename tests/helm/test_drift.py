@@ -14,7 +14,7 @@ from helm.pods import quantity
 from helm.renders import case, container_of, environment, of, pod_of, preflight_of, volume
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise.programs import PROGRAMS, stop_seconds
+from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
 GPU, CPU, SHARED = (("docker-compose.yml", *more) for more in
                     ((), ("docker-compose.cpu.yml",), ("docker-compose.shared.yml",)))  # fmt: skip

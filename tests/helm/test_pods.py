@@ -21,7 +21,7 @@ from helm.renders import (
     with_values,
 )
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise.programs import PROGRAMS, stop_seconds
+from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
 GPU_ROLES = ("trainer", "inference")
 STOP_SECONDS = {"controller": GRACE_SECONDS} | {role: stop_seconds(PROGRAMS[role]) for role in GPU_ROLES}

@@ -8,7 +8,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as PrometheusCollector
 
-from tandem.metrics.collector import Collector, CollectorThread, Page
+from tandem.metrics.collector import Collector, Page
 from tandem.spool import Spool
 
 
@@ -54,13 +54,13 @@ class Exported:
     """The page of an exporter with these collectors."""
 
     def __init__(self, *collectors: Collector) -> None:
-        self.threads = [CollectorThread(collector) for collector in collectors]
-        self.page = Page(self.threads)
+        self.collectors = collectors
+        self.page = Page(collectors)
 
     def collect(self) -> Scraped:
         """One collection of each collector, then a scrape."""
-        for thread in self.threads:
-            thread.collect_once()
+        for collector in self.collectors:
+            collector.collect_once()
         return self.scrape()
 
     def scrape(self) -> Scraped:

@@ -62,8 +62,8 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver,
         return exported.scrape().get("tandem_collector_last_success_timestamp_seconds", collector=name)
 
     try:
-        for thread in exported.threads:
-            thread.start()
+        for made in exported.collectors:
+            made.start()
         until("it has collected", lambda: exported.scrape().get(USED, uuid="GPU-a"))
         driver.value = 2.0
         driver.answers.clear()
@@ -86,8 +86,8 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver,
         until("it goes on", lambda: exported.scrape().get(USED, uuid="GPU-a") == 3)
     finally:
         driver.answers.set()
-        for thread in exported.threads:
-            thread.stop()
+        for made in exported.collectors:
+            made.stop()
 
 
 def test_a_failure_shows_and_what_was_collected_before_stays_for_a_minute(driver, caplog, monkeypatch) -> None:

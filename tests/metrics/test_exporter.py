@@ -15,8 +15,7 @@ import pytest
 from free_ports import free_ports
 from metrics.metric_tools import Scraped, fetch
 from tandem.config import Settings
-from tandem.metrics.exporter import exported_sides, make_collectors
-from tandem.metrics.server import MetricsServer
+from tandem.metrics.exporter import MetricsServer, exported_sides, make_collectors
 from tandem.spool import Spool
 from tandem.system import ports
 from waiting import answers, until

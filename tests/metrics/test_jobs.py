@@ -13,6 +13,7 @@ from spool.volume_tools import full_disk
 from tandem.config import Settings
 from tandem.metrics import collector, ranks
 from tandem.metrics.controller import QueueCollector
+from tandem.metrics.exporter import make_collectors
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
@@ -311,6 +312,16 @@ def test_queued_and_finished_jobs_are_not_read_again(volume: Spool, monkeypatch)
     exported = Exported(JobsCollector(opener(volume)))
     exported.collect()
     monkeypatch.setattr(Jobs, "locate", None)
+    assert exported.works("jobs")
+
+
+def test_the_exporter_does_not_parse_the_names_of_finished_jobs_again(volume: Spool, monkeypatch) -> None:
+    submit(volume, "j")
+    volume.queue.finish(volume.queue.claim("runner"), failed())
+    made = make_collectors(Settings(root=volume.root, device="cpu"), ("trainer",))
+    exported = Exported(next(collector for collector in made if collector.name == "jobs"))
+    exported.collect()
+    monkeypatch.setattr("tandem.spool.index._key", None)
     assert exported.works("jobs")
 
 

@@ -14,9 +14,8 @@ from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.config import Settings
 from tandem.metrics import policy
-from tandem.metrics.merged import PHASES, MergedCollector
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import PublishCollector
+from tandem.metrics.publish import PHASES, MergedCollector, PublishCollector
 from tandem.spool import Spool
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.schema import Job, Served

@@ -10,7 +10,7 @@ import pytest
 
 from runner.runner_stack import Stack
 from spool.volume_tools import mounted
-from tandem.supervise.programs import PROGRAMS
+from tandem.supervise.supervisord import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
 from waiting import alive

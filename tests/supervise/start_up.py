@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config import Settings
 from tandem.supervise import supervisord, up, watchdog
-from tandem.supervise.programs import Program
+from tandem.supervise.supervisord import Program
 
 write_config = supervisord.write_config
 
@@ -25,5 +25,5 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_READY"):
         up.health.problems = lambda *_: []
     supervisord.write_config = write_config_with_retries
-    programs = [Program(priority=n, stop_seconds=2, **p) for n, p in enumerate(json.loads(os.environ["PROGRAMS"]), 1)]
+    programs = [Program(stop_seconds=2, **fields) for fields in json.loads(os.environ["PROGRAMS"])]
     sys.exit(up.up(Settings(), os.environ["ROLE"], programs))

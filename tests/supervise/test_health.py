@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -85,6 +86,21 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         stack.until("ready after")
 
 
+def test_a_server_that_dies_while_it_answers_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+
+        threading.Thread(target=answer, daemon=True).start()
+        status, line = check(os.environ | {"TANDEM_CONTROLLER_PORT": str(port)}, "controller")
+    assert (status, f"{port}/readyz does not answer: IncompleteRead" in line) == (1, True)
+
+
 def test_a_controller_is_healthy_when_it_is_ready():
     with ports.reserve() as held:
         port = held.port
@@ -99,7 +115,7 @@ def test_a_controller_is_healthy_when_it_is_ready():
 
 def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
     Spool.create(tmp_path)
-    now = {"runner": Status("runner", "BACKOFF", 0), "exporter": Status("exporter", "FATAL", 0)}
+    now = {"runner": Status("BACKOFF", 0, 0), "exporter": Status("FATAL", 0, 0)}
     monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: now)
     assert problems(Settings(root=tmp_path), "trainer")[0] == "runner is BACKOFF"
     del now["runner"]
@@ -108,7 +124,7 @@ def test_a_program_that_does_not_run_is_named(tmp_path, monkeypatch):
 
 def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path, monkeypatch):
     spool = Spool.create(tmp_path)
-    running = {name: Status(name, "RUNNING", 1) for name in ("vllm", "publisher")}
+    running = {name: Status("RUNNING", 1, 0) for name in ("vllm", "publisher")}
     monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: running)
     settings = Settings(root=tmp_path, gpu_mode="shared")
     command = [sys.executable, "-c", HOLDER, str(tmp_path), "0", "0"]

@@ -39,6 +39,11 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
         assert b"s3cret" not in path.read_bytes()
 
 
+def test_an_empty_token_file_is_no_token(up, tmp_path):
+    (tmp_path / "token").touch()
+    both_run(up(TANDEM_ADMIN_TOKEN_FILE=str(tmp_path / "token")))
+
+
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [

@@ -17,7 +17,7 @@ import yaml
 from images.grafana.demo.pages import JOBS, DemoPage
 from images.grafana.demo.world import World
 
-from tandem.metrics.server import MetricsServer
+from tandem.metrics.exporter import MetricsServer
 
 PROMETHEUS = Path(__file__).parents[2] / "prometheus"
 

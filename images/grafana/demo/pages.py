@@ -11,10 +11,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 import tandem
-from tandem.metrics.merged import PHASES
+from tandem.metrics.container import STATES
 from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.publish import PHASES
 from tandem.metrics.samples import Samples
-from tandem.metrics.supervisor import STATES
 
 JOBS = ("tandem-trainer", "tandem-inference", "tandem-controller", "tandem-vllm")
 """Prometheus' jobs, each of which has a page."""

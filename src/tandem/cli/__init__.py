@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 import tandem
-from tandem.cli import data, doctor, export, finetune, jobs, plan, rl, runs, smoke, track, train
+from tandem.cli import data, doctor, jobs, plan, rl, runs, smoke, train
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -75,20 +75,16 @@ def _become(module: str) -> Callable[[], None]:
 
 
 app.add_typer(runs.app, name="run")
-_train = typer.Typer(help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True)
-_train.command("sft")(finetune.sft)
-_train.command("dpo")(finetune.dpo)
-_train.command("job")(train.job)
-app.add_typer(_train, name="train")
+app.add_typer(train.app, name="train")
 app.add_typer(data.app, name="data")
-app.command("track")(track.track)
+app.command("track")(runs.track)
 app.command("rl")(rl.rl)
 app.add_typer(jobs.app, name="jobs")
 app.command("logs")(jobs.logs)
 app.command("memory")(jobs.memory)
 app.command("plan")(plan.plan)
 app.add_typer(runs.checkpoints, name="checkpoints")
-app.command("export")(export.export)
+app.command("export")(runs.export)
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")
@@ -106,7 +102,7 @@ def main() -> None:
     """Run the command line; exits with a status that the help lists."""
     try:
         app()
-    except (TandemError, TimeoutError) as error:
+    except (TandemError, OSError) as error:
         print_error(error, json="--json" in sys.argv)
         sys.exit(exit_code(error))
     except KeyboardInterrupt:

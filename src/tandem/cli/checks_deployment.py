@@ -109,8 +109,8 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     except TandemError as error:
         yield Check("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
         return
-    size = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
-    yield Check("ok", "base model", f"{model}: {arch.model_type}, {size}, {arch.max_positions} positions")
+    shape = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
+    yield Check("ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions")
     try:
         check(arch, Sizes.of(settings))
         if settings.topology == "auto":
@@ -202,8 +202,6 @@ def _smallest_memory(settings: Settings, side: Side) -> int:
 
 
 def controller_checks(_: Settings) -> Iterator[Check]:
-    """The controller at TANDEM_URL, with the key from the environment."""
-
     def describe(ready: httpx.Response, runs: httpx.Response) -> str:
         return f"version {ready.json().get('version')}, {len(runs.json())} runs"
 
@@ -213,8 +211,6 @@ def controller_checks(_: Settings) -> Iterator[Check]:
 
 
 def inference_checks(settings: Settings) -> Iterator[Check]:
-    """vLLM's health and its list of models."""
-
     def describe(_: httpx.Response, models: httpx.Response) -> str:
         return f"serves {', '.join(model.get('id', '?') for model in models.json().get('data', [])) or 'nothing'}"
 

@@ -112,7 +112,6 @@ def _locks_work(lock: Path) -> bool:
 
 
 def disk_checks(settings: Settings) -> Iterator[Check]:
-    """Free space on the volume."""
     free = shutil.disk_usage(_existing(settings.root.absolute())).free
     if free >= _LOW_DISK_BYTES:
         yield Check("ok", "disk", f"{size(free)} free")

@@ -24,6 +24,12 @@ err = Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, for programs.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
+    ),
+]
 
 
 def connect() -> Tandem:
@@ -73,7 +79,7 @@ def size(count: int | None) -> str | None:
 
 def print_error(error: Exception, *, json: bool) -> None:
     """Print an error on stderr, with the offending field first."""
-    code, message, field = "timeout", str(error), None
+    code, message, field = "timeout" if isinstance(error, TimeoutError) else "os_error", str(error), None
     if isinstance(error, TandemError):
         code, message, field = error.code, error.message, error.field
     if json:

@@ -1,6 +1,7 @@
 """`tandem doctor` and `tandem preflight`: each runs a list of checks and reports them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 
 Part = Callable[[Settings], Iterator[Check]]
+Container = StrEnum("Container", ["ALL", "CONTROLLER", "TRAINER", "INFERENCE"])
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -27,9 +29,8 @@ def doctor(json: Json = False) -> None:
 
 def preflight(
     role: Annotated[
-        str,
-        typer.Option(help="The container that starts: controller, trainer or inference, which has the admin token."),
-    ] = "all",
+        Container, typer.Option(help="The container that starts; inference has the admin token.")
+    ] = Container.ALL,
     devices_granted: Annotated[
         bool,
         typer.Option("--devices-granted", help="A scheduler assigns the GPUs, so the settings need not name them."),
@@ -39,9 +40,8 @@ def preflight(
     """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail."""
 
     def secrets_checks(settings: Settings) -> Iterator[Check]:
-        return deployment.required_secrets(
-            settings, admin=role in ("all", "inference") or settings.gpu_mode == "shared"
-        )
+        has_token = role in (Container.ALL, Container.INFERENCE) or settings.gpu_mode == "shared"
+        return deployment.required_secrets(settings, admin=has_token)
 
     parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
     parts += [secrets_checks, machine.volume_checks, machine.spool_checks, machine.disk_checks, deployment.model_checks]

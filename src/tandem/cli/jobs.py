@@ -2,6 +2,7 @@
 
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Annotated, cast
 
@@ -91,6 +92,7 @@ def logs(
 def _follow(tandem: Tandem, job: str, json: bool) -> None:
     """Print log and events as they come; raises JobFailed."""
     offset, last_seq = 0, -1
+    decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
     while True:
         status = tandem.get_job(job)  # read first: all of the log and the events of an ended job are written
         for event in tandem.job_events(job, last_seq):
@@ -100,7 +102,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
             else:
                 err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
         while (part := tandem.log_part(job, offset)).data:
-            offset, text = part.next_offset, part.data.decode(errors="replace")
+            offset, text = part.next_offset, decode(part.data)
             show_line({"log": text}) if json else print(text, end="", flush=True)
         if status.state in TERMINAL:
             return raise_if_failed(status)
@@ -137,7 +139,6 @@ def _state(job: JobStatus) -> str:
 
 
 def job_details(job: JobStatus) -> object:
-    """A job as a table of names and values."""
     data, error = job.spec.data, job.error
     rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
@@ -173,7 +174,6 @@ def memory(job: JobArgument, json: Json = False) -> None:
 
 
 def memory_report(job: str, attempts: list[AttemptMemory]) -> object:
-    """The tables of all attempts."""
     if not attempts:
         return f"Job {job} has not started."
     return Group(*(part for attempt in attempts for part in _attempt_memory(job, attempt)))

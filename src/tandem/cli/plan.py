@@ -3,10 +3,12 @@
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Group
 from rich.markup import escape
 
-from tandem.cli.common import Json, show, table
+from tandem.cli.common import Json, Targets, show, table
+from tandem.data.inputs import from_validation_error
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
@@ -30,12 +32,7 @@ def plan(
     gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of each GPU that ranks may use.")] = 79.0,
     rows: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")] = 8,
     rank: Annotated[int, typer.Option(min=1, max=1024, help="Rank of the LoRA.")] = 16,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
-        ),
-    ] = None,
+    target: Targets = None,
     full: Annotated[
         bool, typer.Option("--full", help="All weights instead of a LoRA; not compared with measurements.")
     ] = False,
@@ -46,7 +43,10 @@ def plan(
     arch = read_arch(model)
     if full and target:
         raise InvalidInput("--full trains all weights, --target names layers for a LoRA; use one", field="--target")
-    lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
+    try:
+        lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
+    except ValidationError as error:
+        raise InvalidInput(from_validation_error(error).message, field="--target") from error
     made = make_plan(Training(arch, None if full else lora, sequence_length, rows), gpus, gpu_memory * GIB)
     shown = made.candidates if every else [one for one in made.candidates if one.levels is not None][:SHOWN]
     data = {

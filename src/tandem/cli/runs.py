@@ -1,12 +1,17 @@
-"""`tandem run` and `tandem checkpoints`."""
+"""Commands about a run: `tandem run`, `tandem checkpoints`, `tandem export`, `tandem track`."""
 
+import math
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.common import Json, RunArgument, connect, details, show, size, table, when
-from tandem.client import CheckpointInfo, RunStatus
+from tandem.cli.common import Json, RunArgument, Targets, connect, details, show, size, table, when
+from tandem.client import CheckpointInfo, RunStatus, Tandem
+from tandem.client.download import staging
+from tandem.errors import InvalidInput
+from tandem.families.model_config import model_directory
 from tandem.spool.schema import RunSpec
 
 app = typer.Typer(
@@ -15,17 +20,15 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 
 
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(help="A new name: lower-case letters, digits, '.', '_' and '-'.")],
-    rank: Annotated[int, typer.Option(help="Rank of the LoRA.")] = 16,
+    rank: Annotated[int | None, typer.Option(help="Rank of the LoRA.  \\[default: 16]")] = None,
     alpha: Annotated[float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all]"),
-    ] = None,
+    target: Targets = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of a LoRA.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of step 0's weights and of the order of training data.")] = 0,
     base_model: Annotated[str | None, typer.Option(help="The deployment's base model; no other is accepted.")] = None,
@@ -33,10 +36,11 @@ def create(
 ) -> None:
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full:
-        if alpha is not None or target:
-            raise typer.BadParameter("--full trains all weights; leave --alpha and --target out")
+        if rank is not None or alpha is not None or target:
+            raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
         status = connect().create_run(name, base_model=base_model, trainable="full", seed=seed)
     else:
+        rank = 16 if rank is None else rank
         lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
         if target:
             lora["targets"] = target
@@ -86,7 +90,6 @@ def _trained(spec: RunSpec) -> str:
 
 
 def run_details(run: RunStatus) -> object:
-    """A run as a table of names and values."""
     spec, fork, served = run.spec, run.spec.forked_from, run.served
     took = ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items()) if served else ""
     refused = f"step {served.refused_step}: {served.refused_reason}" if served and served.refused_step else None
@@ -167,6 +170,62 @@ def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     done = connect().rollback(run, step)
     gone = ", ".join(map(str, done.discarded)) or "none"
     show(done, json, lambda _: f"{run} is at step {done.newest_step}; discarded: {gone}")
+
+
+def export(
+    run: RunArgument,
+    step: StepArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The run's base model as this machine has it: a directory or hub name.  \\[default: as the "
+                     "run names it]"),
+    ] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights; or the
+    step's own files, where the run trains all weights.
+
+    transformers and vLLM load the directory as they load the base model. It appears only when it is complete.
+    """
+    from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
+
+    with staging(dest) as directory:
+        tandem, staged = connect(), Path(directory)
+        spec = tandem.get_run(run).spec
+        base = model_directory(base_model or spec.base_model, _MODEL_FILES)
+        manifest = tandem.download(run, step, staged / "step", weights_only=True)
+        if spec.lora is not None:
+            total = write_merged_model(staged / "model", base, staged / "step", spec.lora)
+        elif not manifest.files:
+            raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
+        else:
+            (staged / "step" / "manifest.json").unlink()
+            (staged / "step").rename(staged / "model")
+            total = sum(entry.size for entry in manifest.files.values())
+        (staged / "model").replace(dest)
+    done = {"run": run, "step": step, "dest": str(dest), "base_model": str(base), "bytes": total}
+    made = f"{run}@{step}" if spec.lora is None else f"{run}@{step}, merged into {base},"
+    show(done, json, lambda _: f"{made} is in {dest} ({size(total)})")
+
+
+def track(
+    run: RunArgument,
+    to: Annotated[list[str], typer.Option(help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI; repeatable")],
+    follow: Annotated[bool, typer.Option(help="Go on with jobs to come, until Ctrl-C.")] = True,
+    json: Json = False,
+) -> None:
+    """Write a run's metrics to experiment trackers, each optimizer step once.
+
+    Started again, also after a kill, it goes on where it stopped. Keys come from the environment (WANDB_API_KEY, ...).
+    """
+    from tandem.client.track import track as start
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # W&B writes what it holds when it is closed
+    connect().get_run(run)  # a wrong address or name is told at once; later the controller may be away for long
+    with Tandem(patience=math.inf) as tandem:
+        written = start(tandem, run, to, follow=follow)
+    show(written, json, lambda rows: "\n".join(f"{place}: {count} new rows" for place, count in rows.items()))
 
 
 def _checkpoints_table(run: str, infos: list[CheckpointInfo]) -> object:

@@ -1,7 +1,7 @@
 """`tandem smoke`: tests of a running stack, from a client's side. `helm test` runs these commands."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -24,8 +24,7 @@ Inference = Annotated[
 ]
 
 
-class SmokeFailed(TandemError):
-    code = "smoke_failed"
+class SmokeFailed(TandemError, code="smoke_failed"): ...
 
 
 @app.command()
@@ -44,20 +43,19 @@ def reach(
     with Tandem() as tandem:
         runs = tandem.list_runs()
         out.print(f"controller {tandem.url}: {len(runs)} runs")
-    with httpx.Client(timeout=10, trust_env=False) as http:
-        names = [model["id"] for model in _get(http, f"{inference}/models", key, patience).json()["data"]]
-        if "base" not in names:
-            raise SmokeFailed(f"{inference}/models lists {names}, without the model 'base'")
-        out.print(f"inference {inference}: {len(names)} models")
-        for url in metrics or []:
-            if "\ntandem_build_info{" not in _get(http, url, None, patience).text:
-                raise SmokeFailed(f"{url} has no tandem_build_info")
-            out.print(f"metrics {url}")
-        for url in closed or []:
-            status = http.post(url, headers=_authorization(key)).status_code
-            if status != 401:
-                raise SmokeFailed(f"{url} answers {status} to an API key, not 401")
-            out.print(f"closed {url}")
+    names = [model["id"] for model in _get(f"{inference}/models", key, patience).json()["data"]]
+    if "base" not in names:
+        raise SmokeFailed(f"{inference}/models lists {names}, without the model 'base'")
+    out.print(f"inference {inference}: {len(names)} models")
+    for url in metrics or []:
+        if "\ntandem_build_info{" not in _get(url, None, patience).text:
+            raise SmokeFailed(f"{url} has no tandem_build_info")
+        out.print(f"metrics {url}")
+    for url in closed or []:
+        status = _ask("POST", url, key).status_code
+        if status != 401:
+            raise SmokeFailed(f"{url} answers {status} to an API key, not 401")
+        out.print(f"closed {url}")
 
 
 @app.command()
@@ -104,26 +102,30 @@ def job(
         served = tandem.wait_served(run, status.spec.base_step + 1, timeout=timeout)
         out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
     request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
-    url, headers = f"{inference}/chat/completions", _authorization(key)
-    answer = httpx.post(url, json=request, headers=headers, timeout=120, trust_env=False)
+    answer = _ask("POST", f"{inference}/chat/completions", key, json=request, timeout=120)
     if answer.status_code != 200 or not answer.json()["choices"]:
         raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
     out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
 
 
-def _get(http: httpx.Client, url: str, key: str | None, patience: float) -> httpx.Response:
+def _get(url: str, key: str | None, patience: float) -> httpx.Response:
     """The first response 200 to a GET, which is repeated for `patience` seconds."""
     backoff = Backoff(patience)
     while True:
         try:
-            answer = http.get(url, headers=_authorization(key))
+            answer = _ask("GET", url, key)
             if answer.status_code == 200:
                 return answer
-            problem = f"answers {answer.status_code}"
-        except httpx.TransportError as error:
-            problem = f"does not answer: {error}"
-        time.sleep(backoff.next(Unreachable(f"{url} {problem}")))
+            problem = Unreachable(f"{url} answers {answer.status_code}")
+        except Unreachable as error:
+            problem = error
+        time.sleep(backoff.next(problem))
 
 
-def _authorization(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def _ask(method: str, url: str, key: str | None, *, timeout: float = 10, **more: Any) -> httpx.Response:
+    """Raises Unreachable where nobody answers."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        return httpx.request(method, url, headers=headers, timeout=timeout, trust_env=False, **more)
+    except httpx.TransportError as error:
+        raise Unreachable(f"{url} does not answer: {error}") from error

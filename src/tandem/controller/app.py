@@ -90,7 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
     """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
-    deployment, collectors, stop = app.state.deployment, app.state.collector_threads, threading.Event()
+    deployment, collectors, stop = app.state.deployment, app.state.collectors, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=remove_regularly, args=arguments, name="sweep", daemon=True).start()
     for thread in collectors:

@@ -10,11 +10,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.deployment import Deployment
-from tandem.metrics.collector import CollectorThread, Page
+from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector
 from tandem.metrics.controller import METHODS, QueueCollector
 from tandem.metrics.samples import Samples
-from tandem.spool import Spool
 
 # Route of requests without one: unknown paths, and requests that were refused before they were routed.
 OTHER = "other"
@@ -22,15 +21,13 @@ OTHER = "other"
 
 def install_metrics(app: FastAPI, deployment: Deployment) -> None:
     """Add `/metrics` and count every request. Called last, so that refused requests are counted too."""
-
-    def spool() -> Spool:
-        deployment.spool.check()
-        return deployment.spool
-
     counts = deployment.counts
-    collectors = (BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {}))
-    app.state.collector_threads = [CollectorThread(collector) for collector in collectors]
-    page = Page(app.state.collector_threads, counts)
+    app.state.collectors = (
+        BuildCollector(),
+        QueueCollector(lambda: deployment.spool),
+        VolumesCollector(lambda: deployment.spool, {}),
+    )
+    page = Page(app.state.collectors, counts)
     app.add_middleware(CountRequests, counts=counts)
 
     @app.get("/metrics", include_in_schema=False)

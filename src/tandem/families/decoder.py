@@ -163,7 +163,8 @@ class Decoder:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.
         Where a config has several, the first of these wins, as in transformers: in `rope_scaling`, in
         `rope_parameters`, beside them."""
-        given = config.get("rope_scaling") or config.get("rope_parameters") or self.defaults.get("rope_parameters", {})
+        default = self.defaults.get("rope_parameters", {})
+        given: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or default
         return {"rope_theta": config.given("rope_theta", 10000.0)} | given
 
 

@@ -3,16 +3,14 @@
 from prometheus_client import ProcessCollector
 
 from tandem.metrics.collector import COLLECTOR_METRICS
-from tandem.metrics.container import BuildCollector, VolumesCollector
+from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector
 from tandem.metrics.controller import HTTP_METRICS, QueueCollector
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
-from tandem.metrics.merged import MergedCollector
 from tandem.metrics.metric import ALL, Kind, Metric
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import PublishCollector
+from tandem.metrics.publish import MergedCollector, PublishCollector
 from tandem.metrics.ranks import RanksCollector
-from tandem.metrics.supervisor import SupervisorCollector
 
 # prometheus_client makes these, of the exporter's or the controller's own process.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}

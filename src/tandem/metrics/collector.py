@@ -24,7 +24,7 @@ from tandem.system.logs import Log
 COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "merged", "checkpoints", "supervisor", "volumes",
               "queue")  # fmt: skip
 OpenSpool = Callable[[], Spool]
-"""Opens the spool. Raises SpoolUnusable while the volume is missing."""
+"""Always the same spool, which remembers the directories that have not changed."""
 
 _about_collector = partial(Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS})
 COLLECTOR_METRICS = (
@@ -38,7 +38,7 @@ log = Log("exporter")
 
 
 class Collector(abc.ABC):
-    """Collects `metrics` every `interval` seconds."""
+    """Collects `metrics` every `interval` seconds, in a thread of its own, and keeps the last gauges."""
 
     name: ClassVar[str]  # one of COLLECTORS
     metrics: ClassVar[Sequence[Metric]]
@@ -47,6 +47,13 @@ class Collector(abc.ABC):
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
         self.errors: list[str] = []  # what a collection could not collect
+        self._stop = threading.Event()
+        self._gauges = Samples(())
+        self._gauges_at = 0.0  # monotonic, as is _began
+        self._began: float | None = None  # while a collection runs
+        self._failure: str | None = None  # of the last collection; "" if that succeeded
+        self._seconds: float | None = None
+        self._last_success = 0.0  # Unix seconds
 
     @abc.abstractmethod
     def collect(self, gauges: Samples) -> None:
@@ -64,30 +71,8 @@ class Collector(abc.ABC):
             except Exception as error:
                 self.errors.append(f"{item}: {error if isinstance(error, TandemError) else repr(error)}")
 
-
-class SpoolCollector(Collector):
-    """Collects from the spool, which may be missing for a while."""
-
-    def __init__(self, open_spool: OpenSpool) -> None:
-        super().__init__()
-        self.open_spool = open_spool
-
-
-class CollectorThread:
-    """Runs one collector again and again, and keeps its last gauges."""
-
-    def __init__(self, collector: Collector) -> None:
-        self.collector = collector
-        self._stop = threading.Event()
-        self._gauges = Samples(())
-        self._gauges_at = 0.0  # monotonic, as is _began
-        self._began: float | None = None  # while a collection runs
-        self._error: str | None = None  # of the last collection; "" if that succeeded
-        self._seconds: float | None = None
-        self._last_success = 0.0  # Unix seconds
-
     def start(self) -> None:
-        threading.Thread(target=self._run, name=f"collect-{self.collector.name}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"collect-{self.name}", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the thread after its current collection. Does not wait, because that collection may hang."""
@@ -96,42 +81,55 @@ class CollectorThread:
     def _run(self) -> None:
         while not self._stop.is_set():
             self.collect_once()
-            self._stop.wait(self.collector.interval)
+            self._stop.wait(self.interval)
 
     def collect_once(self) -> None:
         """Never raises."""
         self._began = begin = time.monotonic()
-        gauges = Samples(metric for metric in self.collector.metrics if metric.kind == "gauge")
-        self.collector.errors = []
+        gauges = Samples(metric for metric in self.metrics if metric.kind == "gauge")
+        self.errors = []
         try:
-            self.collector.collect(gauges)
+            self.collect(gauges)
             self._gauges, self._gauges_at = gauges, time.monotonic()
-        except Exception as failure:
-            self.collector.errors.append(f"{type(failure).__name__}: {failure}")
-        error = "; ".join(self.collector.errors)
-        if not error:
+        except Exception as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+        failure = "; ".join(self.errors)
+        if not failure:
             self._last_success = time.time()
         self._seconds, self._began = time.monotonic() - begin, None
-        if error and not self._error:  # one line when it begins to fail, and one when that is over
-            log.warning("can't collect", collector=self.collector.name, error=error)
-        elif self._error and not error:
-            log.info("collects again", collector=self.collector.name)
-        self._error = error
+        if failure and not self._failure:  # one line when it begins to fail, and one when that is over
+            log.warning("can't collect", collector=self.name, error=failure)
+        elif self._failure and not failure:
+            log.info("collects again", collector=self.name)
+        self._failure = failure
 
     def families(self) -> Iterator[Family]:
         """The collected metrics, without perishable ones that are too old."""
         yield from self._gauges.families(perishable=time.monotonic() - self._gauges_at <= STALE_SECONDS)
-        yield from self.collector.counts.families()
+        yield from self.counts.families()
 
     def describe(self, gauges: Samples) -> None:
         """Sets COLLECTOR_METRICS of this collector."""
         began = self._began  # read once: the collection may end meanwhile
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
-        name = self.collector.name
-        gauges.set("tandem_collector_success", float(self._error == "" and not hangs), collector=name)
-        gauges.set("tandem_collector_last_success_timestamp_seconds", self._last_success, collector=name)
+        gauges.set("tandem_collector_success", float(self._failure == "" and not hangs), collector=self.name)
+        gauges.set("tandem_collector_last_success_timestamp_seconds", self._last_success, collector=self.name)
         if self._seconds is not None:
-            gauges.set("tandem_collector_duration_seconds", self._seconds, collector=name)
+            gauges.set("tandem_collector_duration_seconds", self._seconds, collector=self.name)
+
+
+class SpoolCollector(Collector):
+    """Collects from the spool, which may be missing for a while."""
+
+    def __init__(self, open_spool: OpenSpool) -> None:
+        super().__init__()
+        self._open_spool = open_spool
+
+    def spool(self) -> Spool:
+        """Raises SpoolUnusable while the volume is missing."""
+        spool = self._open_spool()
+        spool.check()
+        return spool
 
 
 class Page(PrometheusCollector):
@@ -140,16 +138,16 @@ class Page(PrometheusCollector):
     `counts`: counters and histograms without a collector.
     """
 
-    def __init__(self, threads: Sequence[CollectorThread], counts: Samples | None = None) -> None:
-        self._threads = threads
+    def __init__(self, collectors: Sequence[Collector], counts: Samples | None = None) -> None:
+        self._collectors = collectors
         self._counts = counts
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Family]:
         about = Samples(COLLECTOR_METRICS)
-        for thread in self._threads:
-            thread.describe(about)
-            yield from thread.families()
+        for collector in self._collectors:
+            collector.describe(about)
+            yield from collector.families()
         yield from about.families()
         if self._counts is not None:
             yield from self._counts.families()

@@ -1,4 +1,4 @@
-"""A container: which versions are installed, the shared volume, and the container's own file systems."""
+"""A container: which versions are installed, its programs, the shared volume, and its own file systems."""
 
 import os
 import platform
@@ -8,14 +8,19 @@ from functools import partial
 from pathlib import Path
 
 import tandem
+from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, OpenSpool, SpoolCollector
-from tandem.metrics.metric import ALL, OPEN, Metric
+from tandem.metrics.metric import ALL, BOTH, OPEN, Metric
 from tandem.metrics.samples import Samples
+from tandem.supervise.supervisord import statuses
 from tandem.system.environment import installed_version
 
+STATES = ("stopped", "starting", "running", "backoff", "stopping", "exited", "fatal", "unknown")
+_PROGRAM = {"program": OPEN}
+_of_program = partial(Metric, exporters=BOTH, labels=_PROGRAM, perishable=True)
 _VOLUMES = ("shared", "shm", "cache", "tmp")
-_measured = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
+_of_volume = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
 PROBE_SECONDS = 60.0  # between two writes to the shared volume
 
 
@@ -42,15 +47,50 @@ class BuildCollector(Collector):
         )
 
 
+class SupervisorCollector(Collector):
+    name = "supervisor"
+    metrics = (
+        _of_program("tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"),
+        _of_program("tandem_supervisor_process_state", "1 for the state that the program is in, 0 for the other "
+                    "states.", "supervisord", labels=_PROGRAM | {"state": STATES}),
+        Metric("tandem_supervisor_process_restarts_total", "How often the program was started again.", "supervisord",
+               "counter", BOTH, _PROGRAM),
+        _of_program("tandem_supervisor_process_start_time_seconds", "When the program's process started.",
+                    "supervisord"),
+    )  # fmt: skip
+    interval = 2.0
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._pids: dict[str, int] = {}  # program -> its last process
+
+    def collect(self, gauges: Samples) -> None:
+        programs = statuses(self._settings)
+        if not programs and self._pids:
+            raise RuntimeError("supervisord does not answer any more")
+        for program, status in programs.items():
+            state = status.state.lower()
+            for name in STATES:
+                gauges.set("tandem_supervisor_process_state", float(name == state), program=program, state=name)
+            gauges.set("tandem_supervisor_process_up", float(state == "running"), program=program)
+            if status.pid:
+                gauges.set("tandem_supervisor_process_start_time_seconds", status.started, program=program)
+            before = self._pids.get(program, 0)
+            restarted = 0 not in (before, status.pid) and before != status.pid
+            self.counts.inc("tandem_supervisor_process_restarts_total", float(restarted), program=program)
+            self._pids[program] = status.pid or before
+
+
 class VolumesCollector(SpoolCollector):
     """`directories`: volume -> directory, of the volumes besides the shared one; a missing directory is no failure."""
 
     name = "volumes"
     metrics = (
-        _measured("tandem_volume_total_bytes", "Size of the file system.", "statvfs"),
-        _measured("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
-        _measured("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
-                  "minute, on the shared volume.", "write probe"),
+        _of_volume("tandem_volume_total_bytes", "Size of the file system.", "statvfs"),
+        _of_volume("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
+        _of_volume("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
+                   "minute, on the shared volume.", "write probe"),
     )  # fmt: skip
     interval = 10.0
 
@@ -65,7 +105,7 @@ class VolumesCollector(SpoolCollector):
             if path.is_dir():
                 _set_sizes(gauges, volume, path)
         try:
-            spool = self.open_spool()
+            spool = self.spool()
             _set_sizes(gauges, "shared", spool.root)
             if time.monotonic() - self._probed_at >= PROBE_SECONDS:
                 begin = time.monotonic()

@@ -34,7 +34,7 @@ class QueueCollector(SpoolCollector):
     )  # fmt: skip
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         for state in PENDING:
             gauges.set("tandem_jobs", spool.jobs.index.count(state), state=state)
         for kind, found in spool.damage().items():

@@ -6,26 +6,33 @@ exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 
 is taken.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
-from functools import partial
+import time
+from collections.abc import Mapping
+from functools import cache, partial
+from http.server import BaseHTTPRequestHandler
+from socket import AF_INET6
+from socketserver import ThreadingTCPServer
+from typing import Any, override
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector as PrometheusCollector
 
 import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
-from tandem.metrics.collector import Collector, CollectorThread, Page
-from tandem.metrics.container import BuildCollector, VolumesCollector, local_directories
+from tandem.metrics.collector import Collector, Page
+from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector, local_directories
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
-from tandem.metrics.merged import MergedCollector
 from tandem.metrics.metric import BOTH, Exporter
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import PublishCollector
+from tandem.metrics.publish import MergedCollector, PublishCollector
 from tandem.metrics.ranks import RanksCollector
-from tandem.metrics.server import MetricsServer
-from tandem.metrics.supervisor import SupervisorCollector
 from tandem.spool import Spool
 from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
@@ -41,8 +48,7 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    """The collectors of these sides."""
-    open_spool = partial(Spool, settings.root)  # a full or read-only volume can still be read
+    open_spool = cache(partial(Spool, settings.root))  # a full or read-only volume can still be read
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [
@@ -62,6 +68,58 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
     return collectors
 
 
+class MetricsServer(ThreadingTCPServer):
+    """`/metrics`, `/health`, and `/` for people, which shows `about`. Raises OSError if the address is taken.
+
+    Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True  # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT
+
+    def __init__(self, host: str, port: int, page: PrometheusCollector, about: Mapping[str, str]) -> None:
+        if ":" in host:
+            self.address_family = AF_INET6
+        super().__init__((host, port), _Handler)
+        self.page = page
+        self.about = about
+        self.began = time.monotonic()
+        self.server_port = int(self.server_address[1])
+
+    def serve_in_background(self) -> None:
+        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = 10.0  # seconds that a client may take to send its request
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.page))
+        elif path == "/health":
+            seconds = round(time.monotonic() - self.server.began, 3)
+            self._answer(200, "application/json", json.dumps({"status": "ok", "up_seconds": seconds}).encode())
+        elif path == "/":
+            lines = [f"{key}: {value}" for key, value in self.server.about.items()]
+            self._answer(200, "text/plain; charset=utf-8", "\n".join([*lines, "see /metrics and /health\n"]).encode())
+        else:
+            self._answer(404, "text/plain; charset=utf-8", f"{path} is none of /, /metrics, /health\n".encode())
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: a line per scrape would bury everything else."""
+
+
 def main() -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status."""
     configure()
@@ -74,17 +132,17 @@ def main() -> int:
     except TandemError as error:
         log.error(f"the exporter can't start: {error}")
         return 2
-    threads = [CollectorThread(collector) for collector in make_collectors(settings, sides)]
-    names = ", ".join(thread.collector.name for thread in threads)
+    collectors = make_collectors(settings, sides)
+    names = ", ".join(collector.name for collector in collectors)
     about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides),
              "collectors": names}  # fmt: skip
     try:
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(threads), about)
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors), about)
     except OSError as error:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
-    for thread in threads:
-        thread.start()
+    for collector in collectors:
+        collector.start()
     server.serve_in_background()
     log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)
     stop.wait()

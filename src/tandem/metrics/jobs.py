@@ -106,12 +106,13 @@ class JobsCollector(SpoolCollector):
         self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
         self._ended: set[str] = set()  # ids of jobs that were read to their end, until their files have moved
         self._listed: dict[Path, tuple[JobKey, ...]] = {}  # directories of finished jobs, as they were last listed
-        self._caught_up = False  # events from before this process set gauges, but are not counted
+        self._caught_up = False
+        self._uncounted = Samples(self.metrics)  # of events from before this process, which only set gauges
         self._last: dict[str, float] = {}  # gauges without labels
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
         self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
         self._caught_up = True
@@ -153,46 +154,26 @@ class JobsCollector(SpoolCollector):
         self.try_each(events, lambda event: self._read_event(event, job))
 
     def _read_event(self, event: Event, job: _FollowedJob) -> None:
-        self._set_gauges(event)
-        if self._caught_up:
-            self._count(event, job)
-        if event.type == "claimed" and job.first_claimed is None:
-            job.first_claimed = event.time
-
-    def _set_gauges(self, event: Event) -> None:
-        data = event.data
-        if event.type == "step":
-            self._last[_LAST_STEP_AT] = event.time
-            for key, (name, _) in _LAST_STEP.items():
-                self._last.pop(f"tandem_train_{name}", None)
-                if (value := number(data.get("metrics"), key)) is not None:
-                    self._last[f"tandem_train_{name}"] = value
-        elif event.type == "evaluated" and (value := number(data.get("metrics"), "held_out_loss")) is not None:
-            self._last[_HELD_OUT] = value
-        elif event.type == "checkpoint" and (seconds := number(data, "seconds")) is not None:
-            self._last["tandem_checkpoint_duration_seconds"] = seconds
-        elif event.type == "released":
-            self._per_device = _device_memory(data)
+        counts, data = self.counts if self._caught_up else self._uncounted, event.data
         if event.type in (*TERMINAL, "requeued", "claimed"):
             self._last.pop(_LAST_STEP_AT, None)
-
-    def _count(self, event: Event, job: _FollowedJob) -> None:
-        counts, data = self.counts, event.data
         if event.type == "claimed" and job.first_claimed is None:
+            job.first_claimed = event.time
             counts.observe("tandem_job_queue_wait_seconds", max(event.time - job.created, 0.0), kind=job.kind)
         elif event.type == "loaded":
-            self._count_phases(data.get("seconds"))
+            _count_phases(counts, data.get("seconds"))
         elif event.type == "step":
-            metrics = data.get("metrics")
-            self._count_phases(metrics, prefix="seconds_")
-            parts = [number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
-            counts.observe("tandem_train_step_duration_seconds", sum(parts))
-            for key, (name, _) in _TOTALS.items():
-                counts.inc(name, number(metrics, key) or 0.0)
-        elif event.type == "checkpoint":
-            self._count_phases({"checkpoint": data.get("seconds")})
-        elif event.type == "released" and (seconds := number(data, "seconds")) is not None:
-            counts.observe("tandem_job_release_seconds", seconds)
+            self._last[_LAST_STEP_AT] = event.time
+            self._read_step(data.get("metrics"), counts)
+        elif event.type == "evaluated" and (loss := number(data.get("metrics"), "held_out_loss")) is not None:
+            self._last[_HELD_OUT] = loss
+        elif event.type == "checkpoint" and (seconds := number(data, "seconds")) is not None:
+            self._last["tandem_checkpoint_duration_seconds"] = seconds
+            _count_phases(counts, {"checkpoint": seconds})
+        elif event.type == "released":
+            self._per_device = _device_memory(data)
+            if (seconds := number(data, "seconds")) is not None:
+                counts.observe("tandem_job_release_seconds", seconds)
         if event.type in ("requeued", "failed"):
             error = data.get("error")
             kind = error.get("type") if isinstance(error, dict) else None
@@ -203,10 +184,22 @@ class JobsCollector(SpoolCollector):
                 seconds = max(event.time - job.first_claimed, 0.0)
                 counts.observe("tandem_job_duration_seconds", seconds, kind=job.kind)
 
-    def _count_phases(self, values: object, prefix: str = "") -> None:
-        for phase in PHASES:
-            if (seconds := number(values, f"{prefix}{phase}")) is not None:
-                self.counts.observe("tandem_train_phase_duration_seconds", seconds, phase=phase)
+    def _read_step(self, metrics: object, counts: Samples) -> None:
+        for key, (name, _) in _LAST_STEP.items():
+            self._last.pop(f"tandem_train_{name}", None)
+            if (value := number(metrics, key)) is not None:
+                self._last[f"tandem_train_{name}"] = value
+        _count_phases(counts, metrics, prefix="seconds_")
+        parts = [number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
+        counts.observe("tandem_train_step_duration_seconds", sum(parts))
+        for key, (name, _) in _TOTALS.items():
+            counts.inc(name, number(metrics, key) or 0.0)
+
+
+def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
+    for phase in PHASES:
+        if (seconds := number(values, f"{prefix}{phase}")) is not None:
+            counts.observe("tandem_train_phase_duration_seconds", seconds, phase=phase)
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -6,7 +6,9 @@ Devices are named by UUID, because an index restarts at 0 in each container; "cp
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from tandem.spool.schema import JobKind
 
 Kind = Literal["gauge", "counter", "histogram"]
 Exporter = Literal["trainer", "inference", "controller"]
@@ -15,7 +17,7 @@ ALL: tuple[Exporter, ...] = ("trainer", "inference", "controller")
 
 OPEN: tuple[str, ...] = ()
 """The values of a label whose values are not known beforehand."""
-JOB_KINDS = ("rl", "sft", "dpo")
+JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 PHASES = (
     "rendezvous", "data", "build", "rehearsal", "base_weights", "state", "probe",
     "old_logprobs", "reference", "forward_backward", "optimizer", "evaluate",

@@ -36,7 +36,7 @@ class PolicyCollector(SpoolCollector):
         self._sides = sides
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         changed: dict[str, float] = {}  # run -> Unix seconds
         self.try_each(spool.runs.names(), lambda run: self._read_change(spool, changed, run))
         latest = sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
@@ -72,7 +72,7 @@ class CheckpointsCollector(SpoolCollector):
         self._newest: tuple[float, int] | None = None  # Unix seconds and bytes of the newest checkpoint of all runs
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         if self._newest is not None:
             gauges.set("tandem_checkpoint_last_success_timestamp_seconds", self._newest[0])

@@ -1,14 +1,21 @@
-"""The publisher's work: steps that were served or refused. Counters begin when the exporter starts."""
+"""What vLLM is given to serve: the publisher's work, counted from the exporter's start on, and merged weights."""
 
 from contextlib import suppress
+from typing import get_args
 
-from tandem.errors import NotFound
+from pydantic import ValidationError
+
+from tandem.config import Settings
+from tandem.errors import NotFound, TandemError
 from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import Metric
 from tandem.metrics.samples import Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import Served
+from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+from tandem.vllm_client.names import MergedPhase
 
+PHASES: tuple[str, ...] = get_args(MergedPhase)
 STAGES = ("copy", "load", "verify", "since_checkpoint")
 
 
@@ -32,7 +39,7 @@ class PublishCollector(SpoolCollector):
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         self.try_each(spool.runs.names(), lambda run: self._read_run(spool, run))
         self._caught_up = True
         if self._error is not None:
@@ -72,3 +79,39 @@ class PublishCollector(SpoolCollector):
         for stage in STAGES:
             if (value := number(seconds, stage)) is not None:
                 self.counts.observe("tandem_publish_duration_seconds", value, stage=stage)
+
+
+class MergedCollector(SpoolCollector):
+    """Whether vLLM has whole and verified weights, and which runs want to be served.
+
+    Asks vLLM's server itself: it answers while the publisher waits for a swap, and without a publisher.
+    """
+
+    name = "merged"
+    metrics = (
+        Metric("tandem_merged_phase", "1 for the phase of vLLM's merged weights, else 0. Requests are answered in "
+               "phase served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing was served "
+               "yet) and torn (a swap failed). Absent while vLLM does not answer, and with TANDEM_WEIGHTS=adapter.",
+               "GET /tandem/merged", exporters=("inference",), labels={"phase": PHASES}, perishable=True),
+        Metric("tandem_merged_runs", "Runs on the volume whose weights are merged into vLLM's; it can serve one. "
+               "Absent with TANDEM_WEIGHTS=adapter.", "run.json", exporters=("inference",)),
+    )  # fmt: skip
+
+    def __init__(self, open_spool: OpenSpool, settings: Settings) -> None:
+        super().__init__(open_spool)
+        self._settings = settings
+        self._client: VllmClient | None = None
+
+    def collect(self, gauges: Samples) -> None:
+        self._client = self._client or VllmClient(self._settings, timeout=5.0)
+        try:
+            current = self._client.merged()["phase"]
+            for phase in PHASES:
+                gauges.set("tandem_merged_phase", float(phase == current), phase=phase)
+        except InferenceUnavailable:
+            pass  # it starts, or is gone: Prometheus' `up` of vLLM says so
+        try:
+            runs = self.spool().runs.list()
+            gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in runs))
+        except (TandemError, ValidationError, OSError) as error:
+            self.errors.append(str(error))

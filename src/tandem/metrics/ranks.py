@@ -99,7 +99,7 @@ class RanksCollector(SpoolCollector):
         self._attempt: _Attempt | None = None
 
     def collect(self, gauges: Samples) -> None:
-        spool = self.open_spool()
+        spool = self.spool()
         attempt = self._attempt = self._current_attempt(spool)
         gauges.set("tandem_train_active", float(attempt is not None))
         if attempt is None:

@@ -47,7 +47,6 @@ class Samples:
             self._series[name][key] = (before + by,)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """Adds an observation to a histogram."""
         key, metric = self._key(name, labels), self._metrics[name]
         with self._lock:
             *counts, total = self._series[name].get(key, _zero(metric))

@@ -17,14 +17,14 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from typing import Literal
 
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
-from tandem.supervise.programs import PROGRAMS
-from tandem.supervise.supervisord import statuses
+from tandem.supervise.supervisord import PROGRAMS, statuses
 from tandem.system import liveness
 from tandem.system.environment import current_role, runtime_dir
 from tandem.system.ports import local_url
@@ -100,12 +100,11 @@ def _get(
             return "", answer.read()
     except urllib.error.HTTPError as error:
         return f"{url} answers {error.code}", b""
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         return f"{url} does not answer: {getattr(error, 'reason', error)}", b""
 
 
 def main() -> int:
-    """The exit status."""
     role = os.environ.get("TANDEM_ROLE") or "all"
     try:
         settings = load_settings()

@@ -1,4 +1,4 @@
-"""supervisord: its configuration file, how its programs are, and why one of them ended."""
+"""supervisord and the programs that it runs, by role: its configuration, how they are, and why one of them ended."""
 
 import os
 import re
@@ -9,10 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config import Settings
-from tandem.supervise.programs import Program
 from tandem.system.environment import current_role, runtime_dir
 from tandem.system.tail import last_lines
 
@@ -20,12 +19,48 @@ _NO_ANSWER = (OSError, xmlrpc.client.Error, HTTPException)
 
 
 @dataclass(frozen=True)
+class Program:
+    name: str
+    module: str
+    stop_seconds: int  # between SIGTERM and SIGKILL
+    essential: bool = True  # any other may fail again and again without ending `tandem up`
+    costly: bool = False  # to start again: its state takes minutes to make
+    port: Literal["controller", "inference", "metrics"] | None = None  # it listens on settings.<port>_port
+
+
+_EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
+_CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
+_VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
+_PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
+# It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs. Its own bound is
+# tandem.trainer.runner.loop.STOP_SECONDS.
+_RUNNER = Program("runner", "tandem.trainer.runner", 61, costly=True)
+PROGRAMS: dict[str, tuple[Program, ...]] = {
+    "all": (_EXPORTER, _CONTROLLER, _VLLM, _PUBLISHER, _RUNNER),
+    "trainer": (_EXPORTER, _RUNNER),
+    "inference": (_EXPORTER, _VLLM, _PUBLISHER),
+}
+"""By role, in the order in which they start."""
+_LEFTOVER_SECONDS = 13
+
+
+def supervisord_seconds(programs: Sequence[Program]) -> int:
+    """How long supervisord may take to stop its programs, one after another."""
+    return sum(program.stop_seconds for program in programs) + 8
+
+
+def stop_seconds(programs: Sequence[Program]) -> int:
+    """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that supervisord left."""
+    return supervisord_seconds(programs) + _LEFTOVER_SECONDS
+
+
+@dataclass(frozen=True)
 class Status:
     """How one program is, as supervisord reports it."""
 
-    name: str
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
+    started: float  # Unix seconds, of its last process
 
 
 def socket_path(directory: Path) -> Path:
@@ -37,7 +72,8 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf. It holds no secrets: the programs get those through supervisord's environment."""
+    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It holds no secrets: the
+    programs get those through supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -53,12 +89,12 @@ chmod = 0700
 [rpcinterface:supervisor]
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
-    for program in programs:
+    for priority, program in enumerate(programs):
         # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of a killed server.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
-priority = {program.priority}
+priority = {priority}
 autorestart = true
 stopwaitsecs = {program.stop_seconds}
 killasgroup = true
@@ -86,7 +122,7 @@ def statuses(settings: Settings) -> dict[str, Status]:
     """How the programs of this role's `tandem up` are, by name; empty when supervisord doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
-        return {answer["name"]: Status(answer["name"], answer["statename"], answer["pid"]) for answer in answers}
+        return {answer["name"]: Status(answer["statename"], answer["pid"], answer["start"]) for answer in answers}
     return {}
 
 

@@ -12,7 +12,7 @@ Once the stack has been ready, 70 and 71 are only for a stack without another pr
 (vLLM, the runner with its job) and stays up: one program's trouble must not cost the others their state. Then the
 program is tried again for ever.
 
-However it ends, no process that it started is left after at most `programs.stop_seconds()` more. (If supervisord is
+However it ends, no process that it started is left after at most `supervisord.stop_seconds()` more. (If supervisord is
 killed with it, the next `tandem up` of this role ends what they left.) It may be the first process of a container, or
 have an init before it: it adopts and reaps processes that lose their parent.
 """
@@ -36,8 +36,7 @@ from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.supervise import health, supervisord
 from tandem.supervise.console import Console
-from tandem.supervise.programs import PROGRAMS, Program, supervisord_seconds
-from tandem.supervise.supervisord import Status
+from tandem.supervise.supervisord import PROGRAMS, Program, Status, supervisord_seconds
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
@@ -157,7 +156,7 @@ class Stack:
         # In this process too: `supervisord.statuses` asks the supervisord of the role that the environment names.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
-        if self._settings.secret("admin_token") is None:
+        if not self._settings.secret("admin_token"):
             variables["TANDEM_ADMIN_TOKEN"] = self._token
         parent = os.getpid()
         with (self._logs / "supervisord.out").open("wb") as out:
@@ -183,8 +182,8 @@ class Stack:
             if self._daemon.poll() is not None:
                 self._say(f"supervisord ended with {processes.describe_exit(self._daemon.returncode)}")
                 return EXIT_SUPERVISORD
-            for status in supervisord.statuses(self._settings).values():
-                if code := self._check(self._programs[status.name], status):
+            for name, status in supervisord.statuses(self._settings).items():
+                if code := self._check(self._programs[name], status):
                     return code
             if not self._ready and time.monotonic() > next_probe:
                 next_probe = time.monotonic() + 1
@@ -240,9 +239,9 @@ class Stack:
     def _addresses(self) -> str:
         settings = self._settings
         addresses = {
-            "controller": f"jobs at http://{settings.controller_host}:{settings.controller_port}",
+            "controller": f"jobs at {ports.local_url(settings.controller_host, settings.controller_port)}",
             "vllm": f"sampling at {settings.resolved_inference_url}/v1",
-            "exporter": f"metrics at http://{settings.metrics_host}:{settings.metrics_port}/metrics",
+            "exporter": f"metrics at {ports.local_url(settings.metrics_host, settings.metrics_port)}/metrics",
         }
         return ", ".join(address for name, address in addresses.items() if name in self._programs)
 

@@ -41,7 +41,7 @@ class VllmClient:
 
     def __init__(self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> None:
         """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the engine computes or
-        loads. OSError if a file with a secret can't be read."""
+        loads. InvalidInput if a file with a secret can't be read."""
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"

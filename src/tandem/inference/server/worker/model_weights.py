@@ -21,8 +21,10 @@ Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def stored_tensors(model: str) -> dict[str, Any]:
-    """A model's tensors by name, as safetensors' slices: indexing one reads that block. `model`: a directory, or the name of
-    a hub repository that is in the cache. Files stay open, memory-mapped."""
+    """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay open, memory-mapped.
+
+    `model`: a directory, or the name of a hub repository that is in the cache.
+    """
     opened = [safe_open(path, framework="pt") for path in weight_files(model_directory(model, cached=True))]
     return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
