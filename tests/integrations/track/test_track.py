@@ -84,7 +84,6 @@ def test_the_last_attempt_counts(history, kind):
     assert loss(history, kind) == [[*first, (3, 0.7)]]
 
 
-@pytest.mark.parametrize("end", ["rollback", "failure"])
 def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(history):
     history.begin()
     history.steps(1, 0.9)
@@ -94,6 +93,7 @@ def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(histo
     assert curves("tensorboard", history.directory, history.run, "checkpoint/step") == [[(1, 1)]]
 
 
+@pytest.mark.parametrize("end", ["rollback", "failure"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
     """By TensorBoard in its curve, by W&B and MLflow in a new one."""
