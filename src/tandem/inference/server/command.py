@@ -70,11 +70,10 @@ def check_merged_arguments(settings: Settings) -> None:
     extra = _extra_arguments(settings.vllm_args) if settings.weights == "merged" else []
     given: dict[str, str] = {}
     for argument, following in zip_longest(extra, extra[1:], fillvalue=""):
-        name, _, value = argument.partition("=")
-        given[name.replace("_", "-")] = value or following
+        given[argument] = argument.partition("=")[2] or following
     for names, harmless, reason in _NOT_MERGED:
         for name in names:
-            if given.get(name, harmless) != harmless:
+            if any(_means(argument, name) and value != harmless for argument, value in given.items()):
                 message = f"TANDEM_WEIGHTS=merged does not go with {name} in TANDEM_VLLM_ARGS: {reason}"
                 raise InvalidInput(f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="vllm_args")
 
@@ -218,7 +217,13 @@ def _extra_arguments(text: str) -> list[str]:
     except ValueError as error:
         message = f"TANDEM_VLLM_ARGS is not valid shell syntax ({error}): {text!r}"
         raise InvalidInput(message, field="vllm_args") from error
-    if any(argument.split("=")[0].replace("_", "-") == "--api-key" for argument in extra):
+    if any(_means(argument, "--api-key") for argument in extra):
         message = "every user can read a command line: set TANDEM_API_KEY or TANDEM_API_KEY_FILE instead of --api-key"
         raise InvalidInput(message, field="vllm_args")
     return extra
+
+
+def _means(argument: str, name: str) -> bool:
+    """Whether vLLM takes an argument for its option `name`, which may have underscores and be abbreviated."""
+    option = argument.partition("=")[0].replace("_", "-")
+    return option == name or (len(option) > 2 and name.startswith(option))

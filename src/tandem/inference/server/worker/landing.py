@@ -74,8 +74,7 @@ class LandingWeights(ModelWeights):
     @property
     def device_bytes(self) -> int:
         """Memory on the GPU beside vLLM's own: the copy, what an exchange needs, and what arrives."""
-        on_gpu = next(iter(self._copy.values())).is_cuda
-        copy = sum(copy.nbytes for copy in self._copy.values() if on_gpu)
+        copy = sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
         return copy + SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:

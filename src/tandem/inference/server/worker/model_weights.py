@@ -79,9 +79,8 @@ class ModelWeights:
             for name, part in zip(block.names, live, strict=True):
                 begin, end, _ = block.of[0].indices(10**9)
                 if name in wanted and begin <= wanted[name] < end:
-                    columns = block.of[1]
                     parts.append(part[wanted[name] - begin])
-                    first = columns.start or 0
+                    first = block.of[1].start or 0
                     found.append({"name": name, "begin": first, "end": first + part.shape[1]})
         host = torch.cat(parts).cpu() if parts else torch.empty(0)
         for entry, row in zip(found, host.split([p.numel() for p in parts]), strict=True):
