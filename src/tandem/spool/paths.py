@@ -53,7 +53,7 @@ def error_file(work: Path, rank: int) -> Path:
 
 
 def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank; without those that are being written (`beat.0.tmp`)."""
+    """The files of this kind that exist, by rank. Other names are left out."""
     paths = {path.name.removeprefix(f"{kind}.").removesuffix(".json"): path for path in work.glob(f"{kind}.*")}
     return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
