@@ -5,6 +5,8 @@ Its methods are those of `LoraTransport`. vLLM serves one checkpoint at a time.
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +55,40 @@ class MergedTransport:
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
         `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
-        seconds, sources = self._settings.swap_seconds, list[dict[str, Any] | None](self._sources(run, checkpoint))
-        scale = 0.0
+        settings, sources = self._settings, self._sources(run, checkpoint)
+        swap = partial(self._client.swap_merged, name, str(path), requests=settings.swap_requests,
+                       seconds=settings.swap_seconds)  # fmt: skip
         if run.lora is None:
-            directory = self._model(run, checkpoint)
-            sources.append({"way": "volume", "directory": str(directory)})
-            expected = self._check.model_rows(directory)
+            model = self._model(run, checkpoint)
+            expected = self._check.model_rows(model)
+            answer = self._from_ranks(partial(swap, scale=0.0), sources)
+            if answer is None:
+                verify_files(model, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
+                answer = swap(scale=0.0, sources=[{"way": "volume", "directory": str(model)}])
         else:
-            scale = run.lora.alpha / run.lora.rank
-            sources.append(None)
             expected = self._check.adapter_rows(path, run.lora)
-        answer = self._client.swap_merged(name, str(path), scale, self._settings.swap_requests, seconds, sources)
-        for reason in answer["failed"]:
-            log.warning("whole weights did not arrive", model=name, transport=answer["transport"], reason=reason)
+            answer = swap(scale=run.lora.alpha / run.lora.rank, sources=[*sources, None])
+            for reason in answer["failed"]:
+                log.warning("whole weights did not arrive", model=name, transport=answer["transport"], reason=reason)
         self.listed, self.name = {name: str(path)}, answer["transport"]
         if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
         return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
 
+    def _from_ranks(self, swap: Callable[..., dict[str, Any]], sources: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """A swap to what the ranks send; None where they send nothing, or where it does not arrive. They wait, and give
+        up before a large checkpoint's files are verified, so those are not read first."""
+        try:
+            return swap(sources=sources) if sources else None
+        except InferenceRefused as error:
+            log.warning("whole weights did not arrive", reason=error)
+            return None
+
     def _model(self, run: RunSpec, checkpoint: Manifest) -> Path:
-        """The directory of a run's whole weights; CheckpointDamaged if their files are not those of the manifest."""
+        """The directory of a run's whole weights."""
         if not checkpoint.weights_files:  # step 0
             return model_directory(resolve_model(self._spool.root, run.base_model))
-        directory = self._spool.checkpoints.path(run.name, checkpoint.step)
-        verify_files(directory, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
-        return directory
+        return self._spool.checkpoints.path(run.name, checkpoint.step)
 
     def _sources(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
         """Where vLLM's workers may get whole weights, best first; without the checkpoint's own."""

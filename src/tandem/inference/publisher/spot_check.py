@@ -5,7 +5,7 @@ with this adapter and this scale, or from this model.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import lora_modules, peft_keys
 from tandem.families.model_config import model_directory, weight_files
 from tandem.families.registry import read_arch
@@ -24,21 +25,20 @@ from tandem.spool.schema import LoraShape
 
 @dataclass
 class Rows:
-    """`rows`: which row of each tensor, by name; `read(name, row)`: what vLLM must have there, in the served dtype."""
+    """`rows`: which row of each tensor, by name; `expected`: what vLLM must have there, in the served dtype."""
 
     rows: dict[str, int]
-    read: Callable[[str, int], NDArray[Any]]
+    expected: dict[str, NDArray[Any]]
 
     def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
         """Why the rows that vLLM's workers have are other ones, or empty.
 
         `found`: for each part of a row its `name`, the columns from `begin` to `end` and the `sha256` of its bytes.
         """
-        expected = {name: self.read(name, row) for name, row in self.rows.items()}
-        missing = {name: np.ones(row.shape, bool) for name, row in expected.items()}
+        missing = {name: np.ones(row.shape, bool) for name, row in self.expected.items()}
         for part in found:
             name, begin, end = part["name"], part["begin"], part["end"]
-            if sha256(expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
+            if sha256(self.expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
                 return f"row {self.rows[name]} of {name} is another one"
             missing[name][begin:end] = False
         short = [name for name, columns in missing.items() if columns.any()]
@@ -68,14 +68,17 @@ class SpotCheck:
             delta = factors[key_b][row].astype(np.float64) @ factors[key_a].astype(np.float64)
             return self._rounded((self._floats(base[name], name, row) + scale * delta).astype(np.float32))
 
-        return Rows(rows, merged)
+        return Rows(rows, {name: merged(name, row) for name, row in rows.items()})
 
     def model_rows(self, directory: Path) -> Rows:
-        """Of each matrix of the model in this directory."""
-        files = _files(directory)
-        shapes = {name: file.shape(name) for name, file in files.items()}
-        rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
-        return Rows(rows, lambda name, row: self._rounded(self._floats(files[name], name, row)))
+        """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be read."""
+        try:
+            files = _files(directory)
+            shapes = {name: file.shape(name) for name, file in files.items()}
+            rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
+            return Rows(rows, {n: self._rounded(self._floats(files[n], n, row)) for n, row in rows.items()})
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointDamaged(f"the model in {directory} can't be read: {error}") from error
 
     def _floats(self, file: TensorFile, name: str, row: int) -> NDArray[np.float32]:
         """A row of the weights as vLLM loads them, in float32."""
