@@ -230,6 +230,7 @@ def test_files_for_train():
     assert read_request(f"{line}\n\n{line}") == {"kind": "sft", "examples": [EXAMPLE] * 2}
     whole = {"groups": [GROUP], "loss": {}}
     assert read_request(json.dumps(whole)) == {"kind": "rl", **whole}
+    assert read_request('{"pairs": []}') == {"kind": "dpo", "pairs": []}
     wrong = {"": "FILE", "[]": "FILE", f"{line}\n{{": "FILE line 2", f"{line}\n3": "FILE line 2"}
     for text, field in (wrong | {json.dumps([EXAMPLE, GROUP]): "FILE"}).items():
         with pytest.raises(InvalidInput) as refused:

@@ -172,8 +172,10 @@ def read_request(text: str) -> dict[str, Any]:
     except ValueError:
         items = list(_lines(text))
     else:
-        if isinstance(content, dict) and content.keys() & {"kind", "groups", "examples"}:
-            return {"kind": "rl" if "groups" in content else "sft", **content}
+        whole = {"groups": "rl", "examples": "sft", "pairs": "dpo"}
+        if isinstance(content, dict) and content.keys() & {"kind", *whole}:
+            kind = next((kind for name, kind in whole.items() if name in content), "sft")
+            return {"kind": kind, **content}
         is_list = isinstance(content, list)
         items = [(f"[{i}]", item) for i, item in enumerate(content)] if is_list else [("line 1", content)]
     if not items:
