@@ -103,6 +103,9 @@ def test_a_choice_alone_is_a_turn(as_object: bool) -> None:
     turn = turn_from_openai(construct_type(type_=Choice, value=choice) if as_object else choice)
     assert (turn.prompt_token_ids, turn.token_ids, turn.logprobs) == ([7, 8, 9], [1, 2], [-0.5, 0.0])
     assert turn.policy_step == 3
+    builder = inputs.TrajectoryBuilder([])
+    builder.add_response(choice)
+    assert builder.finish(1.0).turns == [turn]
     for token in ("12", "token_id:", "token_id:1x"):  # a text of the model's, not a name of an id
         with pytest.raises(InvalidInput, match="rollout") as refused:
             turn_from_openai(changed("logprobs.content.1.token", token, choice))

@@ -209,9 +209,11 @@ class TrajectoryBuilder:
         self.messages.append(dict(message))
 
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
-        """Adds a chat completion (see `turn_from_openai`): appends its message to `messages` and returns it."""
+        """Adds a chat completion or a single choice of one (see `turn_from_openai`): appends its message to `messages`
+        and returns it."""
         self._turns.append(turn_from_openai(response, choice))
-        sampled = _as_dict(response)["choices"][choice]["message"]
+        data = _as_dict(response)
+        sampled = data.get("choices", [data])[choice]["message"]
         message = {key: sampled[key] for key in ("role", "content", "tool_calls") if sampled.get(key) is not None}
         self.messages.append(message)
         return message
