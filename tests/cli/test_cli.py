@@ -120,6 +120,13 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     assert (status, "TANDEM_URL" in err) == (5, True)
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "localhost:8080", "http://a:b", "http://", "ftp://host"])
+def test_an_address_that_is_no_url_is_refused_at_once(tandem, monkeypatch, url):
+    monkeypatch.setenv("TANDEM_URL", url)
+    status, _, err = tandem("run", "list")
+    assert (status, f"TANDEM_URL: {url!r} is no URL" in err) == (1, True), err
+
+
 def test_a_file_that_cannot_be_read_is_named(tandem, monkeypatch):
     monkeypatch.delenv("TANDEM_API_KEY")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", "/nothing/key")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -151,6 +152,15 @@ def test_stale_litter_is_removed_while_the_controller_runs(tmp_path, monkeypatch
     for path in (old, young):
         path.touch()
     os.utime(old, (time.time() - 4000,) * 2)
+    failures = [RuntimeError("a bug")]
+    prune = app.prune
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        prune(*arguments)
+
+    monkeypatch.setattr(app, "prune", fail_once)
     stop = threading.Event()
     threading.Thread(target=app.remove_regularly, args=(spool, Settings(), stop), daemon=True).start()
     until("the stale one is gone", lambda: not old.exists())

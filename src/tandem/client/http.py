@@ -32,8 +32,14 @@ _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
-    InvalidInput where that file can't be read."""
+    InvalidInput where that file can't be read, or the URL is none."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidInput(f"{url!r} is no URL: {error}", field="TANDEM_URL") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InvalidInput(f"{url!r} is no URL such as http://127.0.0.1:8080", field="TANDEM_URL")
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:

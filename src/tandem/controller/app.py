@@ -21,7 +21,6 @@ from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
 from tandem.controller.metrics import install_metrics
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
-from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
 from tandem.spool.removal import prune
@@ -108,8 +107,8 @@ def remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) ->
             spool.check()
             prune(spool, settings)
             sweep(spool)
-        except (TandemError, OSError) as error:
-            log.warning("can't remove old or stale files", error=error)
+        except Exception as error:  # the next time may go well
+            log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

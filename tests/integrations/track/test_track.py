@@ -1,6 +1,7 @@
 """Each optimizer step of a run reaches TensorBoard, W&B and MLflow once, whatever is killed between."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -115,6 +116,13 @@ def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, en
     run_track(history, kind)
     old, new = [(1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)], [(3, 0.5), (4, 0.4)]
     assert loss(history, kind) == ([[*old[:2], *new]] if kind == "tensorboard" else [old, new])
+
+
+def test_a_value_beyond_float32_is_infinite(history):
+    """TensorBoard has float32."""
+    history.train(1, 1e39, 0.5)
+    run_track(history, "tensorboard")
+    assert loss(history, "tensorboard") == [[(1, math.inf), (2, 0.5)]]
 
 
 def test_a_run_of_the_same_name_begins_anew(history):

@@ -5,6 +5,7 @@ Fields are numbered as in tensorboard/compat/proto: event.proto, summary.proto, 
 
 import os
 import struct
+from ctypes import c_float
 from pathlib import Path
 
 from tandem.client import RunSpec
@@ -78,7 +79,7 @@ class TensorBoard:
             plugin = _field(9, _field(1, _field(1, b"text")))
             head = _record(row.time, 0, _field(3, b"brain.Event:2"))
             head += _record(row.time, 0, _field(5, _value("hyperparameters", text, plugin)))
-        scalars = (_value(name, struct.pack("<Bf", 0x15, value)) for name, value in row.values.items())
+        scalars = (_value(name, b"\x15" + bytes(c_float(value))) for name, value in row.values.items())
         self._file.write(head + _record(row.time, row.position.step, _field(5, *scalars), row.position))
 
     def rewind(self, step: int) -> None:
