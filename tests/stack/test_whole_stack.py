@@ -67,7 +67,8 @@ def test_a_vllm_that_starts_again_has_the_newest_step_before_it_answers(stack: L
     until("the newest step is served again", served, 240, poll=0.2)
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
     assert answers[-1].json()["choices"] == expected
-    record = Spool(stack.root).served.get(RUN)
+    # The publisher lets requests in before it writes the record.
+    record = until("the record is there", lambda: Spool(stack.root).served.get(RUN), 30)
     assert record is not None
     assert (record.step, record.transport) == (
         2,
