@@ -5,6 +5,7 @@
 #   on_two_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
 #   on_two_gpus.sh run [PART...]    the same in this shell
 # Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
+# Parts only where they are named, of merged weights: swap swap30 publications transfer-faults learn.
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -16,6 +17,10 @@ mkdir -p "$out"
 
 wants() {  # PART: is it to be run?
     [ -z "$parts" ] || [[ " $parts " == *" $1 "* ]]
+}
+
+named() {
+    [ -n "$parts" ] && wants "$1"
 }
 
 into() {  # NAME SECONDS COMMAND...: its output to $out/NAME.txt, its rows beside it, the end of it here
@@ -59,9 +64,41 @@ faults() {  # NAME GPU VICTIM...
     into "$name" 600 python3 -m bench.shared_faults --device "$gpu" --victims "$@"
 }
 
+learn() {  # GPU ARGUMENT...: yes/no/maybe on one GPU, which trainer and vLLM share, by each way that can be
+    local gpu=$1 way
+    shift
+    for way in adapter merge volume; do
+        local how="--weights merged --transport $way"
+        [ "$way" = adapter ] && how=
+        CUDA_VISIBLE_DEVICES=$gpu into "learn-$gpu-$way" 600 python3 examples/demo.py --device "$device" $how "$@" \
+            --out "$work/learn-$gpu-$way/demo"
+        cp "$work/learn-$gpu-$way/demo/report.json" "$out/results.learn-$gpu-$way/" 2>/dev/null
+    done
+}
+
+merged() {
+    named swap && into swap 900 python3 -m bench.swap --shape 8b --swaps 5 --ways merge-device nccl-device ipc-device \
+        stock-device merge-host adapter
+    named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --ways merge-auto nccl-auto
+    named transfer-faults && TANDEM_TEST_GPU=0 into transfer-faults 900 python3 -m pytest -s -p no:cacheprovider --all-cases \
+        tests/inference/test_merged_faults.py tests/inference/test_whole_vllm.py
+    named publications && into publications 600 python3 -m bench.swap --shape 0.6b --name publications --ways merge-device \
+        --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500
+    if named learn; then
+        learn 0 & learn 1 --experts 4 &
+        wait
+    fi
+}
+
 run() {
     touch "$work/begun"
-    export PYTHONPATH="$PWD/src:$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
+    # vLLM finds Tandem's plugin by the metadata of an installed package, also where only the tree is there.
+    local metadata=$work/site/tandem_rl-0.1.0.dist-info
+    mkdir -p "$metadata"
+    printf 'Metadata-Version: 2.1\nName: tandem-rl\nVersion: 0.1.0\n' >"$metadata/METADATA"
+    printf '[vllm.general_plugins]\ntandem = tandem.inference.server.plugin:register\n' >"$metadata/entry_points.txt"
+    export PYTHONPATH="$PWD/src:$PWD:$PWD/tests:$work/site${PYTHONPATH:+:$PYTHONPATH}"
+    merged
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import worker; worker.preload()"; do
         for _ in 1 2; do time python3 -c "$what"; done
