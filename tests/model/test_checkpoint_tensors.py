@@ -1,6 +1,7 @@
 """R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never silently reset."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,13 @@ def test_a_broken_config_is_refused(adapter, content):
     (adapter / CONFIG_FILE).write_text(content)
     with pytest.raises(CheckpointDamaged, match=CONFIG_FILE):
         read_adapter(adapter, ARCH, LORA, CPU)
+
+
+def test_a_full_volume_under_an_identity_adapter_is_an_os_error(tmp_path: Path) -> None:
+    """Which the spool turns into an answer."""
+    (tmp_path / WEIGHTS_FILE).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_identity_adapter(tmp_path, ARCH, LORA, base_model="tiny", seed=1)
 
 
 def test_the_identity_adapter_depends_only_on_the_seed(tmp_path):

@@ -4,7 +4,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys, write_adapter_config
 from tandem.families.arch import Arch
@@ -27,5 +27,6 @@ def write_identity_adapter(directory: Path, arch: Arch, lora: LoraShape, *, base
         tensors[a] = (uniform * np.float32(2 * bound) - np.float32(bound)).astype(np.float32)
         tensors[b] = np.zeros((out_features, lora.rank), dtype=np.float32)
     # PEFT's own files carry this metadata; without it some readers refuse the file.
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # `save_file` raises errors of its own where the volume is full.
+    (directory / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     write_adapter_config(directory, lora, base_model)
