@@ -50,6 +50,7 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
+        self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
         self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
         self._troubles: dict[str, str] = {}
 
@@ -63,11 +64,12 @@ class Publisher:
                 self._publish_runs()
         except InferenceUnavailable as error:
             self._log_change("vllm", f"waiting for vLLM: {error}")
-            if isinstance(error, InferenceGone):
+            if isinstance(error, InferenceGone) and not self._gone:
                 self._loader.server_lost()
-                self._withdraw_records()
+                self._gone = self._withdraw_records()
                 self._records_checked = False
             return False
+        self._gone = False
         self._log_change("vllm", "")
         return True
 
