@@ -56,18 +56,19 @@ class MergedTransport:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
         `announce`. Returns the seconds of each part. InferenceRefused where vLLM has other weights then."""
         settings, sources = self._settings, self._sources(run, checkpoint)
-        swap = partial(self._client.swap_merged, name, str(path), requests=settings.swap_requests,
+        scale = run.lora.alpha / run.lora.rank if run.lora else 0.0
+        swap = partial(self._client.swap_merged, name, str(path), scale=scale, requests=settings.swap_requests,
                        seconds=settings.swap_seconds)  # fmt: skip
         if run.lora is None:
             model = self._model(run, checkpoint)
             expected = self._check.model_rows(model)
-            answer = self._from_ranks(partial(swap, scale=0.0), sources)
+            answer = self._from_ranks(swap, sources)
             if answer is None:
                 verify_files(model, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
-                answer = swap(scale=0.0, sources=[{"way": "volume", "directory": str(model)}])
+                answer = swap(sources=[{"way": "volume", "directory": str(model)}])
         else:
             expected = self._check.adapter_rows(path, run.lora)
-            answer = swap(scale=run.lora.alpha / run.lora.rank, sources=[*sources, None])
+            answer = swap(sources=[*sources, None])
             for reason in answer["failed"]:
                 log.warning("whole weights did not arrive", model=name, transport=answer["transport"], reason=reason)
         self.listed, self.name = {name: str(path)}, answer["transport"]
