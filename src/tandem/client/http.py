@@ -34,12 +34,13 @@ def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
     InvalidInput where that file can't be read, or the URL is none."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
+    given_by = "base_url" if base_url else "TANDEM_URL"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidInput(f"{url!r} is no URL: {error}", field="TANDEM_URL") from error
+        raise InvalidInput(f"{url!r} is no URL: {error}", field=given_by) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidInput(f"{url!r} is no URL such as http://127.0.0.1:8080", field="TANDEM_URL")
+        raise InvalidInput(f"{url!r} is no URL such as http://127.0.0.1:8080", field=given_by)
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:
