@@ -393,6 +393,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="vLLM's; default: --out")
     parser.add_argument("--name", default=None, help="of the file under bench/results; default: swap-SHAPE")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends vLLM and the ranks too
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
     options.logs, options.name = options.logs or options.out, options.name or f"swap-{options.shape}"
     for directory in (options.out, options.logs):

@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "30b-a3b": SHAPES["qwen3-30b-a3b-8l"] | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]},
     "tiny": QWEN3 | SHAPES["tiny"],
-    "tiny-moe": SHAPES["tiny-moe"],
+    "tiny-moe": SHAPES["tiny-moe"] | {"architectures": ["Qwen3MoeForCausalLM"]},
 }  # fmt: skip
 ROWS, STEPS = 2, 4
 PROMPT, ANSWER = 2048, 2016  # of a tree

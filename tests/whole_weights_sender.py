@@ -57,8 +57,7 @@ class Senders:
             rank.kill()
         for rank in self.ranks:
             rank.join(30)
-        for log in sorted(self.directory.glob("log.*")):
-            print(log.read_text(errors="replace")[-3000:])  # pytest shows it when a test fails
+        print(self._logs())  # pytest shows it when a test fails
 
     def run_of(self, run: str) -> None:
         """Wait until the ranks have a model for the run."""
@@ -97,13 +96,16 @@ class Senders:
             assert rank.pid is not None
             os.kill(rank.pid, sig)
 
+    def _logs(self) -> str:
+        return "\n".join(log.read_text(errors="replace")[-3000:] for log in sorted(self.directory.glob("log.*")))
+
     def _write(self, name: str, order: dict[str, Any]) -> None:
         _write(self.directory / f"{name}.{self._number}", order)
 
     def _until(self, name: str, seconds: float = 200.0) -> None:
         path = self.directory / f"{name}.{self._number}"
         until(f"the ranks write {name}", lambda: path.exists() or not self.ranks[0].is_alive(), seconds, poll=0.01)
-        assert path.exists(), "a rank has ended"
+        assert path.exists(), "a rank has ended:\n" + self._logs()
 
 
 def _write(path: Path, value: object) -> None:
