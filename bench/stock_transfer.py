@@ -2,6 +2,8 @@
 
     python -m bench.stock_transfer MODEL URL PORT     (in vLLM 0.26's API; vLLM 0.32 has moved it)
 
+CLEAR_CACHE=true leaves the pause's default: vLLM drops the KV cache, and running requests are computed again.
+
 The process holds the model's weights on its GPU. For each line of its standard input it pauses vLLM, sends all weights,
 packed, and resumes; it answers with a line of JSON: the seconds of each part and the bytes.
 """
@@ -78,7 +80,7 @@ def main(model: Path, url: str, port: int) -> None:
             print(json.dumps({"connected": True}), flush=True)
             for _ in sys.stdin:
                 begin = time.monotonic()
-                call("/pause?mode=keep")
+                call(f"/pause?mode=keep&clear_cache={os.environ.get('CLEAR_CACHE', 'false')}")
                 call("/start_weight_update")
                 paused = time.monotonic()
                 received = pool.submit(call, "/update_weights", update_info=metadata)

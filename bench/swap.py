@@ -69,11 +69,13 @@ PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 @dataclass
 class Server:
-    """A vLLM that runs, and the settings that it runs with."""
+    """A vLLM that runs, the settings that it runs with, and a publisher that has seen it start: another one would
+    flush the prefix cache for each adapter (before vLLM 0.32)."""
 
     settings: Settings
     variables: dict[str, str]
     pid: int
+    publisher: Publisher
 
 
 @contextlib.contextmanager
@@ -97,17 +99,20 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
     settings = Settings.model_validate({key.lower(): value for key, value in variables.items()})
     variables = {f"TANDEM_{key}": value for key, value in variables.items()}
     file = options.logs / f"vllm.{name}.log"
+    client = VllmClient(settings)
+    publisher = Publisher(settings, client)
+    publisher.once()
     with file.open("wb") as log:
         command = [sys.executable, "-m", "tandem.inference.server.serve"]
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | variables)
         try:
-            client, end = VllmClient(settings), time.monotonic() + 420
+            end = time.monotonic() + 420
             while not client.healthy():
                 text = file.read_text(errors="replace")
                 assert process.poll() is None, text[-3000:]
                 assert time.monotonic() < end, text[-3000:]
                 time.sleep(0.5)
-            yield Server(settings, variables, process.pid)
+            yield Server(settings, variables, process.pid, publisher)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -213,7 +218,7 @@ class Bench:
         for seed, adapter in enumerate(self._adapters, 1):
             write_adapter(adapter, seed, arch, lora, model)
         self._logprobs = [_scores(self._client, settings.weights, adapter, lora) for adapter in self._adapters]
-        self._publisher = Publisher(settings, self._client)
+        self._publisher = vllm.publisher
         self._step = 0
 
     def _commit(self, senders: Senders | None) -> None:
