@@ -91,8 +91,15 @@ def test_packages_that_every_process_compiles_again(doctor, monkeypatch, tmp_pat
         ({"GPU_MODE": "shared", "SECOND_COPY": "device"}, 1, "on the GPU: TANDEM_SECOND_COPY=device"),
         ({}, 0, "on the GPU if half of"),
         ({}, 1, "probably on the GPU ("),
-        ({"GPU_MEMORY_UTILIZATION": "0.1"}, 1, "probably in pinned host memory ("),
-        ({"GPU_MEMORY_UTILIZATION": "0.1", "INFERENCE_TENSOR_PARALLEL": "2"}, 2, "probably on the GPU ("),
+        # Of the model's 4 GiB, adapters touch less than 1 MB.
+        ({"GPU_MEMORY_UTILIZATION": "0.1"}, 1, "probably on the GPU ("),
+        ({"GPU_MEMORY_UTILIZATION": "0.04"}, 1, "probably in pinned host memory ("),
+        ({"GPU_MEMORY_UTILIZATION": "0.1", "TRANSPORT": "volume"}, 1, "probably in pinned host memory ("),
+        (
+            {"GPU_MEMORY_UTILIZATION": "0.1", "TRANSPORT": "volume", "INFERENCE_TENSOR_PARALLEL": "2"},
+            2,
+            "probably on the GPU (",
+        ),
     ],
 )
 def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_path, monkeypatch, variables, gpus, found):
@@ -106,7 +113,8 @@ def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_pat
         monkeypatch.setenv(f"TANDEM_{name}", value)
     checks = doctor()[1]
     assert checks["weights"]["found"].startswith("merged")
-    assert checks["weights: transport"]["found"].startswith("merge: only adapters travel")
+    transport = "volume: " if "TRANSPORT" in variables else "merge: only adapters travel"
+    assert checks["weights: transport"]["found"].startswith(transport)
     assert checks["weights: second copy"]["found"].startswith(found)
 
 

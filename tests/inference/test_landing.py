@@ -40,7 +40,7 @@ def model(dense: Path) -> Model:
 
 def landing_workers(model: Model, tp: int) -> Workers:
     workers = [model.worker(tp, rank) for rank in range(tp)]
-    return [(w, LandingWeights(w.model, str(model.directory), "device")) for w in workers]
+    return [(w, LandingWeights(w.model, str(model.directory), lambda _: "device")) for w in workers]
 
 
 def land(workers: Workers, version: str, source: Source | None = None, scale: float = 2.5) -> None:

@@ -52,7 +52,8 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def workers_of(model: Model, count: int) -> Workers:
     made = [model.worker(count, rank) for rank in range(count)]
-    return [(w, LandingWeights(w.model, str(model.directory), "device", (i, count))) for i, w in enumerate(made)]
+    directory = str(model.directory)
+    return [(w, LandingWeights(w.model, directory, lambda _: "device", (i, count))) for i, w in enumerate(made)]
 
 
 def offered(senders: Senders, adapter: Path) -> Source:

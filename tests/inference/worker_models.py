@@ -152,7 +152,7 @@ class Worker:
         return {name: bytes_of(value) for name, value in self.model.named_parameters()}
 
     def weights(self, directory: Path) -> MergedWeights:
-        return MergedWeights(self.model, str(directory), "device", frozenset(LORA_TARGETS))
+        return MergedWeights(self.model, str(directory), lambda _: "device", frozenset(LORA_TARGETS))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

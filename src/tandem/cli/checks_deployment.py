@@ -13,11 +13,20 @@ from tandem.cli.common import size
 from tandem.client.http import connection
 from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.families.adapter import lora_modules
 from tandem.families.plan import automatic, describe
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, check
-from tandem.inference.server.command import automatic_copy, check_merged_arguments, ordered_copy, serving_device
+from tandem.inference.server.command import (
+    automatic_copy,
+    check_merged_arguments,
+    merged_targets,
+    ordered_copy,
+    serving_device,
+    serving_dtype,
+)
 from tandem.spool import Spool
+from tandem.spool.schema import LoraShape
 from tandem.system.gpus import Devices, Side
 
 _SHORTEST_SECRET = 16
@@ -177,13 +186,18 @@ def _second_copy(settings: Settings) -> str:
         return f"{_PLACES[ordered]}: {why}"
     rule = "on the GPU if half of the memory for the KV cache is left, else in pinned host memory"
     weights = sum(file.stat().st_size for file in Path(settings.model_path()).glob("*.safetensors"))
-    weights //= settings.inference_tensor_parallel
     memory = _smallest_memory(settings, "inference")
     if not weights or not memory:
         return f"{rule} (TANDEM_SECOND_COPY=auto)"
-    left = int(memory * settings.gpu_memory_utilization) - weights
-    place = _PLACES[automatic_copy(left, weights)]
-    return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {size(left)} beside {size(weights)} of weights)"
+    arch, copied = read_arch(settings.model_path()), weights
+    if (targets := merged_targets(settings, arch)) is not None:
+        lora = LoraShape(rank=1, alpha=1.0, targets=targets)
+        numel = sum(inputs * outputs for inputs, outputs in lora_modules(arch, lora).values())
+        copied = numel * (4 if serving_dtype(settings) == "float32" else 2)
+    left = int(memory * settings.gpu_memory_utilization) - weights // settings.inference_tensor_parallel
+    copied //= settings.inference_tensor_parallel
+    place = _PLACES[automatic_copy(left, copied)]
+    return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {size(left)} are left for a copy of {size(copied)})"
 
 
 def _automatic(settings: Settings) -> str:

@@ -13,9 +13,9 @@ from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.families.arch import EXPERT_TARGETS
+from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
-from tandem.spool.schema import LORA_TARGETS
+from tandem.spool.schema import LORA_TARGETS, LoraTarget
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
 
@@ -162,13 +162,15 @@ def _lora_arguments(settings: Settings) -> list[str]:
 
 
 def _merged_options(settings: Settings, model: str) -> str:
-    """For the worker extension: which linear layers may change, and where the second copy is. All may (None) where
-    weights come whole, because a run may train everything."""
-    moe = read_arch(model).moe
-    targets: list[str] | None = None
-    if settings.way == "merge":
-        targets = [name for name in LORA_TARGETS if not moe or settings.expert_lora or name not in EXPERT_TARGETS]
-    return json.dumps({"targets": targets, "second_copy": ordered_copy(settings)})
+    """For the worker extension: which linear layers may change, and where the second copy is."""
+    return json.dumps({"targets": merged_targets(settings, read_arch(model)), "second_copy": ordered_copy(settings)})
+
+
+def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
+    """The linear layers that adapters may touch. None where weights come whole: a run may train every tensor then."""
+    if settings.way != "merge":
+        return None
+    return tuple(name for name in LORA_TARGETS if not arch.moe or settings.expert_lora or name not in EXPERT_TARGETS)
 
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
@@ -179,10 +181,10 @@ def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
     return settings.second_copy
 
 
-def automatic_copy(left: float, weights: float) -> Literal["device", "host"]:
-    """What `auto` means on a GPU with `left` bytes beside a model of `weights` bytes: at most half of what is left for
-    the KV cache goes to the copy."""
-    return "device" if left >= 2 * weights else "host"
+def automatic_copy(left: float, copy_bytes: float) -> Literal["device", "host"]:
+    """What `auto` means on a GPU with `left` bytes beside the model: at most half of what is left for the KV cache goes
+    to the copy."""
+    return "device" if left >= 2 * copy_bytes else "host"
 
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,6 +226,8 @@ def _extra_arguments(text: str) -> list[str]:
 
 
 def _means(argument: str, name: str) -> bool:
-    """Whether vLLM takes an argument for its option `name`, which may have underscores and be abbreviated."""
+    """Whether vLLM takes an argument for its option `name`. It may have underscores and be abbreviated, and the value
+    may follow an option of one letter at once."""
     option = argument.partition("=")[0].replace("_", "-")
-    return option == name or (len(option) > 2 and name.startswith(option))
+    joined = len(name) == 2 and argument.startswith(name)
+    return option == name or joined or (len(option) > 2 and name.startswith(option))

@@ -12,7 +12,7 @@ import torch
 from tandem.inference.server.command import automatic_copy
 from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.merged_weights import MergedWeights
-from tandem.inference.server.worker.model_weights import BASE
+from tandem.inference.server.worker.model_weights import BASE, Place
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
@@ -40,21 +40,26 @@ def attach(worker: Any) -> None:
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
-    copy: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
-    if copy == "auto":
-        weights = sum(parameter.nbytes for parameter in model.parameters())
+
+    def place_of(copy_bytes: int) -> Place:
+        ordered: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
+        if ordered != "auto":
+            return ordered
         memory = torch.cuda.get_device_properties(worker.device).total_memory
         left = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
-        copy = automatic_copy(left, weights)
-    log.info("Merged weights: the second copy is on the %s (%s)", copy, options["second_copy"])
+        return automatic_copy(left, copy_bytes)
+
     base_model, targets = worker.model_config.model, options["targets"]
+    weights: MergedWeights | LandingWeights
     if targets is None:
-        place = (worker.rank, worker.parallel_config.world_size)
-        worker.tandem_weights = LandingWeights(model, base_model, copy, place)
+        number = (worker.rank, worker.parallel_config.world_size)
+        weights = LandingWeights(model, base_model, place_of, number)
     else:
-        worker.tandem_weights = MergedWeights(model, base_model, copy, frozenset(targets))
+        weights = MergedWeights(model, base_model, place_of, frozenset(targets))
+    worker.tandem_weights = weights
+    log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:
-        runner.model_memory_usage += worker.tandem_weights.device_bytes
+        runner.model_memory_usage += weights.device_bytes
 
 
 def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float

@@ -8,16 +8,16 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tandem.families.adapter import stacked_name
 from tandem.families.parts import Part
 from tandem.families.registry import read_arch
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
+from tandem.inference.server.worker.model_weights import BASE, ModelWeights, Place, stored_tensors
 from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
@@ -57,11 +57,15 @@ class LandingWeights(ModelWeights):
     """With the methods of `MergedWeights`. Every tensor may change."""
 
     def __init__(
-        self, model: torch.nn.Module, base_model: str, copy: Literal["device", "host"], place: tuple[int, int] = (0, 1)
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        place_of: Callable[[int], Place],
+        worker: tuple[int, int] = (0, 1),
     ) -> None:
-        """`place`: this worker's number, and how many there are. See `ModelWeights` for the others."""
-        super().__init__(model, base_model, copy)
-        self._base_model, self._place = base_model, place
+        """`worker`: this worker's number, and how many there are. See `ModelWeights` for the others."""
+        super().__init__(model, base_model, place_of)
+        self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())
         self._landed = dict.fromkeys(self._copy, Content())
         self._arrival = Arrival(BASE, way="merge")
@@ -154,7 +158,7 @@ class LandingWeights(ModelWeights):
         arch, dtype = read_arch(self._base_model), next(iter(self._copy.values())).dtype
         came = dict.fromkeys(self._adapted, 0)
         arrival.beat()
-        for part, values in receive(source, arch, dtype, self._device, *self._place, arrival.beat):
+        for part, values in receive(source, arch, dtype, self._device, *self._worker, arrival.beat):
             if part.name not in self._blocks_of:
                 raise CannotWrite(f"vLLM's model has no place for {part.name}")
             for block in self._blocks_of[part.name]:

@@ -5,22 +5,23 @@ from there and no rounding accumulates.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights
+from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights, Place
 from tandem.inference.server.worker.weight_plan import Block
 from tandem.model.transfer.merge import merge
 
 
 class MergedWeights(ModelWeights):
     def __init__(
-        self, model: torch.nn.Module, base_model: str, copy: Literal["device", "host"], targets: frozenset[str]
+        self, model: torch.nn.Module, base_model: str, place_of: Callable[[int], Place], targets: frozenset[str]
     ) -> None:
         """`targets`: names of the linear layers that adapters may touch. See `ModelWeights`."""
-        super().__init__(model, base_model, copy, targets)
+        super().__init__(model, base_model, place_of, targets)
         self._threads = ThreadPoolExecutor(1)
         self._staged = {BASE: Future[Factors]()}
         self._staged[BASE].set_result({})

@@ -1,6 +1,7 @@
 """The weights of vLLM's model on one worker, a second copy of those that may change, and adapters to them."""
 
 import threading
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from tandem.inference.tensor_file import TensorFile
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
+
+Place = Literal["device", "host"]
 
 Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
@@ -34,10 +37,11 @@ class ModelWeights:
         self,
         model: torch.nn.Module,
         base_model: str,
-        copy: Literal["device", "host"],
+        place_of: Callable[[int], Place],
         targets: frozenset[str] | None = None,
     ) -> None:
-        """`targets`: names of the linear layers that may change; None: every tensor may.
+        """`place_of`: where a copy of so many bytes is kept; `targets`: names of the linear layers that may change;
+        None: every tensor may.
 
         Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
@@ -47,9 +51,9 @@ class ModelWeights:
         blocks = plan(model)
         self._prove(blocks)
         self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
-        self._copy = {
-            name: _copied(self._parameters[name].data, copy) for name in {block.parameter for block in self._adapted}
-        }
+        copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
+        self.place = place_of(sum(live.nbytes for live in copied.values()))
+        self._copy = {name: _copied(live, self.place) for name, live in copied.items()}
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
 
@@ -129,7 +133,7 @@ class ModelWeights:
             return host.to(self._device, copy=True)
 
 
-def _copied(live: torch.Tensor, where: Literal["device", "host"]) -> torch.Tensor:
+def _copied(live: torch.Tensor, where: Place) -> torch.Tensor:
     if where == "device" or live.device.type == "cpu":
         return live.clone()
     return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).copy_(live)
