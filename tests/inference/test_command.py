@@ -123,6 +123,7 @@ def test_the_lora_rank_is_one_that_vllm_accepts(rank: int, accepted: int) -> Non
         ({"weights": "merged", "transport": "ipc", "device": "auto"}, "transport"),
         ({"weights": "merged", "vllm_args": "--seed 1 --enable-expert-parallel"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "-q fp8"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "-qfp8"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "--quant fp8"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "--api_server_count=2"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "--data-parallel-size 2"}, "vllm_args"),

@@ -118,6 +118,18 @@ def test_the_levels_that_a_budget_allows():
         assert sum(kept[level] for level in levels) <= max(budget, 40)
 
 
+def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
+    """The other ranks wait for its choice."""
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError
+
+    policy = make(tmp_path, "qwen3")
+    monkeypatch.setattr(recompute.device, "is_cuda", lambda: True)
+    monkeypatch.setattr(recompute, "_fitting", no_room)
+    assert recompute.fit(policy, linear_row(range(50))) == [Keep.INPUT] * 3
+
+
 def test_on_the_cpu_everything_is_kept(alone, tmp_path):
     policy = make(tmp_path, "qwen3")
     keep(policy, *[Keep.INPUT] * 3)

@@ -97,8 +97,10 @@ def job(
         optimizer = {"learning_rate": 1e-5, "epochs": 1}
         status = tandem.train_sft(run, _EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer)
         tandem.wait_job(status.id, timeout=timeout)
-        released = next(event for event in tandem.job_events(status.id) if event.type == "released")
-        out.print(f"job {status.id} succeeded; left on the devices: {released.data['bytes']} bytes")
+        left = [event.data["bytes"] for event in tandem.job_events(status.id) if event.type == "released"]
+        if not left:
+            raise SmokeFailed(f"job {status.id} succeeded, and no event says what it left on the devices")
+        out.print(f"job {status.id} succeeded; left on the devices: {left[-1]} bytes")
         served = tandem.wait_served(run, status.spec.base_step + 1, timeout=timeout)
         out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
     request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}

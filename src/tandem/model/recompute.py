@@ -25,7 +25,12 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     CPU everything is kept. A collective of all ranks; those of a pipeline stage choose the same.
     """
     layers = policy.gpt.decoder.layers
-    levels = _fitting(policy, row) if device.is_cuda() else [Keep.ALL] * len(layers)
+    levels = [Keep.ALL] * len(layers)
+    if device.is_cuda():
+        try:
+            levels = _fitting(policy, row)
+        except torch.OutOfMemoryError:  # of one layer that keeps everything; other ranks wait for this one's levels
+            levels = [Keep.INPUT] * len(layers)
     stage = policy.topology.place.pipeline
     of_stage = [theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage]
     levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
