@@ -5,7 +5,7 @@
 #   on_two_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
 #   on_two_gpus.sh run [PART...]    the same in this shell
 # Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
-# Parts only where they are named, of merged weights: swap swap30 publications transfer-faults learn.
+# Parts only where they are named, of merged weights: swap throughput swap30 faults-merged learn faults-whole publications.
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -70,24 +70,37 @@ learn() {  # GPU ARGUMENT...: yes/no/maybe on one GPU, which trainer and vLLM sh
     for way in adapter merge volume; do
         local how="--weights merged --transport $way"
         [ "$way" = adapter ] && how=
-        CUDA_VISIBLE_DEVICES=$gpu into "learn-$gpu-$way" 600 python3 examples/demo.py --device "$device" $how "$@" \
-            --out "$work/learn-$gpu-$way/demo"
-        cp "$work/learn-$gpu-$way/demo/report.json" "$out/results.learn-$gpu-$way/" 2>/dev/null
+        CUDA_VISIBLE_DEVICES=$gpu into "learn-$gpu-$way" 300 python3 examples/demo.py --device "$device" $how "$@" \
+            --controller-port $((8080 + gpu)) --inference-port $((8000 + gpu)) --out "$work/learn-$gpu-$way/demo"
+        cp "$work/learn-$gpu-$way/demo/report.json" "$work/learn-$gpu-$way/demo/spool/up.log" \
+            "$out/results.learn-$gpu-$way/" 2>/dev/null
     done
 }
 
+# vLLM starts only where nobody else has memory of its GPU, and a trainer's job fails where another program's memory
+# grows meanwhile. So whatever starts vLLM again, or shares a GPU, has that GPU for itself.
 merged() {
-    named swap && into swap 900 python3 -m bench.swap --shape 8b --swaps 5 --ways merge-device nccl-device ipc-device \
-        stock-device merge-host adapter
-    named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --ways merge-auto nccl-auto
-    named transfer-faults && TANDEM_TEST_GPU=0 into transfer-faults 900 python3 -m pytest -s -p no:cacheprovider --all-cases \
-        tests/inference/test_merged_faults.py tests/inference/test_whole_vllm.py
-    named publications && into publications 600 python3 -m bench.swap --shape 0.6b --name publications --ways merge-device \
-        --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500
-    if named learn; then
-        learn 0 & learn 1 --experts 4 &
+    local faults="python3 -m pytest -v -s --tb=short -p no:cacheprovider --all-cases"
+    if named swap; then
+        into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
+            --ways nccl-device ipc-device stock-device merge-host &
+        # With 0.68 the ranks of the other vLLM have room on this GPU.
+        into swap-adapter 500 python3 -m bench.swap --shape 8b --swaps 5 --gpu 1 --utilization 0.68 --many 0 \
+            --name swap-adapter --out "$work/models-1" --ways merge-device adapter &
         wait
     fi
+    named throughput && into throughput 400 python3 -m bench.swap --shape 8b --swaps 1 --name throughput \
+        --out "$work/models" --ways merge-device adapter
+    named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --many 0 --utilization 0.92 \
+        --out "$work/models" --ways merge-auto nccl-auto
+    if named faults-merged || named learn; then
+        named faults-merged && TANDEM_TEST_GPU=0 into faults-merged 600 $faults tests/inference/test_merged_faults.py &
+        named learn && learn 1 --experts 4
+        wait
+    fi
+    named faults-whole && TANDEM_TEST_GPU=0 into faults-whole 600 $faults tests/inference/test_whole_vllm.py
+    named publications && into publications 600 python3 -m bench.swap --shape 0.6b --name publications --ways merge-device \
+        --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500
 }
 
 run() {
