@@ -29,8 +29,10 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
     if device.is_cuda():
         try:
             levels = _fitting(policy, row)
-        except torch.OutOfMemoryError:  # of one layer that keeps everything; other ranks wait for this one's levels
-            levels = [Keep.INPUT] * len(layers)
+        except torch.OutOfMemoryError:  # of one layer that keeps everything
+            if policy.topology.sizes.layers_shared:  # others wait in the layer's collectives: this rank must end
+                raise
+            levels = [Keep.INPUT] * len(layers)  # others wait for this rank's levels
     stage = policy.topology.place.pipeline
     of_stage = [theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage]
     levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
