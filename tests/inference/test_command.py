@@ -62,6 +62,24 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
     assert ("--enable-scale-out" in command().argv) == given
 
 
+@pytest.mark.parametrize(
+    ("device", "weights", "experts", "given"),
+    [
+        ("cuda", "merged", 4, True), ("cuda", "merged", 0, False), ("cuda", "adapter", 4, False),
+        ("cpu", "merged", 4, False),
+    ],
+)  # fmt: skip
+def test_merged_experts_stay_in_the_order_of_their_files(
+    device: str, weights: str, experts: int, given: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
+    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", **sizes, experts=experts)
+    argv = command(device=device, weights=weights, base_model=str(model)).argv
+    assert ("--moe-backend" in argv) == given
+    if given:
+        assert option(argv, "--moe-backend") == "triton"
+
+
 def test_cuda() -> None:
     made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
     expected = {

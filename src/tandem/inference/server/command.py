@@ -130,6 +130,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         argv.append("--enable-sleep-mode")
     if device == "cuda":
         argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    if device == "cuda" and settings.weights == "merged" and read_arch(model).moe:
+        # vLLM's own choice on Hopper. On Blackwell it takes kernels of FlashInfer, for which it reorders the weights.
+        argv += ["--moe-backend", "triton"]
     return argv
 
 
