@@ -33,9 +33,8 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model its second copy of the weights, and have vLLM count the copy as part
-    of the model, so that it does not plan that memory for the KV cache. Tensors of the device come from the allocator's
-    current memory pool."""
+    """Give a worker that has just loaded its model its second copy of the weights, for which vLLM leaves memory then,
+    as for what a swap needs. Tensors of the device come from the allocator's current memory pool."""
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
     model = runner.get_model()
@@ -59,7 +58,10 @@ def attach(worker: Any) -> None:
     worker.tandem_weights = weights
     log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:
+        # vLLM 0.26 adds up what it knows of, 0.32 measures what is free. So only 0.26 has to be told of the copy, and
+        # neither knows of memory that is not in use yet.
         runner.model_memory_usage += weights.device_bytes
+        worker.requested_memory -= weights.spare_bytes
 
 
 def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float

@@ -76,10 +76,9 @@ class LandingWeights(ModelWeights):
             self._blocks_of[stacked_name(block.names[0]) if block.stacked else block.names[0]].append(block)
 
     @property
-    def device_bytes(self) -> int:
-        """Memory on the GPU beside vLLM's own: the copy, what an exchange needs, and what arrives."""
-        copy = sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
-        return copy + SPARE_BYTES + BUFFERS * BUFFER_BYTES
+    def spare_bytes(self) -> int:
+        """Memory on the GPU beside the copy: for what an exchange needs, and for what arrives."""
+        return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.

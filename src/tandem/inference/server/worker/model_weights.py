@@ -59,9 +59,13 @@ class ModelWeights:
 
     @property
     def device_bytes(self) -> int:
-        """Memory on the GPU beside vLLM's own: the copy, or the space for one parameter on its way from the host."""
-        sizes = [copy.nbytes for copy in self._copy.values()]
-        return sum(sizes) if next(iter(self._copy.values())).is_cuda else 2 * max(sizes)
+        """Memory on the GPU that the copy has."""
+        return sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory on the GPU that a swap needs beside the copy: space for parameters on their way from the host."""
+        return 0 if self.device_bytes else 2 * max(copy.nbytes for copy in self._copy.values())
 
     def _prove(self, blocks: list[Block]) -> None:
         for block in blocks:
