@@ -42,7 +42,8 @@ def register() -> None:
 @functools.cache
 def _install_merged_weights() -> None:
     """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory pool for weights: a
-    sleeping engine offloads only what is in it. The engine tends to requests after a swap."""
+    sleeping engine offloads only what is in it. The engine tends to requests after a swap, also to those
+    that it received meanwhile."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -52,6 +53,7 @@ def _install_merged_weights() -> None:
     if current_platform.is_cpu():
         cpu_kernels.install()
     load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
+    prepare, add = EngineCore.preprocess_add_request, EngineCore.add_request
 
     def load_and_attach(worker: Any, *args: Any, **kwargs: Any) -> None:
         runner = worker.model_runner
@@ -70,7 +72,18 @@ def _install_merged_weights() -> None:
             return [extension.swap(core, collective_rpc, *args[1:])]
         return collective_rpc(core, method, timeout, args, kwargs)
 
+    def prepare_and_note(core: Any, request: Any) -> Any:
+        root = extension.hash_root()
+        prepared = prepare(core, request)
+        prepared[0].tandem_root = root
+        return prepared
+
+    def renew_and_add(core: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        extension.renew_hashes(request)
+        add(core, request, *args, **kwargs)
+
     Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
+    EngineCore.preprocess_add_request, EngineCore.add_request = prepare_and_note, renew_and_add
 
 
 def _fork_the_engine_on_the_cpu() -> None:

@@ -64,6 +64,25 @@ def attach(worker: Any) -> None:
         worker.requested_memory -= weights.spare_bytes
 
 
+def hash_root() -> bytes | None:
+    """The value that all block hashes begin with; None before vLLM has one."""
+    from vllm.v1.core import kv_cache_utils
+
+    return getattr(kv_cache_utils, "NONE_HASH", None)
+
+
+def renew_hashes(request: Any) -> None:
+    """For a request that the engine takes now. Its blocks were hashed in a thread, from `tandem_root` on. If a swap ran
+    meanwhile, the request would find blocks that other weights have computed."""
+    if request.tandem_root != hash_root():
+        _hash_again(request)
+
+
+def _hash_again(request: Any) -> None:
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
 def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float
 ) -> dict[str, Any]:  # fmt: skip
     """In the engine, between two steps: all workers get the weights of `version`, or all keep those before.
@@ -97,11 +116,12 @@ def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
     # All block hashes begin with this value, so no request finds a block that other weights have computed.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
     if requests == "recompute":
+        # vLLM drops tokens of these that are on their way, and samples them again: from the new weights.
+        tokens |= {request.request_id: request.num_output_tokens for request in scheduler.running}
         scheduler.reset_prefix_cache(reset_running_requests=True)
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
         for request in queue:
-            request.block_hashes.clear()
-            request.update_block_hashes()
+            _hash_again(request)
     if hasattr(core, "set_weight_version"):  # vLLM 0.32 tells it in each answer of /inference/v1/generate
         core.set_weight_version(name)
     return tokens

@@ -1,0 +1,65 @@
+"""What a swap means for vLLM's requests, as its scheduler has them on a GPU: there the next step runs already while the
+engine takes an order (asynchronous scheduling), so tokens are on their way. The CPU's vLLM never does that."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.inference.server.worker import extension
+
+
+class Request:
+    def __init__(self, name: str, tokens: int, on_their_way: int, root: bytes) -> None:
+        self.request_id, self.num_output_tokens, self.num_output_placeholders = name, tokens, on_their_way
+        self.block_hashes: list[bytes] = []
+        self.tandem_root = root
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(extension.hash_root() or b"")
+
+
+class Scheduler:
+    def __init__(self, running: list[Request], waiting: list[Request]) -> None:
+        self.running, self.waiting = running, waiting
+        self.requests = {request.request_id: request for request in [*running, *waiting]}
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        assert reset_running_requests
+        for request in self.running:
+            request.num_output_placeholders = 0
+        self.waiting, self.running = [*self.running, *self.waiting], []
+
+
+@pytest.fixture(autouse=True)
+def hashes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    utils = SimpleNamespace(NONE_HASH=b"first", BlockHash=bytes)
+    monkeypatch.setitem(sys.modules, "vllm.v1.core", SimpleNamespace(kv_cache_utils=utils))  # the real import takes 8 s
+    return utils
+
+
+@pytest.mark.parametrize(("requests", "running"), [("keep", 8), ("recompute", 7)])
+def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_again(requests: str, running: int) -> None:
+    """A waiting request with such a token was evicted before the swap: vLLM 0.26 delivers the token."""
+    scheduler = Scheduler([Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")])
+    told = extension._tend(SimpleNamespace(scheduler=scheduler), requests, "run@1")
+    assert told == {"running": running, "evicted": 4}
+
+
+def test_no_request_that_waits_finds_blocks_of_the_weights_before(hashes: Any) -> None:
+    waits, comes = (Request(name, 0, 0, b"first") for name in ("waits", "comes"))
+    extension._tend(SimpleNamespace(scheduler=Scheduler([], [waits])), "keep", "run@1")
+    assert hashes.NONE_HASH != b"first"
+    assert waits.block_hashes == [hashes.NONE_HASH]
+    assert comes.block_hashes == [b"first"], "the engine had hashed it, and takes it after the swap"
+    extension.renew_hashes(comes)
+    assert comes.block_hashes == [hashes.NONE_HASH]
+
+
+def test_a_request_is_not_hashed_twice_without_a_swap() -> None:
+    request = Request("comes", 0, 0, b"first")
+    request.block_hashes = [b"what the thread made"]
+    extension.renew_hashes(request)
+    assert request.block_hashes == [b"what the thread made"]
