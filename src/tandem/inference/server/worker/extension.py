@@ -74,7 +74,7 @@ def hash_root() -> bytes | None:
 def renew_hashes(request: Any) -> None:
     """For a request that the engine takes now. Its blocks were hashed in a thread, from `tandem_root` on. If a swap ran
     meanwhile, the request would find blocks that other weights have computed."""
-    if request.tandem_root != hash_root():
+    if getattr(request, "tandem_root", None) != hash_root():
         _hash_again(request)
 
 
