@@ -89,6 +89,15 @@ def test_what_no_router_chose_is_refused(tmp_path, routed, problem):
     assert not (tmp_path / "data").exists()
 
 
+def test_layers_without_experts_have_zeros(tmp_path):
+    """As vLLM returns them for GLM-4.5, whose first layers are dense."""
+    routed = experts(3)
+    routed[:, 0] = 0
+    row = prepare(tmp_path / "data", [turn([1, 2], [3, 4], routed)], [turn([5], [6])],
+                  mixture=MIXTURE._replace(dense=1))  # fmt: skip
+    assert np.array_equal(row.slot_experts[:3], routed)
+
+
 def test_experts_for_a_dense_model_are_refused(tmp_path):
     with pytest.raises(InvalidInput, match="no mixture of experts"):
         prepare(tmp_path / "data", [turn([1], [2, 3, 4], experts(3))], mixture=None)

@@ -164,7 +164,8 @@ def _pack(deployment: Deployment, request: AnyRequest, spec: dict[str, Any], dir
     arguments["batch_size"] = request.optimizer.batch_size
     if isinstance(request, RLRequest):
         moe = deployment.arch.moe
-        mixture = Mixture(deployment.arch.num_layers, moe.num_experts, moe.experts_per_token) if moe else None
+        layers = deployment.arch.num_layers
+        mixture = Mixture(layers, moe.num_experts, moe.experts_per_token, moe.dense_layers) if moe else None
         packed = prepare_rl(
             request.groups, advantage=request.advantage, base_step=spec["base_step"], mixture=mixture,
             max_off_policy_steps=request.max_off_policy_steps, **arguments,

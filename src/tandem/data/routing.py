@@ -18,6 +18,8 @@ class Mixture(NamedTuple):
     layers: int
     experts: int
     per_token: int
+    dense: int = 0
+    """The first so many layers have no experts. vLLM returns zeros for them."""
 
 
 def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
@@ -40,7 +42,8 @@ def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
         raise InvalidInput(f"{experts.dtype} {list(experts.shape)}, expected {expected}", field=field)
     if experts.min(initial=0) < 0 or experts.max(initial=0) >= mixture.experts:
         raise InvalidInput(f"an expert is outside [0, {mixture.experts})", field=field)
-    twice = (np.diff(np.sort(experts.astype(np.int16), axis=-1), axis=-1) == 0).any((1, 2))
+    chosen = experts[:, mixture.dense :].astype(np.int16)
+    twice = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any((1, 2))
     if twice.any():
         problem = f"token {int(twice.argmax())} has an expert twice: the sampler did not record its router's choice"
         raise InvalidInput(problem, field=field)
