@@ -14,7 +14,7 @@ SERVER = """
 import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
-platform = types.SimpleNamespace(is_cpu=lambda: False)
+platform = types.SimpleNamespace(is_cpu=lambda: False, is_device_capability_family=lambda _: False)
 sys.modules["vllm.platforms"] = types.SimpleNamespace(current_platform=platform)  # the real import takes 8 s
 
 def engine(pipe):

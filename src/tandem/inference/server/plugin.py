@@ -5,8 +5,9 @@ It installs what merged weights need (`worker/`), and works around two faults of
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory, and the next
   server finds none free. (The orphan can't be found by its environment, because it overwrites that.) Every engine
   process asks the kernel to die with its parent.
-- With `--enable-lora`, vLLM runs every mixture of experts in its Triton kernels, also without adapters on experts. The
-  CPU has no Triton, so the first request ends the engine. On the CPU vLLM is told that experts have no LoRA.
+- With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also without adapters on
+  experts. On the CPU there are none (they are Triton's), and on Blackwell they demand an adapter of experts, so the
+  engine ends. There vLLM is told that experts have no LoRA.
 
 On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
 vLLM again: 8 of the 17 seconds of a start.
@@ -36,7 +37,7 @@ def register() -> None:
     if MERGED_VARIABLE in os.environ:
         _install_merged_weights()
     else:
-        _switch_expert_lora_off_on_the_cpu()
+        _switch_expert_lora_off()
 
 
 @functools.cache
@@ -124,17 +125,20 @@ def _give_up_the_port() -> None:
     os.close(null)
 
 
-def _switch_expert_lora_off_on_the_cpu() -> None:
+def _switch_expert_lora_off() -> None:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() and not current_platform.is_device_capability_family(100):
         return
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     original = FusedMoEConfig.__post_init__
 
     def without_lora(config: FusedMoEConfig) -> None:
-        config.is_lora_enabled = False
+        lora = get_current_vllm_config().lora_config
+        if lora is not None and lora.target_modules is not None and "experts" not in lora.target_modules:
+            config.is_lora_enabled = False
         original(config)
 
     FusedMoEConfig.__post_init__ = without_lora
