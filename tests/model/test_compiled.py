@@ -1,8 +1,10 @@
 """A compiled function is written to a file, later processes load it, and a file that can't be used is made again."""
 
+import importlib
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,6 +66,25 @@ def test_each_kind_of_arguments_is_compiled_once(compiles, files):
         with torch.no_grad():
             assert not both(*arguments()).requires_grad
     assert len(compiles) == len(list(files.iterdir())) == 3
+
+
+def test_every_thread_compiles_as_deterministically_as_the_process_computes(monkeypatch):
+    inductor, seen = importlib.import_module("torch._inductor.config"), []
+
+    def compile_nothing(*_, **__):
+        seen.append(inductor.deterministic)
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        for deterministic in (True, False):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            with ThreadPoolExecutor(1) as thread, pytest.raises(NotImplementedError):
+                thread.submit(Compiled(function), *arguments()).result()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    assert seen == [True, False]
 
 
 def test_during_megatrons_import_only_its_own_functions_are_not_compiled(monkeypatch):

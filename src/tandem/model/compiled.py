@@ -73,9 +73,14 @@ class Compiled[**P, T]:
 
     def _compile(self, arguments: tuple[Any, ...], file: Path) -> Any:
         from torch._dynamo import config
+        from torch._inductor import config as inductor
 
-        off_by_default = hasattr(config, "enable_aot_compile")  # torch 2.11
-        with config.patch(enable_aot_compile=True) if off_by_default else contextlib.nullcontext():
+        with contextlib.ExitStack() as settings:
+            if hasattr(config, "enable_aot_compile"):  # off by default in torch 2.11
+                settings.enter_context(config.patch(enable_aot_compile=True))
+            # Since torch 2.12 each thread has settings of its own. torch.use_deterministic_algorithms sets this one in
+            # the thread that calls it, and a new rank's rehearsal compiles in another.
+            settings.enter_context(inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled()))
             # Guards on globals are about torch's own, and some can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
