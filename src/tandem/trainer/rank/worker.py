@@ -41,6 +41,7 @@ _FIRST_USES_OF_COMPILE = (
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("triton.backends.nvidia.driver", "libcuda_dirs"),  # runs ldconfig
     ("torch._dynamo.aot_compile", None),  # this and the following load code that was compiled before
+    ("torch._functorch._aot_autograd.subclass_codegen", None),
     ("torch._inductor.codegen.memory_planning", None),
     ("torch._inductor.hooks", None),
     ("torch.fx.experimental.validator", None),
