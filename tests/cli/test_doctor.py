@@ -118,6 +118,19 @@ def test_where_the_second_copy_of_merged_weights_is(doctor, model, nvml, tmp_pat
     assert checks["weights: second copy"]["found"].startswith(found)
 
 
+def test_a_model_that_cannot_be_read_has_its_own_check(doctor, nvml, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "other"}')
+    (tmp_path / "model/model.safetensors").write_bytes(b"any")
+    nvml.set(fake_nvml.gpu("GPU-0"))
+    variables = {"ROOT": str(tmp_path), "BASE_MODEL": str(tmp_path / "model"), "WEIGHTS": "merged", "DEVICE": "cuda"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+    checks = doctor()[1]
+    assert checks["base model"]["status"] == "fail"
+    assert checks["weights: second copy"]["found"].startswith("on the GPU if half of")
+
+
 @pytest.mark.parametrize(("gpus", "found"), [(1, "1 GPU (TANDEM_TOPOLOGY=auto): "), (0, "TANDEM_TOPOLOGY=auto: the ")])
 def test_an_automatic_topology_is_shown_where_the_gpus_are(doctor, model, nvml, monkeypatch, gpus, found):
     nvml.set(*(fake_nvml.gpu(f"GPU-{n}") for n in range(gpus)))

@@ -1,5 +1,6 @@
 """What `tandem doctor` and `tandem preflight` check of a deployment: secrets, GPU names, the base model, services."""
 
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from tandem.inference.server.command import (
     merged_targets,
     ordered_copy,
     serving_device,
-    serving_dtype,
 )
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape
@@ -187,17 +187,23 @@ def _second_copy(settings: Settings) -> str:
     rule = "on the GPU if half of the memory for the KV cache is left, else in pinned host memory"
     weights = sum(file.stat().st_size for file in Path(settings.model_path()).glob("*.safetensors"))
     memory = _smallest_memory(settings, "inference")
-    if not weights or not memory:
-        return f"{rule} (TANDEM_SECOND_COPY=auto)"
-    arch, copied = read_arch(settings.model_path()), weights
-    if (targets := merged_targets(settings, arch)) is not None:
-        lora = LoraShape(rank=1, alpha=1.0, targets=targets)
-        numel = sum(inputs * outputs for inputs, outputs in lora_modules(arch, lora).values())
-        copied = numel * (4 if serving_dtype(settings) == "float32" else 2)
-    left = int(memory * settings.gpu_memory_utilization) - weights // settings.inference_tensor_parallel
-    copied //= settings.inference_tensor_parallel
-    place = _PLACES[automatic_copy(left, copied)]
-    return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {size(left)} are left for a copy of {size(copied)})"
+    with suppress(InvalidInput):  # the check of the base model says that it can't be read
+        if weights and memory:
+            left = int(memory * settings.gpu_memory_utilization) - weights // settings.inference_tensor_parallel
+            copied = _copied_bytes(settings, weights) // settings.inference_tensor_parallel
+            place, sizes = _PLACES[automatic_copy(left, copied)], f"{size(left)} are left for a copy of {size(copied)}"
+            return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {sizes})"
+    return f"{rule} (TANDEM_SECOND_COPY=auto)"
+
+
+def _copied_bytes(settings: Settings, weights: int) -> int:
+    """Bytes of the second copy on GPUs, of a model whose files have `weights` bytes. InvalidInput where its config.json
+    can't be read."""
+    arch = read_arch(settings.model_path())
+    if (targets := merged_targets(settings, arch)) is None:
+        return weights
+    modules = lora_modules(arch, LoraShape(rank=1, alpha=1.0, targets=targets))
+    return sum(math.prod(shape) for shape in modules.values()) * (4 if settings.dtype == "float32" else 2)
 
 
 def _automatic(settings: Settings) -> str:
