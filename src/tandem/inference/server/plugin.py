@@ -43,8 +43,8 @@ def register() -> None:
 @functools.cache
 def _install_merged_weights() -> None:
     """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory pool for weights: a
-    sleeping engine offloads only what is in it. The engine tends to requests after a swap, also to those
-    that it received meanwhile."""
+    sleeping engine offloads only what is in it. After a swap the engine updates the requests that it has, and those
+    that reached it during the swap."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker

@@ -79,7 +79,9 @@ class IpcChannel:
         self._count += 1
         if self._sends:
             if (export := exported(buffer)) is None:
-                raise NotShared("this GPU's memory can't be shared: is PYTORCH_(CUDA_)ALLOC_CONF set?")
+                raise NotShared(
+                    "this GPU's memory can't be shared: is PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF set?"
+                )
             torch.cuda.current_stream().synchronize()
             self._store.set(f"{self._count}", json.dumps([export[0].hex(), export[1]]))
             return _Copied(self._store, f"{self._count}/copied", self._receivers, None)

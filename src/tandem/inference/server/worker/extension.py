@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from tandem.inference.server.command import automatic_copy
+from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.merged_weights import MergedWeights
-from tandem.inference.server.worker.model_weights import BASE, Place
+from tandem.inference.server.worker.model_weights import BASE
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
@@ -33,14 +33,14 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model its second copy of the weights, for which vLLM leaves memory then,
-    as for what a swap needs. Tensors of the device come from the allocator's current memory pool."""
+    """Give a worker that has just loaded its model its second copy of the weights. vLLM keeps the memory of the copy,
+    and what a swap needs, out of the KV cache. Tensors on the GPU come from the allocator's current memory pool."""
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
 
-    def place_of(copy_bytes: int) -> Place:
+    def place_of(copy_bytes: int) -> CopyPlace:
         ordered: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
         if ordered != "auto":
             return ordered
@@ -58,8 +58,8 @@ def attach(worker: Any) -> None:
     worker.tandem_weights = weights
     log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:
-        # vLLM 0.26 adds up what it knows of, 0.32 measures what is free. So only 0.26 has to be told of the copy, and
-        # neither knows of memory that is not in use yet.
+        # vLLM 0.26 sums what it knows of, so it must be told of the copy. 0.32 measures what is in use. Neither knows
+        # what a swap will need.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
@@ -72,8 +72,8 @@ def hash_root() -> bytes | None:
 
 
 def renew_hashes(request: Any) -> None:
-    """For a request that the engine takes now. Its blocks were hashed in a thread, from `tandem_root` on. If a swap ran
-    meanwhile, the request would find blocks that other weights have computed."""
+    """Hash the blocks of a request that the engine takes now again, if a swap has run since a thread hashed them with
+    the root `tandem_root`. Otherwise the request would find blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         _hash_again(request)
 
@@ -116,7 +116,7 @@ def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
     # All block hashes begin with this value, so no request finds a block that other weights have computed.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
     if requests == "recompute":
-        # vLLM drops tokens of these that are on their way, and samples them again: from the new weights.
+        # vLLM discards the tokens in flight of running requests, and samples them again from the new weights.
         tokens |= {request.request_id: request.num_output_tokens for request in scheduler.running}
         scheduler.reset_prefix_cache(reset_running_requests=True)
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):

@@ -17,7 +17,8 @@ import torch
 from tandem.families.adapter import stacked_name
 from tandem.families.parts import Part
 from tandem.families.registry import read_arch
-from tandem.inference.server.worker.model_weights import BASE, ModelWeights, Place, stored_tensors
+from tandem.inference.server.command import CopyPlace
+from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
 from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
@@ -60,7 +61,7 @@ class LandingWeights(ModelWeights):
         self,
         model: torch.nn.Module,
         base_model: str,
-        place_of: Callable[[int], Place],
+        place_of: Callable[[int], CopyPlace],
         worker: tuple[int, int] = (0, 1),
     ) -> None:
         """`worker`: this worker's number, and how many there are. See `ModelWeights` for the others."""

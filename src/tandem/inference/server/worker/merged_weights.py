@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights, Place
+from tandem.inference.server.command import CopyPlace
+from tandem.inference.server.worker.model_weights import BASE, Factors, ModelWeights
 from tandem.inference.server.worker.weight_plan import Block
 from tandem.model.transfer.merge import merge
 
 
 class MergedWeights(ModelWeights):
     def __init__(
-        self, model: torch.nn.Module, base_model: str, place_of: Callable[[int], Place], targets: frozenset[str]
+        self, model: torch.nn.Module, base_model: str, place_of: Callable[[int], CopyPlace], targets: frozenset[str]
     ) -> None:
         """`targets`: names of the linear layers that adapters may touch. See `ModelWeights`."""
         super().__init__(model, base_model, place_of, targets)

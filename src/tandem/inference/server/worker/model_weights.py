@@ -4,20 +4,19 @@ import threading
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
 from tandem.families.model_config import model_directory, weight_files
+from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
 from tandem.inference.tensor_file import TensorFile
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
-
-Place = Literal["device", "host"]
 
 Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
@@ -37,7 +36,7 @@ class ModelWeights:
         self,
         model: torch.nn.Module,
         base_model: str,
-        place_of: Callable[[int], Place],
+        place_of: Callable[[int], CopyPlace],
         targets: frozenset[str] | None = None,
     ) -> None:
         """`place_of`: where a copy of so many bytes is kept; `targets`: names of the linear layers that may change;
@@ -137,7 +136,7 @@ class ModelWeights:
             return host.to(self._device, copy=True)
 
 
-def _copied(live: torch.Tensor, where: Place) -> torch.Tensor:
+def _copied(live: torch.Tensor, where: CopyPlace) -> torch.Tensor:
     if where == "device" or live.device.type == "cpu":
         return live.clone()
     return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).copy_(live)
