@@ -193,7 +193,13 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
     looks, reads = [], []
     look, since = EventStreams._look, type(server.spool.events).since
     monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(arguments[1]) or look(*arguments))
-    monkeypatch.setattr(type(server.spool.events), "since", lambda *arguments: reads.append(1) or since(*arguments))
+
+    def noted(*arguments):
+        read = since(*arguments)
+        reads.append(1)
+        return read
+
+    monkeypatch.setattr(type(server.spool.events), "since", noted)
 
     async def scene() -> None:
         streams, stopping = EventStreams(server.spool), anyio.Event()
@@ -212,7 +218,10 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, mo
         await asyncio.sleep(0.3)  # while the last look ends, the next reader comes
         count, late = len(looks), streams.follow(job, 0, wait=True, stopping=stopping)
         await anext(late)
-        coming = asyncio.create_task(anext(late))
+        coming, seen = asyncio.create_task(anext(late)), len(reads)
+        async with asyncio.timeout(20):
+            while len(reads) < seen + 2:  # it has read the first event, and that there is no other
+                await asyncio.sleep(0.01)
         await asyncio.to_thread(server.spool.events.append, job, "step", step=2)
         assert b'"step":2' in await asyncio.wait_for(coming, 20)
         assert len(looks) > count
