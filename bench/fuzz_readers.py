@@ -21,7 +21,7 @@ from prometheus_client.exposition import generate_latest
 from pydantic import ValidationError
 
 from bench.fuzz_spool import WITNESS, Stage, fake_vllm
-from tandem.cli import checks_deployment, checks_machine
+from tandem.cli import checks_deployment
 from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.families.adapter import WEIGHTS_FILE
@@ -141,7 +141,7 @@ def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...])
 
 def doctor(stage: Stage, root: Path) -> Problems:
     settings = stage.settings(root)
-    for part in (checks_machine.damage_checks, checks_deployment.weights_checks, checks_deployment.model_checks):
+    for part in (checks_deployment.damage_checks, checks_deployment.weights_checks, checks_deployment.model_checks):
         yield from guarded(f"doctor's {part.__name__}", lambda part=part: list(part(settings)),  # type: ignore[misc]
                            (OSError, TandemError, ValueError))  # fmt: skip
 

@@ -48,10 +48,9 @@ async def measure(stack: Any, bound: int, options: argparse.Namespace) -> dict[s
     """`--steps` more steps of the run with this bound."""
     from tandem.client import AsyncTandem
     from tandem.client.rl.config import Config
-    from tandem.client.rl.environment import Environment
+    from tandem.client.rl.environment import Environment, open_vllm
     from tandem.client.rl.loop import Loop
     from tandem.client.rl.record import Record
-    from tandem.client.rl.sampler import open_vllm
 
     rl = {
         "steps": options.steps, "groups_per_step": options.groups, "group_size": options.group_size,

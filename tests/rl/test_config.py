@@ -13,10 +13,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
-from tandem.client.rl.environment import Environment, Tasks
-from tandem.client.rl.sampler import Sampler
-from tandem.client.toml_file import read_toml
+from tandem.client.rl.environment import Environment, Sampler, Tasks
 from tandem.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.record import State
-from tandem.client.rl.view import panel, text_line
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
 
 

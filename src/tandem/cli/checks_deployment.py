@@ -1,6 +1,6 @@
-"""What `tandem doctor` and `tandem preflight` check of a deployment: secrets, GPU names, the base model, services."""
+"""What `tandem doctor` and `tandem preflight` check of a deployment: secrets, GPU names, the base model, what is
+damaged, services."""
 
-import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -9,25 +9,16 @@ from pathlib import Path
 
 import httpx
 
-from tandem.cli.checks_machine import Check
-from tandem.cli.common import size
+from tandem.cli.common import Check
 from tandem.client.http import connection
 from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
-from tandem.families.adapter import lora_modules
 from tandem.families.plan import automatic, describe
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, check
-from tandem.inference.server.command import (
-    automatic_copy,
-    check_merged_arguments,
-    merged_targets,
-    ordered_copy,
-    serving_device,
-)
+from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
 from tandem.spool import Spool
-from tandem.spool.schema import LoraShape
-from tandem.system.gpus import Devices, Side
+from tandem.system.gpus import Devices
 
 _SHORTEST_SECRET = 16
 _PLACES = {"device": "on the GPU", "host": "in pinned host memory"}
@@ -73,38 +64,43 @@ def gpu_checks(settings: Settings) -> Iterator[Check]:
     Names are compared as written, without a GPU; the containers that use them check that they exist. The settings
     themselves refuse equal names, and unequal ones in shared mode.
     """
+    trainer, inference = ", ".join(settings.trainer_devices), ", ".join(settings.inference_devices)
     if settings.device == "cpu":
         yield Check("ok", "GPUs", "none: TANDEM_DEVICE=cpu")
-        return
+    elif problem := _gpu_problem(settings):
+        yield Check("fail", "GPUs", *problem)
+    elif settings.gpu_mode == "shared":
+        yield Check("ok", "GPUs", f"{trainer}, shared by trainer and inference")
+    else:
+        yield Check("ok", "GPUs", f"trainer {trainer}; inference {inference}")
+
+
+def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
+    """The first thing that is wrong with the names of GPUs, and what to do."""
     trainer, inference = settings.trainer_devices, settings.inference_devices
     names = [*trainer, *inference]
     if not trainer or not inference:
         remedy = "set TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
-        yield Check("fail", "GPUs", f"trainer has {trainer}, inference {inference}", remedy)
-        return
+        return f"trainer has {trainer}, inference {inference}", remedy
     if len({name.isdigit() for name in names}) > 1:
         found = f"some are named by index, some by UUID ({', '.join(names)}), so two names may be one device"
-        yield Check("fail", "GPUs", found, "name all by index, or all by UUID (`nvidia-smi -L`)")
-        return
+        return found, "name all by index, or all by UUID (`nvidia-smi -L`)"
     # CUDA accepts the beginning of a UUID, so of two different names one may begin with the other.
     same = [(a, b) for a in trainer for b in inference if not a.isdigit() and (a.startswith(b) or b.startswith(a))]
     if same and settings.gpu_mode == "dedicated":
         found = f"trainer's {same[0][0]} and inference's {same[0][1]} may be one device"
-        yield Check("fail", "GPUs", found, "write the UUIDs in full")
-        return
+        return found, "write the UUIDs in full"
     for role, variable, processes, devices in (
         ("TRAINER", "TRAINER_RANKS", settings.trainer_ranks, trainer),
         ("INFERENCE", "INFERENCE_TENSOR_PARALLEL", settings.inference_tensor_parallel, inference),
     ):
         setting = f"TANDEM_{role}_DEVICES={','.join(devices)}"
         if len(set(devices)) < len(devices):
-            yield Check("fail", "GPUs", f"{setting} names one twice", "name each once")
+            return f"{setting} names one twice", "name each once"
         if processes != len(devices):
             found = f"TANDEM_{variable}={processes}, but {setting} names {len(devices)}"
-            yield Check("fail", "GPUs", found, "each process has one GPU: make the numbers equal")
-    shared = f"{', '.join(trainer)}, shared by trainer and inference"
-    dedicated = f"trainer {', '.join(trainer)}; inference {', '.join(inference)}"
-    yield Check("ok", "GPUs", shared if settings.gpu_mode == "shared" else dedicated)
+            return found, "each process has one GPU: make the numbers equal"
+    return None
 
 
 def model_checks(settings: Settings) -> Iterator[Check]:
@@ -185,40 +181,36 @@ def _second_copy(settings: Settings) -> str:
         why = shared if settings.second_copy == "auto" else f"TANDEM_SECOND_COPY={ordered}"
         return f"{_PLACES[ordered]}: {why}"
     rule = "on the GPU if half of the memory for the KV cache is left, else in pinned host memory"
-    weights = sum(file.stat().st_size for file in Path(settings.model_path()).glob("*.safetensors"))
-    memory = _smallest_memory(settings, "inference")
-    with suppress(InvalidInput):  # the check of the base model says that it can't be read
-        if weights and memory:
-            left = int(memory * settings.gpu_memory_utilization) - weights // settings.inference_tensor_parallel
-            copied = _copied_bytes(settings, weights) // settings.inference_tensor_parallel
-            place, sizes = _PLACES[automatic_copy(left, copied)], f"{size(left)} are left for a copy of {size(copied)}"
-            return f"probably {place} (TANDEM_SECOND_COPY=auto: {rule}; {sizes})"
-    return f"{rule} (TANDEM_SECOND_COPY=auto)"
-
-
-def _copied_bytes(settings: Settings, weights: int) -> int:
-    """Bytes of the second copy on GPUs, of a model whose files have `weights` bytes. InvalidInput where its config.json
-    can't be read."""
-    arch = read_arch(settings.model_path())
-    if (targets := merged_targets(settings, arch)) is None:
-        return weights
-    modules = lora_modules(arch, LoraShape(rank=1, alpha=1.0, targets=targets))
-    return sum(math.prod(shape) for shape in modules.values()) * (4 if settings.dtype == "float32" else 2)
+    return f"{rule}; vLLM's log says which (TANDEM_SECOND_COPY=auto)"
 
 
 def _automatic(settings: Settings) -> str:
     """What TANDEM_TOPOLOGY=auto chooses, where this machine has the trainer's GPUs. Raises InvalidInput."""
-    if not (memory := _smallest_memory(settings, "trainer")):
+    try:
+        memory = Devices(settings, "trainer").smallest()
+    except TandemError:
+        memory = 0
+    if not memory:
         return "TANDEM_TOPOLOGY=auto: the trainer chooses it from the memory of its GPUs"
     made = automatic(settings, memory)
     return f"{describe(made.recommended.sizes)} (TANDEM_TOPOLOGY=auto): {made.why}"
 
 
-def _smallest_memory(settings: Settings, side: Side) -> int:
-    """Bytes of the smallest of its GPUs; 0 where this machine does not have them."""
-    with suppress(TandemError):
-        return Devices(settings, side).smallest()
-    return 0
+def damage_checks(settings: Settings) -> Iterator[Check]:
+    """What is damaged on the volume and left out: jobs, names among their files, runs."""
+    if not (settings.root / "spool.json").exists():
+        return
+    remedies = {
+        "job": "the file was set aside; submit the job again, then remove the file",
+        "name": "it belongs to no job: remove it",
+        "run": "restore the run's directory from a copy, or remove it",
+    }
+    damage = Spool(settings.root).damage()
+    for kind, found in damage.items():
+        more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
+        yield from (Check("warn", f"damaged {kind}", problem, remedies[kind]) for problem in found[:10] + more)
+    if not any(damage.values()):
+        yield Check("ok", "spool", "nothing is damaged")
 
 
 def controller_checks(_: Settings) -> Iterator[Check]:

@@ -1,20 +1,24 @@
-"""What all commands share: the client, arguments, tables, JSON, errors on stderr, exit statuses."""
+"""What commands share: the client, arguments, files of settings, tables, JSON, errors on stderr, exit statuses."""
 
 import json as jsonlib
+import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tandem.client import Tandem
-from tandem.errors import JobFailed, NotServed, TandemError, Unreachable
+from tandem.data.inputs import from_validation_error
+from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unreachable
 
 # Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
 PATIENCE = 10.0
@@ -30,6 +34,15 @@ Targets = Annotated[
         help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
     ),
 ]
+
+
+class Check(NamedTuple):
+    """One line of the report of `tandem doctor` and `tandem preflight`."""
+
+    status: Literal["ok", "warn", "fail"]
+    name: str
+    found: str
+    remedy: str = ""
 
 
 def connect() -> Tandem:
@@ -101,3 +114,40 @@ def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
     )
+
+
+def read_toml[M: BaseModel](
+    path: Path | None, model: type[M], change: Callable[[dict[str, Any]], object] = lambda _: None
+) -> M:
+    """The file's content, or without a file nothing, after `change`, as `model`. Raises InvalidInput."""
+    try:
+        text = path.read_text() if path else ""
+        content = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInput(f"can't read {path} as TOML: {error}") from error
+    try:
+        change(content)
+        return model.model_validate(content)
+    except ValidationError as error:
+        first, refused = error.errors()[0], from_validation_error(error)
+        remedies = {"extra_forbidden": "no such setting; correct or remove it", "missing": "is missing; add it"}
+        what = remedies.get(first["type"], refused.message)
+        where = f"{path}, line {_line(text, first['loc'])}: " if path else ""
+        raise InvalidInput(f"{where}{what}", field=refused.field) from error
+
+
+def _line(text: str, loc: tuple[int | str, ...]) -> int:
+    """The line that sets `loc`, else that of the nearest table around it."""
+    lines: dict[tuple[int | str, ...], int] = {(): 1}
+    counts: dict[str, int] = {}
+    table: tuple[int | str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
+            table, names = (), header[2].split(".")
+            counts[header[2]] = counts.get(header[2], -1) + (header[1] == "[[")
+            for name in (".".join(names[: i + 1]) for i in range(len(names))):
+                table += (name.rpartition(".")[2], *([counts[name]] if counts.get(name, -1) >= 0 else []))
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault((*table, *key[1].split(".")), number)
+    return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

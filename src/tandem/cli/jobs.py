@@ -4,7 +4,7 @@ import sys
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Group
@@ -15,11 +15,10 @@ from tandem.cli.common import JobArgument, Json, connect, details, err, fields, 
 from tandem.client import AttemptMemory, Event, JobStatus, Tandem
 from tandem.client.http import raise_if_failed
 from tandem.client.memory import KINDS
-from tandem.errors import InvalidInput
 from tandem.spool.schema import TERMINAL, JobState
 
 app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=True)
-STATES = ("queued", "running", *TERMINAL)
+_STATES = ", ".join(get_args(JobState))
 _POLL_SECONDS = 0.5
 # Event type -> fields of its data that are printed.
 _FIELDS = {
@@ -41,18 +40,13 @@ _CPU_COLUMNS = {"allocated": "resident set#", "peak": "peak#"}
 @app.command("list")
 def list_jobs(
     run: Annotated[str | None, typer.Option(help="Only this run's.")] = None,
-    state: Annotated[
-        list[str] | None, typer.Option(help=f"Only in this state ({', '.join(STATES)}); repeatable.")
-    ] = None,
+    state: Annotated[list[str] | None, typer.Option(help=f"Only in this state ({_STATES}); repeatable.")] = None,
     limit: Annotated[int, typer.Option(help="At most this many, the newest.")] = 50,
     before: Annotated[str | None, typer.Option(help="Only jobs older than this one: the page before it.")] = None,
     json: Json = False,
 ) -> None:
     """List jobs, oldest first."""
-    for given in state or []:
-        if given not in STATES:
-            raise InvalidInput(f"{given!r} is not a state; states are {', '.join(STATES)}", field="--state")
-    show(connect().list_jobs(run, [cast(JobState, s) for s in state or []], limit, before), json, _jobs_table)
+    show(connect().list_jobs(run, cast(list[JobState], state or []), limit, before), json, _jobs_table)
 
 
 @app.command("show")

@@ -1,4 +1,4 @@
-"""`tandem rl`: train a run by RL with an environment of one's own."""
+"""`tandem rl`: train a run by RL with an environment of one's own. A live panel on a terminal, else a line per step."""
 
 import asyncio
 import sys
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from tandem.cli.common import Json, err, out, show_line
+from tandem.cli.common import Json, err, out, read_toml, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import Environment
+from tandem.client.rl.environment import PATIENCE, Environment, open_vllm
 from tandem.client.rl.loop import Loop
-from tandem.client.rl.record import Record
-from tandem.client.rl.sampler import PATIENCE, open_vllm
-from tandem.client.rl.view import panel, text_line
-from tandem.client.toml_file import read_toml
+from tandem.client.rl.record import LEFT_OUT, Record
 
 
 def rl(
@@ -56,3 +57,48 @@ async def _run(config: Path, state: Path, json: bool) -> None:
         loop = Loop(settings, tandem, vllm, environments, state, record)
         with Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2) if live else nullcontext():
             await loop.run()
+
+
+def sparkline(values: list[float], width: int = 50) -> str:
+    """The last `width` values as bars between their least and greatest, and the last one."""
+    shown = values[-width:]
+    low, span = min(shown), (max(shown) - min(shown)) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in shown) + f" {values[-1]:.3f}"
+
+
+def text_line(line: dict[str, Any]) -> str:
+    """A line of the record for people."""
+    if "evaluated" in line:
+        reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        return f"evaluated @{line['evaluated']}: reward {reward} of {line['samples']} samples, {line['failed']} failed"
+    behind = line["off_policy_steps"]
+    parts = [f"reward {line['reward']:.3f}", f"off policy {behind['mean']:.2f}, at most {behind['max']} steps"]
+    parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
+    parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
+    error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
+    return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
+
+
+def panel(loop: Loop) -> RenderableType:
+    """The loop now."""
+    steps = [line for line in loop.record.lines if "step" in line]
+    evaluated = [line["reward"] for line in loop.record.lines if "evaluated" in line and line["reward"] is not None]
+    table = Table.grid(padding=(0, 2))
+    if steps:
+        table.add_row("reward", sparkline([line["reward"] for line in steps]))
+        table.add_row("off policy", f"{sparkline([line['off_policy_steps']['mean'] for line in steps])} steps")
+        seconds = steps[-1]["seconds"].items()
+        table.add_row("time", ", ".join(f"{name} {value:.1f} s" for name, value in seconds))
+    if evaluated:
+        table.add_row("evaluated", sparkline(evaluated))
+    table.add_row("workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready")
+    left_out = {why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT}
+    table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
+    parts: list[RenderableType] = [table]
+    if loop.error:
+        parts.append(Text(f"last error: {loop.error[:300]}", style="red"))
+    if loop.sample:
+        messages = loop.sample.messages or []
+        said = "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in messages)
+        parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample.reward:g}"))
+    return Panel(Group(*parts), title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}")

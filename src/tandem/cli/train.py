@@ -10,15 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, out, show, show_line
+from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, out, read_toml, show, show_line
 from tandem.cli.jobs import job_details
 from tandem.client import Event, JobStatus, Tandem
 from tandem.client.chain import Chain, DPOTraining, SFTTraining
-from tandem.client.toml_file import read_toml
 from tandem.errors import InvalidInput
 
 app = typer.Typer(help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True)
-_SHOWN = ["loss", "pair_accuracy", "reward_margin", "learning_rate", "tokens_per_second"]
+_SHOWN = ["loss", "reward_mean", "pair_accuracy", "reward_margin", "learning_rate", "tokens_per_second"]
 _LINE_EVERY = 10  # optimizer steps, where the output is no terminal
 Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
 Run = Annotated[str | None, typer.Argument(metavar="RUN", help="The run; it is made if it does not exist.")]
@@ -55,7 +54,7 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
         json: Json = False,
     ) -> None:
         given: dict[str, Any] = {
-            "run": run, "data": data, "format": format, "held_out": _share(held_out), "epochs": epochs,
+            "run": run, "data": data, "format": format, "held_out": held_out, "epochs": epochs,
             "batch_size": batch_size, "learning_rate": learning_rate, "schedule": schedule, "warmup": warmup,
             "checkpoint_every": checkpoint_every, "sequence_length": sequence_length, "too_long": too_long,
             "lora": None if lora_rank is None else {"rank": lora_rank, "alpha": 2 * lora_rank}, "seed": seed,
@@ -72,18 +71,16 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
     return command
 
 
-def _share(held_out: str | None) -> str | float | None:
-    try:
-        return None if held_out is None else float(held_out)
-    except ValueError:
-        return held_out
+def _progress(json: bool) -> Progress:
+    """A bar on stderr, where that is a terminal. Tasks have the field `shown`."""
+    counted = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*counted, "{task.fields[shown]}", *times, console=err, disable=json or not err.is_terminal)
 
 
 def _run_chain(chain: Chain, json: bool) -> None:
     config = chain.config
-    bar = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
-    columns = *bar, "{task.fields[shown]}", TimeElapsedColumn(), TimeRemainingColumn()
-    with Tandem() as tandem, Progress(*columns, console=err, disable=json or not err.is_terminal) as progress:
+    with Tandem() as tandem, _progress(json) as progress:
         task = progress.add_task(config.run, total=chain.total, shown="waits")
         if not json:
             err.print(f"{chain.examples} examples, {chain.total} optimizer steps in {len(chain.slices)} jobs")
@@ -91,18 +88,18 @@ def _run_chain(chain: Chain, json: bool) -> None:
 
         def on_step(step: int, event: Event) -> None:
             nonlocal held_out
+            if event.type not in ("step", "evaluated"):
+                return
+            metrics = event.data["metrics"]
             if event.type == "evaluated":
-                held_out = fields(event.data["metrics"], ["held_out_loss", "held_out_pair_accuracy"])
-            metrics = event.data.get("metrics", {})
-            if event.type in ("step", "evaluated") and json:
-                show_line({"step": step, "job": event.job, **metrics})
-            elif event.type == "step":
+                held_out = shown = fields(metrics, ["held_out_loss", "held_out_pair_accuracy"])
+            else:
                 shown = f"{fields(metrics, _SHOWN)} {held_out}"
                 progress.update(task, completed=step, shown=shown)
-                if not err.is_terminal and (step % _LINE_EVERY == 0 or step == chain.total):
-                    err.print(f"step {step}/{chain.total} {shown}", soft_wrap=True)
-            elif event.type == "evaluated" and not err.is_terminal:
-                err.print(f"step {step}/{chain.total} {held_out}", soft_wrap=True)
+            if json:
+                show_line({"step": step, "job": event.job, **metrics})
+            elif not err.is_terminal and (event.type == "evaluated" or step % _LINE_EVERY == 0 or step == chain.total):
+                err.print(f"step {step}/{chain.total} {shown}", soft_wrap=True)
 
         try:
             job = chain.run(tandem, on_step)
@@ -161,7 +158,7 @@ def job(
     with Tandem(patience=PATIENCE if wait is Wait.NO else 60.0) as tandem:
         status = tandem.train(run, request)
         if wait is not Wait.NO:
-            status = _wait(tandem, status, served=wait is Wait.SERVED, show_progress=err.is_terminal and not json)
+            status = _wait(tandem, status, served=wait is Wait.SERVED, json=json)
         show(status, json, job_details)
 
 
@@ -219,27 +216,23 @@ def apply_setting(request: dict[str, Any], assignment: str) -> None:
     inner[last] = value
 
 
-def _wait(tandem: Tandem, job: JobStatus, *, served: bool, show_progress: bool) -> JobStatus:
-    """Wait for the job, or until its step is served, behind a progress bar on stderr."""
+def _wait(tandem: Tandem, job: JobStatus, *, served: bool, json: bool) -> JobStatus:
+    """Wait for the job, or until its step is served."""
     name = f"{job.run}@{job.spec.base_step + 1}"
-    texts = "{task.completed:.0f}/{task.total:.0f}", "{task.fields[metrics]}"
-    columns = SpinnerColumn(), "{task.description}", BarColumn(bar_width=30), *texts, TimeElapsedColumn()
     try:
-        with Progress(*columns, console=err, disable=not show_progress) as progress:
-            task = progress.add_task(f"{name} {job.state}", total=1, metrics="")
+        with _progress(json) as progress:
+            task = progress.add_task(f"{name} {job.state}", total=None, shown="")
 
             def show_event(event: Event) -> None:
-                phase = {"requeued": "queued again", "loaded": "training", "step": "training"}
-                progress.update(task, description=f"{name} {phase.get(event.type, event.type)}")
+                progress.update(task, description=f"{name} {event.type}")
                 if event.type == "step":
-                    metrics = fields(event.data["metrics"], ["loss", "reward_mean", "tokens_per_second"])
-                    progress.update(task, completed=event.data["step"], total=event.data["steps"], metrics=metrics)
+                    done, total = event.data["step"], event.data["steps"]
+                    progress.update(task, completed=done, total=total, shown=fields(event.data["metrics"], _SHOWN))
 
             job = tandem.wait_job(job.id, on_event=show_event)
             if served:
                 progress.update(task, description=f"{name} waits for vLLM")
                 tandem.wait_served(job.run, job.spec.base_step + 1)
-                progress.update(task, description=f"{name} served")
     except KeyboardInterrupt:
         err.print(f"The job goes on; follow it with: tandem logs -f {job.id}")
         raise

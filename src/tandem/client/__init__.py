@@ -1,15 +1,4 @@
-"""The Python client: `Tandem` and `AsyncTandem`. Imports httpx and pydantic; no torch, vLLM, transformers or numpy.
-
-from openai import OpenAI
-from tandem.client import Tandem, sampling_options, turn_from_openai
-
-tandem = Tandem()                                      # TANDEM_URL and TANDEM_API_KEY
-tandem.create_run("my-run")
-tandem.wait_served("my-run", 0)
-answer = OpenAI(...).chat.completions.create(model="my-run@0", messages=[...], n=8, **sampling_options())
-trajectories = [{"turns": [turn_from_openai(answer, i)], "reward": ...} for i in range(8)]
-tandem.train_rl("my-run", [{"trajectories": trajectories}], wait="served")
-"""
+"""The Python client (docs/training.md). Imports httpx and pydantic; no torch, vLLM, transformers or numpy."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,25 +39,24 @@ class TrainingConfig(Record):
     """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML file."""
 
     run: RunName
-    data: str = Field(description="a file of examples or pairs; docs/data.md lists the formats")
+    data: str  # a file of examples or pairs; docs/data.md lists the formats
     format: str = "auto"
-    held_out: str | float | None = Field(
-        default=None, description="a file, or the share of DATA, whose loss is computed but not trained"
-    )
+    # A file, or a share of `data`: its loss is computed and not trained.
+    held_out: float | str | None = Field(default=None, union_mode="left_to_right")
     epochs: int = Field(default=1, ge=1)
-    batch_size: int = Field(default=32, ge=1, description="examples or pairs per optimizer step")
-    learning_rate: float | None = Field(default=None, gt=0, description="default: 2e-4 for SFT, 2e-5 for pairs")
+    batch_size: int = Field(default=32, ge=1)  # examples or pairs per optimizer step
+    learning_rate: float | None = Field(default=None, gt=0)  # default: 2e-4 for SFT, 2e-5 for pairs
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: float = Field(default=0.03, ge=0, description="optimizer steps, or below 1 the share of all")
-    floor: float = Field(default=0.0, ge=0, le=1, description="of the learning rate at the end, as a share")
-    checkpoint_every: int = Field(default=100, ge=1, description="optimizer steps of a job, which makes a checkpoint")
-    evaluate_every: int = Field(default=1, ge=1, description="compute the held-out loss in every n-th job")
+    warmup: float = Field(default=0.03, ge=0)  # optimizer steps, or below 1 the share of all
+    floor: float = Field(default=0.0, ge=0, le=1)  # share of the learning rate at the end
+    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job, which makes a checkpoint
+    evaluate_every: int = Field(default=1, ge=1)  # jobs from one that computes the held-out loss to the next
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    trainable: Trainable = Field(default="lora", description="of a run that does not exist yet; full: all weights")
-    lora: LoraShape | None = Field(default=None, description="of a run that does not exist yet")
-    optimizer: OptimizerSettings = Field(default=OptimizerSettings(), description="Adam's other settings, as in a job")
-    seed: Annotated[int, Field(strict=True)] = Field(default=0, description="of the order of the examples")
+    trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
+    lora: LoraShape | None = None
+    optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
+    seed: int = Field(default=0, strict=True)  # of the order of the examples
 
     @model_validator(mode="after")
     def _share(self) -> Self:
@@ -70,17 +69,13 @@ class TrainingConfig(Record):
 
 
 class SFTTraining(TrainingConfig):
-    """Of examples."""
-
     kind: Literal["sft"] = "sft"
-    loss: SFTLoss = Field(default=SFTLoss(), description="as in a job")
+    loss: SFTLoss = SFTLoss()
 
 
 class DPOTraining(TrainingConfig):
-    """Of pairs."""
-
     kind: Literal["dpo"] = "dpo"
-    loss: PreferenceLoss = Field(default=PreferenceLoss(), description="as in a job")
+    loss: PreferenceLoss = PreferenceLoss()
 
 
 @dataclass(frozen=True)
@@ -196,15 +191,10 @@ class Chain:
         raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
 
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
-        config = self.config
-        loss = config.loss
-        if (
-            isinstance(loss, PreferenceLoss)
-            and loss.kind != "simpo"
-            and loss.reference == "start"
-            and start is not None
-        ):
-            loss = loss.model_copy(update={"reference": start})  # one reference for the whole chain
+        config, loss = self.config, self.config.loss
+        follows = start is not None
+        if follows and config.kind == "dpo" and config.loss.kind != "simpo" and config.loss.reference == "start":
+            loss = config.loss.model_copy(update={"reference": start})  # one reference for the whole chain
         rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
         own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}

@@ -142,7 +142,6 @@ _KILLED = """
 import os, sys
 from tandem.client import Tandem
 import tandem.client.track as t
-from tandem.client.track import tensorboard, files, mlflow, wandb
 kind, moment, step = sys.argv[3], sys.argv[4], int(sys.argv[7])
 target = t.TARGETS[kind]
 if moment == "after":

@@ -19,9 +19,8 @@ import httpx
 
 from tandem.client import AsyncTandem, Trajectory
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import Environment, Group
+from tandem.client.rl.environment import Environment, Group, Sampler
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
-from tandem.client.rl.sampler import Sampler
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock

@@ -10,8 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.client.track.files import open_alone, optional
-from tandem.client.track.rows import Position, Row
+from tandem.client.track.rows import Position, Row, open_alone, optional
 
 _RUN, _POSITION = "tandem.run", "tandem.position"
 

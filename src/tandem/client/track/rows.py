@@ -1,16 +1,20 @@
-"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events."""
+"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events; and
+what trackers need for it: a file that belongs to one `tandem track`, a package that may be missing."""
 
+import fcntl
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from tandem.client import Event, JobStatus, RunSpec, Tandem
 from tandem.client.memory import by_attempt
-from tandem.errors import NotFound
+from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool.schema import TERMINAL
 
 KINDS = ("step", "evaluated", "succeeded", "served")
@@ -127,3 +131,23 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
             yield prefix + name, ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def open_alone(path: Path) -> BinaryIO:
+    """The file, made if missing, to read it and to append to it, locked until it is closed. Raises Conflict."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Conflict(f"another `tandem track` holds {path}; stop it first", field="--to") from error
+    return file
+
+
+def optional(module: str) -> Any:
+    """A module of a package that Tandem does not need otherwise."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        extra = module.split(".")[0]
+        raise InvalidInput(f"it needs a package: pip install 'tandem-rl[{extra}]' ({error})", field="--to") from error

@@ -9,8 +9,7 @@ from ctypes import c_float
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.client.track.files import open_alone
-from tandem.client.track.rows import Position, Row
+from tandem.client.track.rows import Position, Row, open_alone
 
 _MARK = b"tandem track "
 _FRAME = 16  # bytes around a record's data

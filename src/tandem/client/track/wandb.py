@@ -12,8 +12,7 @@ from glob import escape
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.client.track.files import open_alone, optional
-from tandem.client.track.rows import KINDS, Position, Row
+from tandem.client.track.rows import KINDS, Position, Row, open_alone, optional
 from tandem.errors import InvalidInput
 
 _POSITION = "tandem/position"
