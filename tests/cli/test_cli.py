@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -76,22 +74,16 @@ def test_runs(tandem, as_json, run, server):
     assert "load 0.25 s, swap 0.021 s" in out
 
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("images/prometheus/rules/*.yml")],
-    ids=lambda path: path.name,
-)
-def test_commands_that_documents_name_exist(path):
-    for words in re.findall(r"`tandem ([a-z][^`]*)`", path.read_text()):
-        command = get_command(app)
-        for word in words.split():
-            if not hasattr(command, "commands"):
-                break  # an argument
-            assert word in command.commands, f"tandem {words}"
-            command = command.commands[word]
+def test_commands_that_documents_name_exist():
+    root = Path(__file__).parents[2]
+    for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("images/prometheus/rules/*.yml")):
+        for words in re.findall(r"`tandem ([a-z][^`]*)`", path.read_text()):
+            command = get_command(app)
+            for word in words.split():
+                if not hasattr(command, "commands"):
+                    break  # an argument
+                assert word in command.commands, f"{path.name}: tandem {words}"
+                command = command.commands[word]
 
 
 def test_a_run_is_deleted(tandem, as_json, run):
@@ -120,18 +112,11 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
     assert (status, "TANDEM_URL" in err) == (5, True)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8080", "localhost:8080", "http://a:b", "http://", "ftp://host"])
+@pytest.mark.parametrize("url", ["localhost:8080", "http://a:b", "http://"])
 def test_an_address_that_is_no_url_is_refused_at_once(tandem, monkeypatch, url):
     monkeypatch.setenv("TANDEM_URL", url)
     status, _, err = tandem("run", "list")
     assert (status, f"TANDEM_URL: {url!r} is no URL" in err) == (1, True), err
-
-
-def test_a_file_that_cannot_be_read_is_named(tandem, monkeypatch):
-    monkeypatch.delenv("TANDEM_API_KEY")
-    monkeypatch.setenv("TANDEM_API_KEY_FILE", "/nothing/key")
-    status, _, err = tandem("run", "list")
-    assert (status, "No such file or directory: '/nothing/key'" in err) == (1, True)
 
 
 def test_the_reach_of_a_stack(tandem, monkeypatch, server):
@@ -206,9 +191,9 @@ def test_queue_and_cancel(tandem, as_json, run):
     job = train(tandem, run)
     assert as_json("jobs", "show", job)["state"] == "queued"
     assert as_json("jobs", "cancel", job)["state"] == "cancelled"
-    for arguments, field in ((["request.json", "--base-step", "7"], "base_step"), (["missing.json"], "FILE")):
+    for arguments, problem in ((["request.json", "--base-step", "7"], "base_step"), (["missing.json"], "FILE")):
         status, _, err = tandem("train", "job", run, *arguments, "--wait", "no")
-        assert (status, field in err) == (1, True)
+        assert (status, problem in err) == (1, True)
 
 
 def test_checkpoints(tandem, as_json, run, server, tmp_path):
@@ -253,12 +238,6 @@ def test_settings_on_the_command_line():
     for wrong in ("kind", "=1", "kind.x=1"):
         with pytest.raises(InvalidInput):
             apply_setting(request, wrong)
-
-
-def test_the_module_is_the_command():
-    commands = "up run train jobs logs memory checkpoints doctor controller runner serve publisher"
-    done = subprocess.run([sys.executable, "-m", "tandem", "--help"], capture_output=True, text=True, check=True)
-    assert [command for command in commands.split() if command not in done.stdout] == []
 
 
 def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch):

@@ -107,25 +107,23 @@ def test_route(server):
 
 
 @pytest.mark.parametrize("options", [(), ("--held-out", "0.3")])
-def test_training_names_the_line_that_is_refused(tandem, server, tmp_path, options):
-    """By the controller's checks, and by the template."""
-    for broken, field in (
-        ({"role": "user", "content": 3}, "messages.0.content"),
-        ({"role": "x"}, "messages.0"),
-    ):
-        records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
-        records[12] = {"messages": [broken, {"role": "assistant", "content": "no"}]}
-        records[13] = {"messages": [{"role": "assistant", "content": "nothing was asked"}]}
-        path = tmp_path / "data.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        status, _, err = tandem("train", "sft", "refused", str(path), *options)
-        assert status == 1
-        assert f"data.jsonl line 13: {field}" in err
-        records[12] = records[0]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        status, _, err = tandem("train", "sft", "refused", str(path), *options)
-        assert status == 1
-        assert "data.jsonl line 14: messages.0: the chat template refuses" in err
+@pytest.mark.parametrize(
+    ("broken", "line", "problem"),
+    [
+        ({"role": "user", "content": 3}, 13, "messages.0.content"),
+        ({"role": "x"}, 13, "messages.0"),
+        ({"role": "assistant", "content": "nothing was asked"}, 14, "messages.0: the chat template refuses"),
+    ],
+)
+def test_training_names_the_line_that_is_refused(tandem, server, tmp_path, options, broken, line, problem):
+    """By the command's own checks, before any job of a chain is made, and by the template."""
+    small = ("--batch-size", "2", "--checkpoint-every", "1") if line == 13 else ()
+    records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
+    records[line - 1] = {"messages": [broken]}
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    status, _, err = tandem("train", "sft", "refused", str(path), *options, *small)
+    assert (status, f"data.jsonl line {line}: {problem}" in err) == (1, True), err
     assert tandem("run", "list", "--json")[1].strip() == "[]"
 
 

@@ -21,17 +21,10 @@ def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
     return {kind: size * MIB for kind, size in zip(KINDS, mib, strict=True)}
 
 
-def rank(number: int, uuid: str = A, *, steps: bool = True) -> dict[str, Any]:
-    """The memory that rank `number` reports: 100 + number MiB after `build`, and so on."""
-    phases = {"build": sizes(100 + number), "base_weights": sizes(200 + number, pinned=32)}
-    if not steps:
-        return {"uuid": uuid, "phases": phases, "highest": {}}
-    phases |= {"optimizer": sizes(300 + number), "checkpoint": sizes(400 + number)}
+def rank(number: int, uuid: str) -> dict[str, Any]:
+    """The memory that rank `number` reports at its end: 100 + number MiB after `build`, and so on."""
+    phases = {"build": sizes(100 + number), "optimizer": sizes(300 + number, pinned=32)}
     return {"uuid": uuid, "phases": phases, "highest": {"optimizer": sizes(350 + number)}}
-
-
-def ranks(*, steps: bool) -> dict[str, Any]:
-    return {"0": rank(0, A, steps=steps), "1": rank(1, B, steps=steps)}
 
 
 def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
@@ -42,18 +35,19 @@ def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
     )
 
 
+LOADED = {str(n): {"uuid": uuid, "phases": {"build": sizes(100 + n)}, "highest": {}} for n, uuid in enumerate((A, B))}
 METRICS = {f"memory_optimizer_{kind}_bytes": float(size) for kind, size in sizes(320).items()}
-STEP = ("step", 1, {"metrics": {"loss": 1.0, "seconds_optimizer": 2.0} | METRICS})
-LOADED = [
+RUNNING = [
     ("claimed", 1, {"runner": "r"}),
     ("started", 1, {"device": "cuda:0"}),
-    ("loaded", 1, {"seconds": {"build": 1.0}, "memory": ranks(steps=False)}),
+    ("loaded", 1, {"seconds": {"build": 1.0}, "memory": LOADED}),
+    ("step", 1, {"metrics": {"loss": 1.0, "seconds_optimizer": 2.0} | METRICS}),
 ]
 RELEASED = {
-    "processes": 0, "before": {A: 900 * MIB, B: 901 * MIB}, "memory": ranks(steps=True), "bytes": 3 * MIB,
-    "devices": {A: 0, B: 3 * MIB}, "seconds": 0.5,
+    "processes": 0, "before": {A: 900 * MIB, B: 901 * MIB}, "memory": {"0": rank(0, A), "1": rank(1, B)},
+    "devices": {A: 0, B: 3 * MIB}, "bytes": 3 * MIB, "seconds": 0.5,
 }  # fmt: skip
-DONE = [*LOADED, STEP, ("checkpoint", 1, {"step": 1}), ("released", 1, RELEASED), ("succeeded", 1, {})]
+DONE = [*RUNNING, ("released", 1, RELEASED), ("succeeded", 1, {})]
 
 
 def printed(*events: tuple[str, int, dict[str, Any]]) -> list[list[str]]:
@@ -69,40 +63,31 @@ def row(phase: str, number: object, allocated: int, pinned: str = "0 B") -> list
     return [phase, str(number), first, second, third, pinned, peak]
 
 
-def test_every_phase_and_rank_then_what_was_left() -> None:
+def test_a_job_that_runs_and_its_end() -> None:
+    assert printed() == [["Job j has not started."]]
+    lines = printed(*RUNNING)
+    assert lines[0] == ["Memory of job j, attempt 1, so far"]
+    assert [cells for cells in lines if len(cells) == 7][1:] == [
+        row("build", 0, 100), row("build", 1, 101), row("optimizer, last", "fullest", 320)
+    ]  # fmt: skip
     lines = printed(*DONE)
     assert lines[0] == ["Memory of job j, attempt 1"]
     assert [cells for cells in lines if len(cells) in (4, 7) and "─" not in cells[0]] == [
         ["phase", "rank", "allocated", "reserved", "device used", "host pinned", "peak"],
         row("build", 0, 100), row("build", 1, 101),
-        row("base_weights", 0, 200, "32.0 MiB"), row("base_weights", 1, 201, "32.0 MiB"),
-        row("optimizer, last", 0, 300), row("optimizer, last", 1, 301),
+        row("optimizer, last", 0, 300, "32.0 MiB"), row("optimizer, last", 1, 301, "32.0 MiB"),
         row("optimizer, highest", 0, 350), row("optimizer, highest", 1, 351),
-        row("checkpoint", 0, 400), row("checkpoint", 1, 401),
         ["GPU", "ranks", "most in use", "left"],
         [A, "0", "900.0 MiB", "0 B"], [B, "1", "901.0 MiB", "3.0 MiB"],
     ]  # fmt: skip
 
 
-def test_a_running_job_shows_its_events_so_far() -> None:
-    assert printed() == [["Job j has not started."]]
-    assert printed(*LOADED[:1])[0] == ["Memory of job j, attempt 1, so far"]
-    lines = printed(*LOADED, STEP)
-    assert lines[0] == ["Memory of job j, attempt 1, so far"]
-    assert row("build", 1, 101) in lines
-    assert row("optimizer, last", "fullest", 320) in lines
-    assert not any("left" in line[0] for line in lines if line)
-
-
 def test_attempts_are_kept_apart() -> None:
-    died = RELEASED | {"memory": {"1": rank(1, B, steps=False)}, "devices": {A: None, B: 0}, "processes": 2}
-    events = [*LOADED, ("released", 1, died), ("requeued", 1, {}), *[(kind, 2, data) for kind, _, data in DONE]]
+    died = RELEASED | {"memory": {"1": LOADED["1"]}, "devices": {A: None, B: 0}, "processes": 2}
+    events = [*RUNNING, ("released", 1, died), ("requeued", 1, {}), *[(kind, 2, data) for kind, _, data in DONE]]
     first, second = attempts(*events)
-    assert [(a.attempt, a.released, a.processes) for a in (first, second)] == [(1, True, 2), (2, True, 0)]
     assert first.ranks.keys() == {0, 1}  # rank 0, which died without a heartbeat, is known from `loaded`
-    assert "checkpoint" not in first.ranks[0].phases
-    assert first.left == {A: None, B: 0}
-    assert second.ranks[1].phases["checkpoint"]["allocated"] == 401 * MIB
+    assert ("optimizer" in first.ranks[1].phases, "optimizer" in second.ranks[1].phases) == (False, True)
     lines = printed(*events)
     titles = [line[0] for line in lines if line and line[0].startswith("Memory of")]
     assert titles == ["Memory of job j, attempt 1", "Memory of job j, attempt 2"]
@@ -115,5 +100,4 @@ def test_on_the_cpu_it_is_the_resident_set() -> None:
     lines = printed(("claimed", 1, {}), ("started", 1, {"device": "cpu"}), ("released", 1, released))
     assert ["phase", "rank", "resident set", "peak"] in lines
     assert ["build", "0", "100.0 MiB", "102.0 MiB"] in lines
-    assert any("On the CPU: each rank's resident set." in line[0] for line in lines if line)
     assert not any("Left on the device" in line[0] for line in lines if line)
