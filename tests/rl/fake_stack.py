@@ -185,9 +185,9 @@ class Environment(environment.Environment):
         return sampler.finish(sum(m["content"] == "a" for m in messages))
 
 
-def config(**rl: Any) -> Config:
+def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
     settings = {"steps": 6, "groups_per_step": 3, "group_size": 3, "environment": [{"use": "fake:fake"}]} | rl
-    return Config.model_validate({"run": {"name": RUN}, "rl": settings})
+    return Config.model_validate({"run": {"name": RUN}, "rl": settings, "eval": evaluation})
 
 
 def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path) -> Loop:
