@@ -12,11 +12,9 @@ from tandem.client import CheckpointInfo, RunStatus, Tandem
 from tandem.client.download import staging
 from tandem.errors import InvalidInput
 from tandem.families.model_config import model_directory
-from tandem.spool.schema import RunSpec
 
 app = typer.Typer(
-    help="Create runs and look at them. A run is an adapter or a model, and all its steps.",
-    no_args_is_help=True,
+    help="Create runs and look at them. A run is an adapter or a model, and all its steps.", no_args_is_help=True
 )
 checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
@@ -35,17 +33,12 @@ def create(
     json: Json = False,
 ) -> None:
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
-    if full:
-        if rank is not None or alpha is not None or target:
-            raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
-        status = connect().create_run(name, base_model=base_model, trainable="full", seed=seed)
-    else:
-        rank = 16 if rank is None else rank
-        lora: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
-        if target:
-            lora["targets"] = target
-        status = connect().create_run(name, base_model=base_model, lora=lora, seed=seed)
-    show(status, json, run_details)
+    if full and (rank is not None or alpha is not None or target):
+        raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
+    rank = 16 if rank is None else rank
+    lora = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha} | ({"targets": target} if target else {})
+    trained: dict[str, Any] = {"trainable": "full"} if full else {"lora": lora}
+    show(connect().create_run(name, base_model=base_model, seed=seed, **trained), json, run_details)
 
 
 @app.command("list")
@@ -83,21 +76,16 @@ def _runs_table(runs: list[RunStatus]) -> object:
     return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "size#", "created"], rows)
 
 
-def _trained(spec: RunSpec) -> str:
-    if spec.lora is None:
-        return "all weights"
-    return f"LoRA, rank {spec.lora.rank}, alpha {spec.lora.alpha:g}, {' '.join(spec.lora.targets)}"
-
-
 def run_details(run: RunStatus) -> object:
-    spec, fork, served = run.spec, run.spec.forked_from, run.served
+    spec, lora, fork, served = run.spec, run.spec.lora, run.spec.forked_from, run.served
+    shape = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {' '.join(lora.targets)}" if lora else "all weights"
     took = ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items()) if served else ""
     refused = f"step {served.refused_step}: {served.refused_reason}" if served and served.refused_step else None
     return details(
         spec.name,
         [
             ("base model", spec.base_model),
-            ("trains", _trained(spec)),
+            ("trains", shape),
             ("created", when(spec.created)),
             ("forked from", f"{fork.run}@{fork.step}" if fork else None),
             ("newest step", run.newest_step),
@@ -177,12 +165,10 @@ def export(
     step: StepArgument,
     dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
     base_model: Annotated[
-        str | None,
-        typer.Option(help="The run's base model as this machine has it: a directory or hub name.  \\[default: as the "
-                     "run names it]"),
+        str | None, typer.Option(help="The base model on this machine: directory or hub name.  \\[default: the run's]")
     ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights; or the
     step's own files, where the run trains all weights.
 

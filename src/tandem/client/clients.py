@@ -24,7 +24,6 @@ class AsyncTandem(Api):
         return str(self._client.base_url)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def __aenter__(self) -> Self:
@@ -87,7 +86,6 @@ class Tandem:
         return str(self._client.base_url)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def __enter__(self) -> Self:
