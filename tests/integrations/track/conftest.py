@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from api_server import (  # noqa: F401
-    KEY,
-    Server,
-    claim,
-    commit,
-    fail,
-    no_jobs_left,
-    rl_request,
-    root,
-    server,
-    succeed,
-)
+import api_server as api
+from api_server import KEY, Server, no_jobs_left, root, server  # noqa: F401
 from integrations.track.readers import make_mlflow
 from tandem.client import Tandem
 from tandem.spool.schema import Job
@@ -50,14 +40,10 @@ class History:
     directory: Path
     job: Job | None = None
 
-    def begin(self) -> Job:
+    def begin(self) -> None:
         """Submit a job and claim it."""
-        self.client.train(self.run, rl_request())
-        return self.claim()
-
-    def claim(self) -> Job:
-        self.job = claim(self.server.spool)
-        return self.job
+        self.client.train(self.run, api.rl_request())
+        self.job = api.claim(self.server.spool)
 
     def event(self, kind: str, **data: object) -> None:
         assert self.job is not None
@@ -74,11 +60,11 @@ class History:
         assert self.job is not None
         if evaluated:
             self.event("evaluated", step=1, metrics=evaluated)
-        commit(self.server.spool, self.job)
+        api.commit(self.server.spool, self.job)
         last, highest = {"optimizer": {"peak": 1000}}, {"optimizer": {"peak": 3000}}
         self.event("checkpoint", step=self.job.spec.base_step + 1, bytes=640, seconds=0.5)
         self.event("released", memory={"0": {"uuid": "cpu", "phases": last, "highest": highest}})
-        succeed(self.server.spool, self.job)
+        api.succeed(self.server.spool, self.job)
 
     def serve(self, error: float = 0.002) -> None:
         self.event("served", step=1, model=f"{self.run}@1", mean_abs_logprob_error=error)
@@ -92,17 +78,11 @@ class History:
 
     def fail(self) -> None:
         assert self.job is not None
-        fail(self.server.spool, self.job)
+        api.fail(self.server.spool, self.job)
 
 
 @pytest.fixture
-def history(
-    server: Server,  # noqa: F811
-    client: Tandem,
-    database: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> History:
+def history(server, client, database, tmp_path, monkeypatch) -> History:  # noqa: F811
     shutil.copyfile(database, tmp_path / "mlflow.db")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
