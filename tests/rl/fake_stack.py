@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,19 +170,25 @@ class FakeStack:
 
 
 class Environment(environment.Environment):
-    """Two turns, and a reward for each "a"."""
+    """Two turns, and a reward for each "a". Tasks in `broken` raise, the first `errors` times or always; trajectories
+    of tasks in `equal` all have one reward."""
 
-    def __init__(self, stack: FakeStack) -> None:
-        self.stack = stack
+    def __init__(
+        self, stack: FakeStack, broken: Container[int] = (), errors: int = 10**9, equal: Container[int] = ()
+    ) -> None:
+        self.stack, self.broken, self.errors, self.equal = stack, broken, errors, equal
         self.tasks = environment.Tasks(range(50), 0)
 
     async def rollout(self, task: int, sampler: Any) -> Trajectory:  # type: ignore[override]
+        if task in self.broken and self.errors > 0:
+            self.errors -= 1
+            raise ValueError(f"task {task} is broken")
         messages = [{"role": "user", "content": str(task)}]
         messages.append(await sampler.chat(messages))
         await self.stack.pause(4 if task % 7 == 0 else 1)  # some are slow
         messages.append({"role": "user", "content": "again"})
         messages.append(await sampler.chat(messages))
-        return sampler.finish(sum(m["content"] == "a" for m in messages))
+        return sampler.finish(1 if task in self.equal else sum(m["content"] == "a" for m in messages))
 
 
 def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:

@@ -75,62 +75,35 @@ def test_a_kill_at_any_call_loses_no_step_and_no_group_trains_twice(
     assert at >= 30
 
 
-class Broken(Environment):
-    """Rollouts of some tasks raise, the first `errors` times or always."""
-
-    def __init__(self, stack: FakeStack, broken: set[int], errors: int = 10**9) -> None:
-        super().__init__(stack)
-        self.broken, self.errors = broken, errors
-
-    async def rollout(self, task: int, sampler: Any) -> Trajectory:
-        if task in self.broken and self.errors > 0:
-            self.errors -= 1
-            raise ValueError(f"task {task} is broken")
-        return await super().rollout(task, sampler)
-
-
 def test_a_rollout_that_raises_is_tried_again_and_then_its_group_is_dropped(tmp_path: Path) -> None:
     stack = FakeStack()
-    environment = Broken(stack, broken=set(range(0, 50, 5)))
-    loop = make_loop(config(), stack, environment, tmp_path)
+    loop = make_loop(config(), stack, Environment(stack, broken=range(0, 50, 5)), tmp_path)
     asyncio.run(loop.run())
     check(stack, 6, 0)
     assert sum(line["left_out"]["failed"] for line in lines(tmp_path)) > 0
-    assert "ValueError: task" in loop.error
-    assert "test_loop.py, line" in loop.error
+    assert re.fullmatch(r"ValueError: task \d+ is broken \(fake_stack.py, line \d+\)", loop.error)
     told = [text_line(line) for line in lines(tmp_path) if line["errors"]]
-    assert all(re.search(r"; \d+ errors, the last: ValueError: task \d+ is broken", line) for line in told)
     assert told
+    assert all(re.search(r"; \d+ errors, the last: ValueError: task \d+ is broken", line) for line in told)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "state.json").unlink()
 
-    few = Broken(FakeStack(), broken=set(range(50)), errors=2)
-    (tmp_path / "few").mkdir()
-    asyncio.run(make_loop(config(), few.stack, few, tmp_path / "few").run())
-    assert sum(line["errors"] for line in lines(tmp_path / "few")) == 2
-    assert sum(line["left_out"]["failed"] for line in lines(tmp_path / "few")) == 0
+    stack = FakeStack()
+    asyncio.run(make_loop(config(), stack, Environment(stack, broken=range(50), errors=2), tmp_path).run())
+    assert sum(line["errors"] for line in lines(tmp_path)) == 2
+    assert sum(line["left_out"]["failed"] for line in lines(tmp_path)) == 0
 
 
 def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
     stack = FakeStack()
     with pytest.raises(TandemError, match=r"groups in a row failed; .* ValueError: task \d+ is broken"):
-        asyncio.run(make_loop(config(), stack, Broken(stack, set(range(50))), tmp_path).run())
+        asyncio.run(make_loop(config(), stack, Environment(stack, broken=range(50)), tmp_path).run())
     assert not stack.jobs
-
-
-class Equal(Environment):
-    """The rewards of some tasks' trajectories are all the same."""
-
-    def __init__(self, stack: FakeStack, equal: set[int]) -> None:
-        super().__init__(stack)
-        self.equal = equal
-
-    async def rollout(self, task: int, sampler: Any) -> Trajectory:
-        made = await super().rollout(task, sampler)
-        return made.model_copy(update={"reward": 1.0}) if task in self.equal else made
 
 
 def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:
     stack = FakeStack()
-    asyncio.run(make_loop(config(), stack, Equal(stack, set(range(0, 50, 2))), tmp_path).run())
+    asyncio.run(make_loop(config(), stack, Environment(stack, equal=range(0, 50, 2)), tmp_path).run())
     check(stack, 6, 0)
     for job in stack.trained:
         assert all(len({t["reward"] for t in group["trajectories"]}) > 1 for group in job.request["groups"])
@@ -139,7 +112,7 @@ def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) ->
     kept = FakeStack()
     (tmp_path / "kept").mkdir()
     settings = config(dynamic_sampling=False, steps=3)
-    asyncio.run(make_loop(settings, kept, Equal(kept, set(range(0, 50, 2))), tmp_path / "kept").run())
+    asyncio.run(make_loop(settings, kept, Environment(kept, equal=range(0, 50, 2)), tmp_path / "kept").run())
     groups = [group for job in kept.trained for group in job.request["groups"]]
     assert any(len({t["reward"] for t in group["trajectories"]}) == 1 for group in groups)
 
@@ -149,7 +122,7 @@ def test_where_no_group_teaches_anything_the_loop_ends(tmp_path: Path, dynamic_s
     stack = FakeStack(delay=0.0005)
     settings = config(dynamic_sampling=dynamic_sampling)
     with pytest.raises(NothingToLearn):
-        asyncio.run(make_loop(settings, stack, Equal(stack, set(range(50))), tmp_path).run())
+        asyncio.run(make_loop(settings, stack, Environment(stack, equal=range(50)), tmp_path).run())
     assert stack.newest == 0
     assert 48 <= len(stack.sampled) / 6 <= 60  # groups of three rollouts of two turns
 

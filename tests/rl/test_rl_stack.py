@@ -143,17 +143,12 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
 
 
 @pytest.mark.sample(1, of="examples of tandem rl")
-def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
+def test_the_game_has_several_turns(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "game", importlib.import_module("game").Game().sft_examples())
-    for steps in (10, 20, 30):  # which tasks meet which policy depends on the machine's speed, and so does the pace
-        rl = Rl(stack, tmp_path, "game", steps=str(steps), every="10")
-        rl.finish()
-        before, *_, after = rl.lines("evaluated")
-        if after["reward"] > before["reward"] + 0.15:
-            break
-    else:
-        pytest.fail(f"30 steps brought the reward from {before['reward']} to {after['reward']} only")
-    check(stack, "game", SFT_STEPS, steps=steps, bound=1)
+    rl = Rl(stack, tmp_path, "game", steps="2", every="2")
+    rl.finish()
+    check(stack, "game", SFT_STEPS, steps=2, bound=1)
+    assert [line["evaluated"] for line in rl.lines("evaluated")] == [SFT_STEPS, SFT_STEPS + 2]
     assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), "trajectories have several turns"
 
 
