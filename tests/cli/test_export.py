@@ -27,15 +27,21 @@ def load(directory, dtype="auto"):
     return model.requires_grad_(False)
 
 
+def export(tmp_path, base, lora=LORA):
+    """A random adapter on a base model, and the weights of the two together."""
+    adapter = write_random_adapter(tmp_path / "adapter", base, lora)
+    write_merged_model(tmp_path / "out", base, adapter, lora)
+    return adapter, load(tmp_path / "out").state_dict()
+
+
 @pytest.mark.parametrize(
     ("family", "lora", "tied"), [("qwen3", LORA, True), ("qwen3", SOME, False), ("gemma3_text", LORA, True)]
 )
 def test_the_model_is_pefts_merge_and_unload(tmp_path, family, lora, tied):
-    model = write_random_model(tmp_path / "base", family=family, tie_word_embeddings=tied)
-    adapter = write_random_adapter(tmp_path / "adapter", model, lora)
-    write_merged_model(tmp_path / "out", model, adapter, lora)
-    expected = peft.PeftModel.from_pretrained(load(model), adapter).merge_and_unload().state_dict()
-    found, plain = load(tmp_path / "out").state_dict(), load(model).state_dict()
+    base = write_random_model(tmp_path / "base", family=family, tie_word_embeddings=tied)
+    adapter, found = export(tmp_path, base, lora)
+    expected = peft.PeftModel.from_pretrained(load(base), adapter).merge_and_unload().state_dict()
+    plain = load(base).state_dict()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
@@ -44,27 +50,19 @@ def test_the_model_is_pefts_merge_and_unload(tmp_path, family, lora, tied):
 
 
 def test_experts(tmp_path):
-    model = write_random_model(tmp_path / "base", family="qwen3_moe")
-    adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
-    write_merged_model(tmp_path / "out", model, adapter, LORA)
-    found = load(tmp_path / "out").state_dict()
-    for name, value in merged(load(model), load_file(adapter / WEIGHTS_FILE), LORA).items():
+    base = write_random_model(tmp_path / "base", family="qwen3_moe")
+    adapter, found = export(tmp_path, base)
+    for name, value in merged(load(base), load_file(adapter / WEIGHTS_FILE), LORA).items():
         assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_rounding_is_that_of_the_weights_that_vllm_serves(tmp_path, dtype):
-    model = write_random_model(tmp_path / "fp32", tie_word_embeddings=True)
-    load(model).to(dtype).save_pretrained(tmp_path / "base", max_shard_size="40KB")
+    model = load(write_random_model(tmp_path / "fp32", tie_word_embeddings=True)).to(dtype)
+    model.save_pretrained(tmp_path / "base", max_shard_size="40KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
-    adapter = write_random_adapter(tmp_path / "adapter", tmp_path / "base", LORA)
-    write_merged_model(tmp_path / "out", tmp_path / "base", adapter, LORA)
-    base, found, factors = (
-        load(tmp_path / "base").state_dict(),
-        load(tmp_path / "out").state_dict(),
-        adapter / WEIGHTS_FILE,
-    )
-    weights = load_file(factors)
+    adapter, found = export(tmp_path, tmp_path / "base")
+    base, weights = model.state_dict(), load_file(adapter / WEIGHTS_FILE)
     scale = torch.tensor([LORA.alpha / LORA.rank], dtype=torch.float64)
     for key in (key for key in weights if "lora_A" in key):
         name = key.removeprefix("base_model.model.").replace("lora_A.", "")

@@ -1,4 +1,4 @@
-"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed ten times, and the examples run."""
+"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed, and the examples run."""
 
 import importlib
 import json
@@ -96,7 +96,7 @@ def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> No
         assert all(0 <= row["off_policy_steps_mean"] <= row["off_policy_steps_max"] <= bound for row in metrics)
 
 
-def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, tmp_path: Path) -> None:
+def test_yes_no_maybe_learns_although_it_is_killed_five_times(stack: LocalStack, tmp_path: Path) -> None:
     run = "yes-no-maybe"
     teach(stack, run, importlib.import_module("rl_yes_no_maybe").sft_examples())
     rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="6")
@@ -108,21 +108,13 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
 
         return happened
 
-    def sampled(count: int) -> Callable[[], bool]:
-        return lambda: sum(rl.known().get("cursors", [])) >= count
-
-    made = len(rl.lines("step"))
+    made = 0
     points: dict[str, Callable[[], bool]] = {
-        "the state exists": rl.state.exists,
         "a request is written down": lambda: bool(rl.known().get("pending")),
         "a job is submitted": lambda: bool(rl.known().get("jobs")) and not rl.known()["pending"],
-        "claimed": event("claimed"),
-        "loaded": event("loaded"),
         "checkpoint": event("checkpoint"),
-        "succeeded": event("succeeded"),
         "served": event("served"),
         "the step is recorded": lambda: len(rl.lines("step")) > made,
-        "the next request is written down": lambda: bool(rl.known().get("pending")),
     }
     for name, reached in points.items():
         made = len(rl.lines("step"))

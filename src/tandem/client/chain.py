@@ -118,9 +118,8 @@ class Chain:
         content = [settings, _digest(Path(config.data)), held_out_digest]
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
-        self._schedule = Schedule(
-            shape=config.schedule, total=self.total, warmup=min(warmup, self.total - 1), floor=config.floor
-        )
+        warmup = min(warmup, self.total - 1)
+        self._schedule = Schedule(shape=config.schedule, total=self.total, warmup=warmup, floor=config.floor)
 
     def run(self, tandem: Tandem, on_step: OnStep = lambda *_: None) -> JobStatus:
         """Submit what is not done yet, one job ahead of the one that trains, and wait for the last.
@@ -128,12 +127,16 @@ class Chain:
         `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed, with which the
         chain ends; `run` again takes that job up once more. Conflict if another training of the run came between.
         """
-        made = self._create_run(tandem)
+        made = False
+        try:
+            tandem.get_run(self.config.run)
+        except NotFound:
+            tandem.create_run(self.config.run, trainable=self.config.trainable, lora=self.config.lora)
+            made = True
         first, start = self._done(tandem)
         if first == len(self.slices) and start is not None:
-            raise Conflict(
-                f"this training is complete: it made {self.config.run}@{start + first}; for another one change its seed"
-            )
+            newest = f"{self.config.run}@{start + first}"
+            raise Conflict(f"this training is complete: it made {newest}; for another one change its seed")
         try:
             job = self._submit(tandem, self.slices[first], start)
         except InvalidInput:
@@ -156,15 +159,6 @@ class Chain:
                 raise
             job = ahead
         return done
-
-    def _create_run(self, tandem: Tandem) -> bool:
-        """Whether the run was made here."""
-        try:
-            tandem.get_run(self.config.run)
-            return False
-        except NotFound:
-            tandem.create_run(self.config.run, trainable=self.config.trainable, lora=self.config.lora)
-            return True
 
     def _done(self, tandem: Tandem) -> tuple[int, int | None]:
         """How many of the jobs have made their checkpoints, and the step that the first one started from, if known."""
@@ -197,8 +191,8 @@ class Chain:
             loss = config.loss.model_copy(update={"reference": start})  # one reference for the whole chain
         rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
         evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
-        own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size}
-        own |= {"epochs": max(1, (part.last - part.first) // self._per_epoch), "learning_rate": rate}
+        own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size,
+               "epochs": max(1, (part.last - part.first) // self._per_epoch), "learning_rate": rate}  # fmt: skip
         return {
             "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
             self._key: [self._data[index][1] for index in self._part(part)],

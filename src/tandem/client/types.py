@@ -21,6 +21,8 @@ class LogPart:
 
 
 class _JobOptions(TypedDict, total=False):
+    """The defaults are those of the requests in `tandem.controller.schemas`."""
+
     id: str
     base_step: int
     optimizer: OptimizerSettings | Mapping[str, Any]
@@ -32,22 +34,16 @@ class _JobOptions(TypedDict, total=False):
 
 
 class SFTOptions(_JobOptions, total=False):
-    """Options of `train_sft`; the defaults are those of `tandem.controller.schemas.SFTRequest`."""
-
     held_out: Sequence[SFTExample | Mapping[str, Any]]
     loss: SFTLoss | Mapping[str, Any]
 
 
 class DPOOptions(_JobOptions, total=False):
-    """Options of `train_dpo`; the defaults are those of `tandem.controller.schemas.DPORequest`."""
-
     held_out: Sequence[PreferencePair | Mapping[str, Any]]
     loss: PreferenceLoss | Mapping[str, Any]
 
 
 class RLOptions(_JobOptions, total=False):
-    """Options of `train_rl`; the defaults are those of `tandem.controller.schemas.RLRequest`."""
-
     loss: RLLoss | Mapping[str, Any]
     max_off_policy_steps: int
     advantage: AdvantageSettings | Mapping[str, Any]
