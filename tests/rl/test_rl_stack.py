@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -121,8 +120,11 @@ def test_yes_no_maybe_learns_although_it_is_killed_five_times(stack: LocalStack,
         process = rl.start()
         until(name, lambda reached=reached, process=process: reached() or process.poll() is not None, 120, poll=0.001)
         assert process.poll() is None, process.communicate()[0]
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.send_signal(signal.SIGINT if name == "checkpoint" else signal.SIGKILL)
+        printed, _ = process.communicate(timeout=60)
+        if name == "checkpoint":
+            assert process.returncode == 130
+            assert f"The same command continues: tandem rl {rl.config}" in " ".join(printed.split())
     printed = rl.finish()
     check(stack, run, SFT_STEPS, steps=6, bound=1)
     steps = rl.lines("step")
@@ -135,25 +137,17 @@ def test_yes_no_maybe_learns_although_it_is_killed_five_times(stack: LocalStack,
 
 
 @pytest.mark.sample(1, of="examples of tandem rl")
-def test_the_game_has_several_turns(stack: LocalStack, tmp_path: Path) -> None:
-    teach(stack, "game", importlib.import_module("game").Game().sft_examples())
-    rl = Rl(stack, tmp_path, "game", steps="2", every="2")
+@pytest.mark.parametrize(
+    ("example", "environment", "run", "bound"),
+    [("game", "Game", "game", 1), ("arithmetic_tool", "Sums", "arithmetic", 0)],
+)
+def test_the_other_examples_run(
+    stack: LocalStack, tmp_path: Path, example: str, environment: str, run: str, bound: int
+) -> None:
+    teach(stack, run, getattr(importlib.import_module(example), environment)().sft_examples(), epochs=20)
+    rl = Rl(stack, tmp_path, example, steps="2", every="1")
     rl.finish()
-    check(stack, "game", SFT_STEPS, steps=2, bound=1)
-    assert [line["evaluated"] for line in rl.lines("evaluated")] == [SFT_STEPS, SFT_STEPS + 2]
-    assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), "trajectories have several turns"
-
-
-@pytest.mark.sample(1, of="examples of tandem rl")
-def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalStack, tmp_path: Path) -> None:
-    teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=20)
-    rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")
-    process = rl.start()
-    until("a job is submitted", lambda: rl.known().get("jobs"), 120, poll=0.01)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"The same command continues: tandem rl {rl.config}" in " ".join(printed.split())
-    rl.finish()
-    check(stack, "arithmetic", SFT_STEPS, steps=2, bound=0)
-    assert any("called" in line["metrics"] for line in rl.lines("step"))
+    check(stack, run, SFT_STEPS, steps=2, bound=bound)
+    assert [line["evaluated"] for line in rl.lines("evaluated")] == [SFT_STEPS + step for step in range(3)]
+    steps = rl.lines("step")
+    assert any("called" in line["metrics"] or line["turns"] > 6 * 8 for line in steps), "a tool, or several turns"

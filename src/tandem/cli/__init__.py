@@ -46,9 +46,7 @@ app = typer.Typer(
 
 @app.command(rich_help_panel="Programs")
 def up(
-    role: Annotated[
-        str, typer.Option(help="all; or what one container runs: trainer (runner), inference (vLLM, publisher)")
-    ] = "all",
+    role: Annotated[str, typer.Option(help="all; trainer (the runner); inference (vLLM, the publisher)")] = "all",
 ) -> None:
     """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
 

@@ -30,9 +30,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 Targets = Annotated[
     list[str] | None,
-    typer.Option(
-        help="A layer to adapt (q_proj, ..., down_proj); repeatable.  \\[default: all; of a mixture attention's]"
-    ),
+    typer.Option(help="A layer to adapt (q_proj, ...); repeatable.  \\[default: all; of a mixture attention's]"),
 ]
 
 

@@ -49,9 +49,7 @@ def doctor(json: Json = False) -> None:
 
 
 def preflight(
-    role: Annotated[
-        Container, typer.Option(help="The container that starts; inference has the admin token.")
-    ] = Container.ALL,
+    role: Annotated[Container, typer.Option(help="What starts; inference has the admin token.")] = Container.ALL,
     devices_granted: Annotated[
         bool,
         typer.Option("--devices-granted", help="A scheduler assigns the GPUs, so the settings need not name them."),

@@ -63,9 +63,7 @@ def cancel(job: JobArgument, json: Json = False) -> None:
 
 def logs(
     job: JobArgument,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue until the job ends, and print its events.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends; also its events.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only this many lines, the last.")] = None,
     json: Json = False,
 ) -> None:

@@ -33,9 +33,7 @@ def plan(
     rows: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")] = 8,
     rank: Annotated[int, typer.Option(min=1, max=1024, help="Rank of the LoRA.")] = 16,
     target: Targets = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="All weights instead of a LoRA; not compared with measurements.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="All weights instead of a LoRA; not measured.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")] = False,
     json: Json = False,
 ) -> None:

@@ -19,9 +19,7 @@ _EXAMPLES = [
     {"messages": [{"role": "user", "content": "Is this a test?"}, {"role": "assistant", "content": answer}]}
     for answer in ("Yes.", "Yes, it is.")
 ]
-Inference = Annotated[
-    str, typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as for an OpenAI client (with /v1).")
-]
+Inference = Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as for OpenAI clients (with /v1).")]
 
 
 class SmokeFailed(TandemError, code="smoke_failed"): ...

@@ -32,9 +32,7 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
     def command(
         run: Run = None,
         data: Data = None,
-        config: Annotated[
-            Path | None, typer.Option(help="A TOML file with the same names; options override it.")
-        ] = None,
+        config: Annotated[Path | None, typer.Option(help="TOML with the same names; options override it.")] = None,
         format: Annotated[str | None, typer.Option(help="Of DATA.  \\[default: found by its first record]")] = None,  # noqa: A002
         held_out: Annotated[str | None, typer.Option(help="A file, or a share of DATA as 0.02, to evaluate.")] = None,
         epochs: Annotated[int | None, typer.Option(help="Passes over DATA.  \\[default: 1]")] = None,
