@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -37,71 +38,65 @@ ARGUMENTS = ("data.jsonl", "--batch-size", "4", "--checkpoint-every", "2", "--ep
 STEPS, JOBS = 12, 6  # per epoch 6 batches, the last one of 3, in 3 jobs
 
 
-class Trainer:
-    """Claims jobs in a thread; `seen` has what each trains: its batches' trained tokens."""
-
-    def __init__(self, server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) -> None:
-        self.server, self.run, self.jobs, self.failing = server, run, jobs, failing
-        self.seen: list[tuple[Job, list[list[int]], list[int]]] = []
-        self.thread = threading.Thread(target=self._work, daemon=True)
-
-    def _work(self) -> None:
-        spool = self.server.spool
-        for number in range(self.jobs):
-            until("a job is queued", lambda: spool.jobs.list(states=("queued",)), 60)
-            queued = spool.jobs.list(states=("queued",))[0][1]
-            with PackedBatch.open(spool.root / queued.spec.data.path) as batch:
-                rows = [batch.row(r) for r in range(len(batch))]
-                batches = [
-                    sorted(int(t) for row in rows if batch.row_batch[row.index] == b for t in row.item_token)
-                    for b in range(int(batch.row_batch.max()) + 1)
-                ]
-                held_out = sorted(int(t) for row in rows if batch.row_batch[row.index] < 0 for t in row.item_token)
-            self.seen.append((queued, batches, held_out))
-            if number in self.failing:
-                fail(spool, claim(spool))
-            else:
-                job = run_one(spool)
-                serve(spool, self.run, job.spec.base_step + 1)
+type Trained = tuple[Job, list[list[int]], list[int]]
+"""A job, the trained tokens of each of its batches, and the held-out tokens."""
 
 
 @contextmanager
-def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) -> Iterator[Trainer]:
-    made = Trainer(server, run, jobs, failing)
-    made.thread.start()
-    yield made
-    made.thread.join(60)
-    assert not made.thread.is_alive()
+def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) -> Iterator[list[Trained]]:
+    """Executes so many jobs in a thread, of which `failing` fail; yields the list of what they train."""
+    spool, trained = server.spool, list[Trained]()
+
+    def work() -> None:
+        for number in range(jobs):
+            until("a job is queued", lambda: spool.jobs.list(states=("queued",)), 60)
+            queued = spool.jobs.list(states=("queued",))[0][1]
+            with PackedBatch.open(spool.root / queued.spec.data.path) as batch:
+                tokens: dict[int, list[int]] = defaultdict(list)  # of each batch; those held out are batch -1
+                for row in map(batch.row, range(len(batch))):
+                    tokens[int(batch.row_batch[row.index])] += map(int, row.item_token)
+            held_out = sorted(tokens.pop(-1, []))
+            trained.append((queued, [sorted(tokens[number]) for number in sorted(tokens)], held_out))
+            if number in failing:
+                fail(spool, claim(spool))
+            else:
+                serve(spool, run, run_one(spool).spec.base_step + 1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield trained
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_every_example_is_trained_once_per_epoch_in_batches(tandem, server, run) -> None:
-    with trainer(server, run, JOBS) as worker:
+    with trainer(server, run, JOBS) as trained:
         status, out, err = tandem("train", "sft", run, *ARGUMENTS, "--lora-rank", "2", "--warmup", "3", "--lr", "0.5")
     assert status == 0, err
     assert f"{run}@{JOBS}" in out
     assert server.spool.runs.get(run).lora.rank == 2
-    batches = [batch for _, of_job, _ in worker.seen for batch in of_job]
+    batches = [batch for _, of_job, _ in trained for batch in of_job]
     assert [len(batch) for batch in batches] == ([4] * 5 + [3]) * 2
     for epoch in (batches[:6], batches[6:]):
         assert sorted(token for batch in epoch for token in batch) == list(range(100, 100 + EXAMPLES))
     assert batches[:6] != batches[6:]
-    rates = [job.spec.optimizer.rate(step) for job, of_job, _ in worker.seen for step in range(len(of_job))]
+    rates = [job.spec.optimizer.rate(step) for job, of_job, _ in trained for step in range(len(of_job))]
     assert rates[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
     np.testing.assert_allclose(rates[3:], 0.25 * (1 + np.cos(np.pi * np.arange(STEPS - 3) / (STEPS - 3))))
-    assert [job.spec.base_step for job, *_ in worker.seen] == list(range(JOBS))
+    assert [job.spec.base_step for job, *_ in trained] == list(range(JOBS))
 
 
 def test_short_epochs_share_a_job(tandem, server, run) -> None:
-    with trainer(server, run, 3) as worker:
+    with trainer(server, run, 3) as trained:
         status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "8", "--epochs", "7",
                                 "--checkpoint-every", "9", "--sequence-length", "16", "--schedule", "linear",
                                 "--warmup", "0")  # fmt: skip
     assert status == 0, err
-    assert [job.spec.optimizer.epochs for job, *_ in worker.seen] == [3, 3, 1]
-    assert [sum(map(len, batches)) for _, batches, _ in worker.seen] == [EXAMPLES] * 3
-    starts = [job.spec.optimizer.schedule.start for job, *_ in worker.seen]
+    assert [job.spec.optimizer.epochs for job, *_ in trained] == [3, 3, 1]
+    assert [sum(map(len, batches)) for _, batches, _ in trained] == [EXAMPLES] * 3
+    starts = [job.spec.optimizer.schedule.start for job, *_ in trained]
     assert starts == [0, 9, 18]
-    assert worker.seen[0][0].spec.optimizer.schedule.total == 21
+    assert trained[0][0].spec.optimizer.schedule.total == 21
 
 
 def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(tandem, server, run) -> None:
@@ -114,7 +109,7 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(t
     with trainer(server, run, 4) as second:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)
     assert status == 0, err
-    trained = [batch for _, of_job, _ in first.seen[:2] + second.seen for batch in of_job]
+    trained = [batch for _, of_job, _ in first[:2] + second for batch in of_job]
     assert len(trained) == STEPS
     assert sorted(token for batch in trained for token in batch) == sorted([*range(100, 100 + EXAMPLES)] * 2)
     # The settings that help where an example does not fit name no job.
@@ -133,15 +128,15 @@ def test_another_training_of_the_run_in_between_is_refused(tandem, server, run) 
 
 
 def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
-    with trainer(server, run, 3) as worker:
+    with trainer(server, run, 3) as trained:
         assert tandem("train", "sft", run, *ARGUMENTS[:-4], "--sequence-length", "16", "--held-out", "0.2")[0] == 0
-    held_out = worker.seen[0][2]
+    held_out = trained[0][2]
     assert len(held_out) == 5
-    assert [tokens for *_, tokens in worker.seen] == [held_out] * 3
-    trained = sorted(token for _, of_job, _ in worker.seen for batch in of_job for token in batch)
-    assert trained == sorted(set(range(100, 100 + EXAMPLES)) - set(held_out))
-    assert worker.seen[0][0].spec.data.num_held_out == 5
-    assert worker.seen[0][0].spec.data.num_trajectories == 8
+    assert [one for *_, one in trained] == [held_out] * 3
+    tokens = sorted(token for _, of_job, _ in trained for batch in of_job for token in batch)
+    assert tokens == sorted(set(range(100, 100 + EXAMPLES)) - set(held_out))
+    assert trained[0][0].spec.data.num_held_out == 5
+    assert trained[0][0].spec.data.num_trajectories == 8
 
 
 BROKEN = [
