@@ -1,7 +1,6 @@
 """The memory that a job's events report, attempt by attempt."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,32 +29,28 @@ class AttemptMemory(BaseModel):
 
 def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
     """The memory of each attempt that began, oldest first."""
-    attempts: dict[int, dict[str, Mapping[str, Any]]] = {}  # number -> event's type -> data of the last such event
+    attempts: dict[int, AttemptMemory] = {}
     for event in events:
         if event.type == "claimed":
-            attempts[event.attempt] = {}
-        if event.attempt in attempts:
-            attempts[event.attempt][event.type] = event.data
-    return [_memory(number, defaultdict(dict, found)) for number, found in attempts.items()]
-
-
-def _memory(attempt: int, found: Mapping[str, Mapping[str, Any]]) -> AttemptMemory:
-    released = found["released"]
-    # A rank that wrote no heartbeat after `loaded` keeps what `loaded` reported.
-    ranks = dict(sorted((_ranks(found["loaded"]) | _ranks(released)).items()))
-    last_step = _step_memory(found["step"].get("metrics") or {})
-    for phase in {phase for memory in ranks.values() for phase in memory.phases}:
-        last_step.pop(phase, None)
-    return AttemptMemory(
-        attempt=attempt,
-        device=found["started"].get("device"),
-        ranks=ranks,
-        last_step=last_step,
-        released=bool(released),
-        processes=released.get("processes") or 0,
-        most=released.get("before") or {},
-        left=beyond(released.get("devices") or {}, released.get("floor") or {}),
-    )
+            attempts[event.attempt] = AttemptMemory(attempt=event.attempt)
+        if (attempt := attempts.get(event.attempt)) is None:
+            continue
+        data = event.data
+        if event.type == "started":
+            attempt.device = data.get("device")
+        elif event.type == "step":
+            attempt.last_step = _step_memory(data.get("metrics") or {})
+        elif event.type in ("loaded", "released"):
+            # A rank that wrote no heartbeat after `loaded` keeps what `loaded` reported.
+            attempt.ranks = dict(sorted((attempt.ranks | _ranks(data)).items()))
+        if event.type == "released":
+            attempt.released, attempt.processes = True, data.get("processes") or 0
+            attempt.most = data.get("before") or {}
+            attempt.left = beyond(data.get("devices") or {}, data.get("floor") or {})
+    for attempt in attempts.values():
+        for phase in {phase for memory in attempt.ranks.values() for phase in memory.phases}:
+            attempt.last_step.pop(phase, None)
+    return list(attempts.values())
 
 
 def _ranks(data: Mapping[str, Any]) -> dict[int, RankMemory]:
