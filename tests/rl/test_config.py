@@ -112,14 +112,13 @@ def test_verifiers_is_an_environment_of_the_integrations(monkeypatch: pytest.Mon
     made: dict[str, Any] = {}
 
     class Taskset:
+        rollout = None
+
         def __init__(self, **arguments: Any) -> None:
             made.update(arguments)
 
         def tasks(self) -> list[str]:
             return ["task"]
-
-        async def rollout(self, task: str, sampler: Any) -> str:
-            return task
 
     section = EnvironmentSection(use="verifiers:owner/name@1.0", arguments={"tokenizer": "d"})
     with pytest.raises(InvalidInput, match="pip install 'verifiers"):

@@ -194,18 +194,9 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> N
         run(config(), stack, tmp_path)
 
 
-def test_evaluation_before_between_and_after(tmp_path: Path) -> None:
+def test_evaluation_before_between_and_after_also_where_a_kill_cut_it_off(tmp_path: Path) -> None:
     stack = FakeStack()
-    settings = config(steps=5, evaluation={"every": 2, "groups": 2, "samples": 2})
-    asyncio.run(run_until_done(settings, stack, tmp_path))
-    evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
-    assert [line["evaluated"] for line in evaluated] == [0, 2, 4, 5]
-    assert {line["samples"] for line in evaluated} == {4}
-
-
-def test_an_evaluation_that_a_kill_cut_off_is_made_again(tmp_path: Path) -> None:
-    stack = FakeStack()
-    settings = config(steps=2, evaluation={"every": 1, "groups": 1})
+    settings = config(steps=3, evaluation={"every": 2, "groups": 2, "samples": 2})
 
     class NeverEvaluated(Environment):
         async def rollout(self, task: int, sampler: Any) -> Trajectory:
@@ -225,9 +216,11 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_again(tmp_path: Path) -> None
     asyncio.run(killed_behind_the_first_step())
     assert [line.get("step") for line in lines(tmp_path)] == [1]
     run(settings, stack, tmp_path)
-    check(stack, 2, 0)
-    assert sorted(line["step"] for line in lines(tmp_path) if "step" in line) == [1, 2]
-    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2]
+    check(stack, 3, 0)
+    assert sorted(line["step"] for line in lines(tmp_path) if "step" in line) == [1, 2, 3]
+    evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
+    assert [line["evaluated"] for line in evaluated] == [0, 2, 3]
+    assert {line["samples"] for line in evaluated} == {4}
 
 
 def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:

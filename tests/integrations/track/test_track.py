@@ -71,7 +71,7 @@ def test_a_restart_goes_on_where_it_stopped(history, kind):
     assert curves(kind, history.directory, history.run, "eval/loss") == [[(4, 0.75)]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
 def test_the_last_attempt_counts(history, kind):
     """Trackers that can't take rows back keep those that the next attempt computes again: to the same numbers."""
     history.begin()
