@@ -14,14 +14,10 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import NotFound, TandemError
-from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_directory
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
-from tandem.inference.publisher.lora_transport import LoraTransport
-from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.inference.publisher.transports import AdapterCopies, LoraTransport, MergedTransport, copies_directory
 from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import verify_tolerance
-from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
 from tandem.spool.paths import is_run_name
 from tandem.spool.schema import RunSpec, Served
@@ -44,7 +40,12 @@ class Publisher:
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._devices = Devices(settings, "inference") if settings.gpu_mode == "shared" else None
         self._client = client
-        self._transport = _transport(settings, client, self._spool)
+        copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
+        self._transport = (
+            LoraTransport(client, copies)
+            if self._weights == "adapter"
+            else MergedTransport(client, copies, settings, self._spool)
+        )
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
         self._usage = Usage(client, self._transport.copies.usage_file)
@@ -241,11 +242,3 @@ class Publisher:
                 write(trouble)
         elif before:
             log.info(f"over: {before}")
-
-
-def _transport(settings: Settings, client: VllmClient, spool: Spool) -> LoraTransport | MergedTransport:
-    copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
-    if settings.weights == "adapter":
-        return LoraTransport(client, copies)
-    check = SpotCheck(settings.model_path(), serving_dtype(settings))
-    return MergedTransport(client, copies, settings, check, spool)
