@@ -145,6 +145,13 @@ class World:
         await self.until(lambda: len(self.engine.generated) > count)
         return task
 
+    async def end(self, running: asyncio.Task[httpx.Response], tokens: dict[str, int], step: int = 2) -> httpx.Response:
+        """The answer to a running request, after a swap to `step` that finds so many `tokens` of each sequence."""
+        self.engine.tokens = tokens
+        await self.publish(step)
+        self.proceed.set()
+        return await running
+
     async def until(self, check: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
             while not check():
@@ -392,11 +399,7 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert answer.text == 'data: {"choices": [{"text": "x"}]}\n\n' * 2 + "data: [DONE]\n\n"
     assert answer.headers["x-tandem-weights"] == "run@1"
     world.status = 404
-    running = await world.running()
-    world.engine.tokens = {f"cmpl-mine-0-{RANDOM}": 5}
-    await world.publish(2)
-    world.proceed.set()
-    answer = await running
+    answer = await world.end(await world.running(), {f"cmpl-mine-0-{RANDOM}": 5})
     assert (answer.status_code, answer.json()) == (404, {"error": {"message": "no"}})
     assert "x-tandem-weights" not in answer.headers
 
@@ -428,11 +431,8 @@ async def test_each_sequence_is_recognised(world: World, path: str, name: str, r
     mine = {kind.format(id=used, r=random): of for kind, of in SEQUENCES[path].items()}
     if path == CHAT:
         mine |= {f"{sample}_chatcmpl-{used}-{random}": (0, sample) for sample in (1, 2)}
-    world.engine.tokens = strangers | {sequence: 10 + i for i, sequence in enumerate(mine)}
-    await world.publish(2)
-    world.proceed.set()
     expected = {of: 10 + i for i, of in enumerate(mine.values())}
-    answer = await running
+    answer = await world.end(running, strangers | {sequence: 10 + i for i, sequence in enumerate(mine)})
     assert answer.headers.get_list("content-length") == [str(len(answer.content))]
     told = answer.json()["weight_versions"]
     assert {(entry["prompt"], entry["sample"]): entry["spans"] for entry in told} == {
@@ -460,10 +460,7 @@ async def test_a_stream_tells_its_versions_before_its_end(world: World) -> None:
     await world.publish(1)
     text = "a page that ends with\n\ndata: [DONE]\n\n"
     running = await world.running(stream=True, echo=text)
-    world.engine.tokens = {f"cmpl-mine-0-{RANDOM}": 57}
-    await world.publish(2)
-    world.proceed.set()
-    answer = await running
+    answer = await world.end(running, {f"cmpl-mine-0-{RANDOM}": 57})
     *events, end = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert end == "[DONE]"
     token = {"choices": [{"text": text}]}
@@ -475,16 +472,13 @@ async def test_a_stream_tells_its_versions_before_its_end(world: World) -> None:
 async def test_several_swaps_in_one_request(world: World) -> None:
     await world.publish(1)
     running = await world.running()
-    for step, tokens in (
-        (2, {"cmpl-mine-0": 0, "cmpl-mine-1": 4, "cmpl-mine-2": 6}),
-        (3, {"cmpl-mine-0": 3, "cmpl-mine-1": 4}),
-        (1, {"cmpl-mine-0": 3, "cmpl-mine-1": 4}),
-    ):
-        world.engine.tokens = tokens
-        await world.publish(step)
-    world.proceed.set()
-    answer = await running
-    assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@1"
+    world.engine.tokens = {"cmpl-mine-0": 0, "cmpl-mine-1": 4, "cmpl-mine-2": 6}
+    await world.publish(2)
+    world.engine.tokens = {"cmpl-mine-0": 3, "cmpl-mine-1": 4}
+    await world.swap(3)
+    await world.order("revert", path="/3")
+    answer = await world.end(running, world.engine.tokens, 1)
+    assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@2,run@1"
     assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
         0: [["run@2", 0], ["run@1", 3]],  # it waited in the queue at the first swap
         1: [["run@1", 0]],  # and the last swap came back to the weights that it had
@@ -502,11 +496,8 @@ async def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(
 ) -> None:
     await world.publish(1)
     running = await world.running()
-    world.engine.tokens = tokens
     world.engine.answers("staged", {"result": way})
-    await world.publish(step)
-    world.proceed.set()
-    answer = await running
+    answer = await world.end(running, tokens, step)
     assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
 
 
@@ -519,18 +510,6 @@ async def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights(wor
     world.tokenised.set()
     answer = await early
     assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
-
-
-async def test_a_reverted_step_shows_in_the_requests_that_saw_it(world: World) -> None:
-    await world.publish(1)
-    running = await world.running()
-    world.engine.tokens = {"cmpl-mine-0": 5}
-    await world.swap(2)
-    world.engine.tokens = {"cmpl-mine-0": 9}
-    await world.order("revert", path="/2")
-    world.proceed.set()
-    [told] = (await running).json()["weight_versions"]
-    assert told["spans"] == [["run@1", 0], ["run@2", 5], ["run@1", 9]]
 
 
 async def test_an_order_that_is_cut_off_changes_nothing(world: World) -> None:

@@ -140,7 +140,7 @@ class CheckpointLoader:
         if not self._lists(name, path):
             parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
-        identity = self.transport.identity_reference(name)
+        identity = self.transport.identity or name
         try:
             result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
         except WrongWeights as error:

@@ -107,9 +107,10 @@ class AdapterCopies:
 
 class LoraTransport:
     """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of the last `refresh`
-    and of this object's own changes; `name`: how the weights came."""
+    and of this object's own changes; `name`: how the weights came; `identity`: what vLLM has under this name must equal
+    the identity adapter."""
 
-    name = "lora"
+    name, identity = "lora", BASE_MODEL_NAME
 
     def __init__(self, client: VllmClient, copies: AdapterCopies) -> None:
         self._client = client
@@ -140,10 +141,6 @@ class LoraTransport:
     def announce(self, name: str, path: Path) -> None:
         """The weights are verified. Who knows the name of an adapter may use it as soon as vLLM lists it."""
 
-    def identity_reference(self, _name: str) -> str:
-        """The model that the identity adapter must equal."""
-        return BASE_MODEL_NAME
-
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
         """Remove the name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
@@ -166,7 +163,7 @@ class MergedTransport:
     """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's ranks or from files, if
     they were offered; else vLLM's workers merge the adapter, or read a whole model's files."""
 
-    name = "merge"
+    name, identity = "merge", ""  # rows prove that the identity adapter's weights are the base model's
 
     def __init__(self, client: VllmClient, copies: AdapterCopies, settings: Settings, spool: Spool) -> None:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
@@ -242,10 +239,6 @@ class MergedTransport:
     def announce(self, _name: str, path: Path) -> None:
         """Requests may use the weights from now on."""
         self._client.announce_merged(str(path))
-
-    def identity_reference(self, name: str) -> str:
-        """The identity adapter's weights are the base model's, which the rows have proved."""
-        return name
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
         """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
