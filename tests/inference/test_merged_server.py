@@ -3,13 +3,15 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from tandem.inference.server import merged_server
 from tandem.inference.server.guard import ADMIN
@@ -23,41 +25,40 @@ RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
 
 
 class Engine:
-    """vLLM's engine client: `on` has what each method of the workers does, `tokens` how many each sequence has."""
+    """vLLM's engine client. `on`: what the workers answer to a method, or what happens then; `tokens`: how many each
+    sequence has."""
 
     def __init__(self) -> None:
         self.errored = False
         self.tokens: dict[str, int] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.on: dict[str, Callable[..., Awaitable[Any]]] = {}
+        self.on: dict[str, list[dict[str, Any]] | Exception | Callable[..., Awaitable[Any]]] = {}
         self.generated: list[str] = []
 
     async def collective_rpc(self, call: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
         assert call == "tandem_call"
         method, *arguments = args
         self.calls.append((method, tuple(arguments)))
-        if method in self.on:
-            return await self.on[method](*arguments)
+        answer = self.on.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            return await answer(*arguments) if callable(answer) else answer
         if method == "swap":
             return [{"seconds": 0.01, "tokens": dict(self.tokens)}]
         return [{"result": {"staged": "merge", "rows": []}.get(method)}] * 2
-
-    def answers(self, method: str, *told: dict[str, Any]) -> None:
-        """From now on the workers answer the method so."""
-
-        async def answer(*_: Any) -> list[dict[str, Any]]:
-            return list(told)
-
-        self.on[method] = answer
-
-    def hangs(self, method: str) -> None:
-        self.on[method] = lambda *_: asyncio.sleep(1000)
 
     def generate(self, request_id: str) -> None:
         self.generated.append(request_id)
 
     def swaps(self) -> list[str]:
         return [args[2] for method, args in self.calls if method == "swap"]
+
+
+FAULTS: dict[str, Any] = {
+    "error": [{"error": "no such file"}, {}], "raises": RuntimeError("broken"), "hangs": lambda *_: asyncio.sleep(1000),
+    "never ready": [{"result": "merge"}, {"result": ""}], "late": [{"late": True}], "torn": [{"torn": "both failed"}],
+}  # fmt: skip
 
 
 @dataclass
@@ -97,29 +98,27 @@ class World:
         await self.server({**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send)
 
     async def _vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        body = json.loads((await receive())["body"])
+        request = Request(scope, receive)
+        body = await request.json()
         await self.tokenised.wait()
-        request_id = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"?").decode("latin-1")
+        request_id = request.headers.get("x-request-id", "?")
         self.engine.generate(request_id)
-        stream = body.get("stream", False)
-        if stream:
-            await send({"type": "http.response.start", "status": 200, "headers": [TYPE_STREAM]})
-            text = json.dumps({"choices": [{"text": body.get("echo", "x")}]})
-            event = {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
-            await send(event)
+        if body.get("stream"):
+            answer = StreamingResponse(self._events(body.get("echo", "x")), media_type="text/event-stream")
+        else:
+            await self.proceed.wait()
+            content = {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
+            text = json.dumps(content)
+            headers = {"content-length": str(len(text))}
+            answer = StreamingResponse(iter([text[:5], text[5:]]), self.status, headers, "application/json")
+        await answer(scope, receive, send)
+
+    async def _events(self, text: str) -> AsyncIterator[str]:
+        event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
+        yield event
         await self.proceed.wait()
-        if stream:
-            await send(event)
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        answer = json.dumps(
-            {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
-        ).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer[:5], "more_body": True})
-        await send({"type": "http.response.body", "body": answer[5:]})
+        yield event
+        yield "data: [DONE]\n\n"
 
     async def order(self, action: str, **values: Any) -> httpx.Response:
         return await self.http.post(f"{ROUTE}/{action}", json=values)
@@ -171,9 +170,6 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
-
-
-TYPE_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
@@ -235,7 +231,7 @@ async def test_a_swap_that_fails_leaves_the_old_weights(world: World, method: st
     """422 means that the same order fails again, 503 that it can succeed later."""
     await world.publish(1)
     running = await world.running()
-    fail(world.engine, method, told)
+    world.engine.on[method] = FAULTS[told]
     assert (await world.swap(2, seconds=0.2)).status_code == status
     assert await world.phase() == ("served", "run@1")
     world.proceed.set()
@@ -247,27 +243,8 @@ async def test_a_swap_that_fails_leaves_the_old_weights(world: World, method: st
 
 @pytest.mark.parametrize(("told", "status"), [("error", 422), ("raises", 503)])
 async def test_rows_that_cannot_be_read(world: World, told: str, status: int) -> None:
-    fail(world.engine, "rows", told)
+    world.engine.on["rows"] = FAULTS[told]
     assert (await world.order("rows", rows={})).status_code == status
-
-
-def fail(engine: Engine, method: str, how: str) -> None:
-    async def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
-
-    match how:
-        case "error":
-            engine.answers(method, {"error": "no such file"}, *([{}] if method != "swap" else []))
-        case "raises":
-            engine.on[method] = broken
-        case "hangs":
-            engine.hangs(method)
-        case "never ready":
-            engine.answers(method, {"result": "merge"}, {"result": ""})
-        case "late":
-            engine.answers(method, {"late": True})
-        case "torn":
-            engine.answers(method, {"torn": "both failed"})
 
 
 @pytest.mark.parametrize("how", ["torn", "raises", "hangs"])
@@ -277,7 +254,7 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
     monkeypatch.setattr(merged_server, "GRACE_SECONDS", 0.1)
     await world.publish(1)
     running = await world.running()
-    fail(world.engine, "swap", how)
+    world.engine.on["swap"] = FAULTS[how]
     assert (await world.swap(2, seconds=0.2)).status_code == 503
     assert await world.phase() == ("torn", "run@1")
     assert await settled(running)
@@ -285,7 +262,7 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
     world.proceed.set()
     refused(await world.sample(), "the last swap of weights failed")
     assert (await world.order("announce", path="/1")).status_code == 409
-    fail(world.engine, "stage", "error")
+    world.engine.on["stage"] = FAULTS["error"]
     assert (await world.swap(2)).status_code == 422
     assert await world.phase() == ("torn", "run@1")
     world.engine.on.clear()
@@ -301,7 +278,7 @@ async def test_a_dead_engine_ends_every_wait(world: World, method: str, monkeypa
     running = await world.running()
     await world.swap(1)
     world.engine.calls.clear()
-    world.engine.hangs(method)
+    world.engine.on[method] = FAULTS["hangs"]
     requests = "wait" if method == "drain" else "keep"
     swap, held = asyncio.create_task(world.swap(2, requests, seconds=1000)), world.sample()
     at_last = "staged" if method == "drain" else method
@@ -496,7 +473,7 @@ async def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(
 ) -> None:
     await world.publish(1)
     running = await world.running()
-    world.engine.answers("staged", {"result": way})
+    world.engine.on["staged"] = [{"result": way}]
     answer = await world.end(running, tokens, step)
     assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
 

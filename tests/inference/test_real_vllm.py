@@ -248,6 +248,17 @@ class Trainer:
         before = self.base if previous is None else self.logprobs(previous)
         return Probe(tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=self.base)
 
+    def check_cached_prefix(self, vllm: VllmServer, model: str, adapter: Path, lora: LoraShape = ATTENTION) -> None:
+        """Sampled tokens have this adapter's log-probs, also where the prefix cache has the prompt."""
+        prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 1, "logprobs": 0,
+                "return_token_ids": True}  # fmt: skip
+        for _ in range(2):
+            answer = httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120).json()["choices"][0]
+            row = linear_row([*prompt, *answer["token_ids"]], trained=[len(prompt)])
+            expected = float(make_policy(self.model, lora, adapter)(row).logprobs[0])
+            assert answer["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-3)
+
     def publish(self, run: str) -> Served:
         self._publisher.once()
         served = self.spool.served.get(run)
@@ -314,31 +325,17 @@ def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached
     vllm: VllmServer, trainer: Trainer, client: VllmClient
 ) -> None:
     run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
-    prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
-
-    def first_token() -> tuple[int, float]:
-        """A sampled token, computed from the prefix cache where that has the prompt."""
-        body = {"model": f"{run}@1", "prompt": prompt, "max_tokens": 1, "temperature": 1, "logprobs": 0,
-                "return_token_ids": True}  # fmt: skip
-        answer = httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120).json()["choices"][0]
-        return answer["token_ids"][0], answer["logprobs"]["token_logprobs"][0]
 
     def cache_hits() -> float:
         text = httpx.get(f"{vllm.url}/metrics", timeout=60).text
         return sum(float(n) for n in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", text, re.MULTILINE))
-
-    def expected(adapter: Path, token: int) -> float:
-        row = linear_row([*prompt, token], trained=[len(prompt)])
-        return float(make_policy(trainer.model, ATTENTION, adapter)(row).logprobs[0])
 
     for seed in (1, 2):
         adapter = trainer.adapter(seed)
         commit(trainer.spool, run, adapter, trainer.probe(adapter))
         assert trainer.publish(run).model == f"{run}@1"
         before = cache_hits()
-        for _ in range(2):
-            token, logprob = first_token()
-            assert logprob == pytest.approx(expected(adapter, token), abs=1e-3)
+        trainer.check_cached_prefix(vllm, f"{run}@1", adapter)
         assert cache_hits() > before, "the prefix cache was not used, so this test proves nothing about it"
         trainer.spool.checkpoints.rollback(run, 0)
         assert trainer.publish(run).step == 0

@@ -14,7 +14,7 @@ from inference.conftest import write_model
 from inference.stage import make_run
 from inference.worker_models import SCALE, Model, Workers
 from policies import LORA
-from tandem.inference.server.worker import receiver
+from tandem.inference.server.worker import landing
 from tandem.inference.server.worker.landing import Source
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS
@@ -44,7 +44,7 @@ def start_ranks(directory: Path, model: Path, tp: int = 2, pp: int = 1) -> Sende
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(landing, "BUFFER_BYTES", BUFFER_BYTES)
 
 
 def offered(senders: Senders, adapter: Path) -> Source:
@@ -100,7 +100,7 @@ def adapters(dense: Model, tmp_path: Path) -> list[Path]:
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
     """Do something when so many buffers have arrived at a worker."""
-    arrived, count = receiver._arrived, 0
+    arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:
         nonlocal count
@@ -109,7 +109,7 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
             action()
         yield from arrived(*args)
 
-    monkeypatch.setattr(receiver, "_arrived", arrive)
+    monkeypatch.setattr(landing, "_arrived", arrive)
 
 
 @pytest.mark.sample(2)
@@ -202,7 +202,7 @@ def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> N
 def test_ranks_with_another_layout_are_refused(
     ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "BUFFER_BYTES", 2 * BUFFER_BYTES)
+    monkeypatch.setattr(landing, "BUFFER_BYTES", 2 * BUFFER_BYTES)
     workers = Workers(dense, whole=True)
     source = offered(ranks, adapters[0])
     ranks.send()

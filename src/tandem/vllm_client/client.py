@@ -89,10 +89,10 @@ class VllmClient:
         return used
 
     def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values.
+        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values; NaN for
+        one that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
 
-        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them. NaN
-        stands for a value that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
+        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them.
         """
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)
@@ -127,8 +127,7 @@ class VllmClient:
 
     def merged(self) -> dict[str, Any]:
         """Whose weights vLLM has: `phase`, `name`, `path` (see `inference.server.merged_server`)."""
-        state: dict[str, Any] = self._ask("GET", MERGED_ROUTE)
-        return state
+        return dict(self._ask("GET", MERGED_ROUTE))
 
     def swap_merged(
         self, name: str, path: str, scale: float, requests: str, seconds: float,
@@ -144,9 +143,7 @@ class VllmClient:
         """
         order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
         order |= {"source": source, "again": again}
-        timeout = seconds + self._work_timeout
-        answer: dict[str, Any] = self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=timeout)
-        return answer
+        return dict(self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout))
 
     def announce_merged(self, path: str) -> None:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
@@ -160,14 +157,11 @@ class VllmClient:
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
         answer = self._ask("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout)
-        found: list[Mapping[str, Any]] = answer["rows"]
-        return found
+        return list(answer["rows"])
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused. While it falls asleep, the answer waits for that.
-
-        A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in use.
-        """
+        """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls asleep. A sleeping
+        engine may still hold its memory (vLLM issue 47654): measure what is in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:

@@ -116,9 +116,7 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        self._last_path: dict[str, str] = {}  # per name, also of names that were unloaded
-        # Whether this object has seen the server start, and so knows every name that the server ever loaded.
-        self._saw_start = False
+        self._loaded: dict[str, str] | None = None  # name -> path of the last load since the server started, if known
 
     def refresh(self) -> bool:
         """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is another server."""
@@ -127,15 +125,15 @@ class LoraTransport:
 
     def server_lost(self) -> None:
         """Forget the server. The next one has no adapters."""
-        self.listed = {}
-        self._last_path.clear()
-        self._saw_start = True
+        self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
         """Load a copied adapter under a name that is not listed. Returns the seconds of each part, if there are any."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
-        self.listed[name] = self._last_path[name] = str(path)
+        self.listed[name] = str(path)
+        if self._loaded is not None:
+            self._loaded[name] = str(path)
         return {}
 
     def announce(self, name: str, path: Path) -> None:
@@ -144,12 +142,12 @@ class LoraTransport:
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
         """Remove the name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
-        self._last_path[name] = self.listed.pop(name)  # the adapter's blocks may stay in the prefix cache
+        del self.listed[name]
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop cached blocks of another adapter of this name, where vLLM keys blocks by the name alone."""
-        last_path = self._last_path.get(name, str(path) if self._saw_start else "")
-        if last_path == str(path) or self._client.prefix_cache_keyed_by_path():
+        """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys blocks by the name."""
+        is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
+        if is_new or self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
         # A request that still runs with the old adapter would write its blocks again after the reset.

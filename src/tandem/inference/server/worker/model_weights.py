@@ -146,7 +146,6 @@ class MergedWeights(ModelWeights):
     def __init__(
         self, model: torch.nn.Module, base_model: str, place_of: Callable[[int], CopyPlace], targets: frozenset[str]
     ) -> None:
-        """`targets`: names of the linear layers that adapters may touch. See `ModelWeights`."""
         super().__init__(model, base_model, place_of, targets)
         self._threads = ThreadPoolExecutor(1)
         self._staged = {BASE: Future[Factors]()}
