@@ -133,7 +133,7 @@ class Worker:
         return self.model.get_submodule(path)
 
     def weights(self, directory: Path) -> MergedWeights:
-        return MergedWeights(self.model, str(directory), lambda _: "device", frozenset(LORA_TARGETS))
+        return MergedWeights(self.model, str(directory), "device", frozenset(LORA_TARGETS))
 
     def bits(self) -> dict[str, bytes]:
         """Every parameter's bytes."""
@@ -167,7 +167,7 @@ class Workers:
         self.each = [model.worker(tp, rank) for rank in range(tp)]
         self.weights: list[Any] = []
         for rank, worker in enumerate(self.each):
-            served = worker.model, str(model.directory), lambda _: "device"
+            served = worker.model, str(model.directory), "device"
             self.weights.append(LandingWeights(*served, (rank, tp)) if whole else worker.weights(model.directory))
 
     def order(self, version: str | Path, source: Source | None = None, scale: float = SCALE) -> None:

@@ -5,12 +5,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu
 
-from tandem.inference.server.command import CopyPlace, automatic_copy
+from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.model_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
@@ -39,22 +39,18 @@ def attach(worker: Any) -> None:
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
-
-    def place_of(copy_bytes: int) -> CopyPlace:
-        ordered: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
-        if ordered != "auto":
-            return ordered
+    place: CopyPlace | float = "device"
+    if on_gpu and options["second_copy"] == "auto":
         memory = torch.cuda.get_device_properties(worker.device).total_memory
-        left = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
-        return automatic_copy(left, copy_bytes)
-
+        place = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
+    elif on_gpu:
+        place = options["second_copy"]
     base_model, targets = worker.model_config.model, options["targets"]
     weights: MergedWeights | LandingWeights
     if targets is None:
-        number = (worker.rank, worker.parallel_config.world_size)
-        weights = LandingWeights(model, base_model, place_of, number)
+        weights = LandingWeights(model, base_model, place, (worker.rank, worker.parallel_config.world_size))
     else:
-        weights = MergedWeights(model, base_model, place_of, frozenset(targets))
+        weights = MergedWeights(model, base_model, place, frozenset(targets))
     worker.tandem_weights = weights
     log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:

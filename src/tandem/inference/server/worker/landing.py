@@ -62,14 +62,10 @@ class LandingWeights(ModelWeights):
     """With the methods of `MergedWeights`. Every tensor may change."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        base_model: str,
-        place_of: Callable[[int], CopyPlace],
-        worker: tuple[int, int] = (0, 1),
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, worker: tuple[int, int]
     ) -> None:
         """`worker`: this worker's number, and how many there are."""
-        super().__init__(model, base_model, place_of)
+        super().__init__(model, base_model, place)
         self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())
         self._landed = dict.fromkeys(self._copy, Content())

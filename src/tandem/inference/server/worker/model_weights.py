@@ -2,7 +2,6 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import safe_open
 from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
 from tandem.families.model_config import model_directory, weight_files
 from tandem.inference.merged_model import TensorFile
-from tandem.inference.server.command import CopyPlace
+from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
 from tandem.model.transfer.merge import merge
 
@@ -36,14 +35,10 @@ def stored_tensors(model: str) -> dict[str, Any]:
 
 class ModelWeights:
     def __init__(
-        self,
-        model: torch.nn.Module,
-        base_model: str,
-        place_of: Callable[[int], CopyPlace],
-        targets: frozenset[str] | None = None,
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str] | None = None
     ) -> None:
-        """`place_of`: where a copy of so many bytes is kept; `targets`: names of the linear layers that may change;
-        None: every tensor may.
+        """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy` decides; `targets`:
+        names of the linear layers that may change; None: every tensor may.
 
         Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
@@ -54,7 +49,8 @@ class ModelWeights:
         self._prove(blocks)
         self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
         copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
-        self.place = place_of(sum(live.nbytes for live in copied.values()))
+        size = sum(live.nbytes for live in copied.values())
+        self.place = place if isinstance(place, str) else automatic_copy(place, size)
         self._copy = {name: _copied(live, self.place) for name, live in copied.items()}
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
@@ -144,9 +140,9 @@ class MergedWeights(ModelWeights):
     The second copy stays the base model's, so each merge starts from there and no rounding accumulates."""
 
     def __init__(
-        self, model: torch.nn.Module, base_model: str, place_of: Callable[[int], CopyPlace], targets: frozenset[str]
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str]
     ) -> None:
-        super().__init__(model, base_model, place_of, targets)
+        super().__init__(model, base_model, place, targets)
         self._threads = ThreadPoolExecutor(1)
         self._staged = {BASE: Future[Factors]()}
         self._staged[BASE].set_result({})
