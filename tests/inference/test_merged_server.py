@@ -13,9 +13,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
+from tandem.config import Settings
 from tandem.inference.server import merged_server
 from tandem.inference.server.guard import ADMIN
 from tandem.inference.server.merged_server import MergedServer
+from tandem.vllm_client.client import VllmClient
 
 pytestmark = pytest.mark.anyio
 
@@ -513,3 +515,24 @@ async def test_unknown_orders_are_refused(world: World) -> None:
     assert (await world.order("nothing")).status_code == 404
     assert (await world.http.get(f"{ROUTE}/swap")).status_code == 404
     assert world.engine.calls == []
+
+
+async def test_the_client_gives_the_orders_that_the_server_takes(world: World) -> None:
+    asked: list[httpx.Request] = []
+
+    def take(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"rows": []})
+
+    client = VllmClient(Settings())
+    client._http._transport = httpx.MockTransport(take)
+    client.swap_merged("run@1", "/1", 2.0, "keep", 5, source={"way": "nccl"})
+    client.merged_rows({"weight": 0})
+    client.announce_merged("/1")
+    client.merged()
+    client.revert_merged("/1", to_base=True)
+    for request in asked:
+        answer = await world.http.request(request.method, request.url.path, content=request.content)
+        assert answer.status_code == 200
+    assert world.engine.calls[0] == ("stage", ("/1", 2.0, {"way": "nccl"}))
+    assert await world.phase() == ("empty", "base")
