@@ -111,25 +111,15 @@ class LandingWeights(ModelWeights):
     def _has(self, version: str) -> bool:
         return all(version in (self._live[name].version, self._landed[name].version) for name in self._copy)
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """One stream for all versions, so that what one has written comes before what the next one writes."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.synchronize()
-            yield
-
     def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
         """Fill the second copy, in which `changed` may differ from the base model."""
         try:
-            with torch.inference_mode(), self._own_stream():
+            with torch.inference_mode(), self._in_stream(self._stream):
+                if self._stream is not None:
+                    self._stream.synchronize()  # what the version before has written comes before what this one writes
                 arrived = self._bring(arrival, scale)
                 for block in changed - arrived:
                     self._put(arrival, block, self._read(self._base, block))
-                if self._stream is not None:
-                    self._stream.synchronize()
             arrival.way = arrival.source["way"] if arrival.source else "merge"
             self._tell(arrival, arrival.version, arrived)
         except Exception as error:

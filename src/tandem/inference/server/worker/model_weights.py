@@ -2,7 +2,9 @@
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,13 +95,24 @@ class ModelWeights:
             entry["sha256"] = sha256(bits(row).numpy().tobytes()).hexdigest()
         return found
 
+    @contextmanager
+    def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """For a thread: what it gives to the device here is done at the end. Without the device, `torch.cuda.stream`
+        would return to the thread's own one, GPU 0, and make a CUDA context there."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
         """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it does not fit."""
         factors: Factors = {}
         file = TensorFile(Path(directory, WEIGHTS_FILE))
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with torch.cuda.stream(stream):
+        with self._in_stream(stream):
             data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
             s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
             left = set(file)
@@ -116,8 +129,6 @@ class ModelWeights:
                 b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
                 factors[block] = (a, b, s)
                 left -= {key for pair in keys for key in pair}
-            if stream is not None:
-                stream.synchronize()
         if left:
             raise CannotWrite(f"vLLM's model has no place for {min(left)}")
         return factors
