@@ -179,7 +179,6 @@ class VllmClient:
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(self, method: str, path: str, body: object = None, timeout: float | None = None) -> Any:
-        """`_request`, and its response's JSON."""
         response = self._request(method, path, body, timeout)
         try:
             return response.json()

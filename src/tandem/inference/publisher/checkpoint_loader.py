@@ -116,7 +116,6 @@ class CheckpointLoader:
         self._served.pop(name, None)
 
     def _lists(self, name: str, path: Path) -> bool:
-        """Whether vLLM has exactly this content under the name."""
         return self.transport.listed.get(name) == str(path)
 
     def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:

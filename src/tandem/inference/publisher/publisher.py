@@ -207,7 +207,6 @@ class Publisher:
         return wanted
 
     def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
-        """Write `served.json`, if that changes it."""
         step, reason = refused or (None, None)
         record = record.model_copy(update={"refused_step": step, "refused_reason": reason})
         if self._spool.served.get(run) != record:

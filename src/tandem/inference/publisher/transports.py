@@ -205,7 +205,6 @@ class MergedTransport:
         return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
 
     def _model(self, run: RunSpec, checkpoint: Manifest) -> Path:
-        """The directory of a run's whole weights."""
         if not checkpoint.weights_files:  # step 0
             return model_directory(resolve_model(self._spool.root, run.base_model))
         return self._spool.checkpoints.path(run.name, checkpoint.step)
@@ -235,7 +234,6 @@ class MergedTransport:
         return events[-1].data
 
     def announce(self, _name: str, path: Path) -> None:
-        """Requests may use the weights from now on."""
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:

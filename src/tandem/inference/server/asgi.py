@@ -39,7 +39,6 @@ class ChangedAnswer:
         self._stream = False
 
     def headers(self) -> dict[str, str]:
-        """More headers."""
         return {}
 
     def whole(self, body: bytes) -> bytes:

@@ -157,7 +157,6 @@ class MergedServer:
         return {"rows": [row for answer in answers for row in answer["result"]]}
 
     async def _announce(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The publisher has verified the current weights: new requests go on."""
         if order["path"] != self.current.path or self.phase not in ("unverified", "served"):
             raise SwapFailed(f"the current weights are {self.current.name} ({self.phase})", 409)
         self.verified = self.current

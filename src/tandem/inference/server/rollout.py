@@ -54,8 +54,6 @@ class RolloutDoor:
 
 
 class _CompleteAnswer(ChangedAnswer):
-    """With what each choice lacks."""
-
     def whole(self, body: bytes) -> bytes:
         return json.dumps(_complete(json.loads(body))).encode()
 

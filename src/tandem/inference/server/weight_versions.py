@@ -63,8 +63,6 @@ class InFlight:
 
 
 class VersionedAnswer(ChangedAnswer):
-    """With the versions."""
-
     def __init__(self, send: Send, request: InFlight) -> None:
         super().__init__(send)
         self._request = request

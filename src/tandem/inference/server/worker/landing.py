@@ -200,10 +200,7 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with those of a staged version. Call it between two steps, on the thread that runs them.
-
-        If it raises, the weights are torn, until a swap to the version before or another one.
-        """
+        """Exchange the weights with those of a staged version, as `MergedWeights.swap`."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:

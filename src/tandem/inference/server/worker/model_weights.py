@@ -28,9 +28,7 @@ Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 def stored_tensors(model: str) -> dict[str, Any]:
     """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay open, memory-mapped.
-
-    `model`: a directory, or the name of a hub repository that is in the cache.
-    """
+    `model`: a directory, or the name of a hub repository that is in the cache."""
     opened = [safe_open(path, framework="pt") for path in weight_files(model_directory(model, cached=True))]
     return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
@@ -180,10 +178,8 @@ class MergedWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make the weights those of a staged version. Call it between two steps, on the thread that runs them.
-
-        If it raises, the weights are torn, until a swap to the version before or another one.
-        """
+        """Make the weights those of a staged version. Call it between two steps, on the thread that runs them. If it
+        raises, the weights are torn, until a swap to the version before or another one."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -220,7 +216,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
-    """A float32 tensor of the file whose bytes are in `data`."""
     if file.dtype(name) != "F32":
         raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
     begin, end = file.offsets(name)
