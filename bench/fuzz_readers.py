@@ -25,7 +25,7 @@ from tandem.cli import checks_deployment
 from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.inference.publisher.adapter_copies import copies_directory
+from tandem.inference.publisher.transports import copies_directory
 from tandem.metrics.collector import Page
 from tandem.metrics.controller import QueueCollector
 from tandem.metrics.exporter import make_collectors

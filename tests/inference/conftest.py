@@ -6,14 +6,33 @@ import pytest
 
 from fake_vllm import FakeVllm
 from inference.stage import Stage
+from inference.worker_models import Model
 from tiny import MERGED_SIZES, write_random_model
+
+
+def write_model(family: str, factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(factory.mktemp(family), family=family, **MERGED_SIZES[family])
 
 
 @pytest.fixture(scope="module", params=list(MERGED_SIZES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of each family in `MERGED_SIZES`."""
-    path = tmp_path_factory.mktemp(request.param)
-    return write_random_model(path, family=request.param, **MERGED_SIZES[request.param])
+    return write_model(request.param, tmp_path_factory)
+
+
+@pytest.fixture
+def model(directory: Path) -> Model:
+    return Model(directory)
+
+
+@pytest.fixture(scope="package")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(write_model("qwen3", tmp_path_factory))
+
+
+@pytest.fixture(scope="package")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(write_model("qwen3_moe", tmp_path_factory))
 
 
 @pytest.fixture

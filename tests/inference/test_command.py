@@ -41,15 +41,21 @@ def test_cpu() -> None:
     assert "HF_HUB_OFFLINE" not in made.env
 
 
-@pytest.mark.parametrize(("weights", "inner"), [("adapter", []), ("merged", ["merged_server.MergedServer"])])
-def test_the_guard_is_around_the_door_and_the_door_around_merged_weights(
-    weights: str, inner: list[str], tmp_path: Path
+@pytest.mark.parametrize("weights", ["adapter", "merged"])
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
+    weights: str, experts: int, tmp_path: Path
 ) -> None:
-    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", hidden_size=64, layers=1, heads=2, kv_heads=1)
+    sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "experts": experts}
+    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", **sizes)
     argv = command(weights=weights, device="cuda", base_model=str(model)).argv
-    middlewares = [value for name, value in pairwise(argv) if name == "--middleware"]
+    inner = ["merged_server.MergedServer"] if weights == "merged" else []
     expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]  # vLLM puts each around those before it
-    assert middlewares == [f"tandem.inference.server.{name}" for name in expected]
+    given = [value for name, value in pairwise(argv) if name == "--middleware"]
+    assert given == [f"tandem.inference.server.{name}" for name in expected]
+    # Merged experts stay in the order of their files.
+    assert (("--moe-backend", "triton") in pairwise(argv)) == (weights == "merged" and experts > 0)
+    assert "--moe-backend" not in command(weights=weights, device="cpu", base_model=str(model)).argv
 
 
 @pytest.mark.parametrize(
@@ -62,24 +68,6 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
     assert ("--enable-scale-out" in command().argv) == given
 
 
-@pytest.mark.parametrize(
-    ("device", "weights", "experts", "given"),
-    [
-        ("cuda", "merged", 4, True), ("cuda", "merged", 0, False), ("cuda", "adapter", 4, False),
-        ("cpu", "merged", 4, False),
-    ],
-)  # fmt: skip
-def test_merged_experts_stay_in_the_order_of_their_files(
-    device: str, weights: str, experts: int, given: bool, tmp_path: Path
-) -> None:
-    sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
-    model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", **sizes, experts=experts)
-    argv = command(device=device, weights=weights, base_model=str(model)).argv
-    assert ("--moe-backend" in argv) == given
-    if given:
-        assert option(argv, "--moe-backend") == "triton"
-
-
 def test_cuda() -> None:
     made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
     expected = {
@@ -89,18 +77,12 @@ def test_cuda() -> None:
     assert {name: option(made.argv, name) for name in expected} == expected
     assert "--enforce-eager" not in made.argv
     assert not [name for name in made.env if name.startswith(("VLLM_CPU", "OMP", "GOMP"))]
-
-
-@pytest.mark.parametrize(
-    ("setting", "word"), [({"gpu_mode": "shared"}, "--enable-sleep-mode"), ({"expert_lora": True}, "experts")]
-)
-def test_a_setting_adds_one_word(setting: dict[str, object], word: str) -> None:
-    plain, with_setting = command(device="cuda").argv, command(device="cuda", **setting).argv
-    at = with_setting.index(word)
-    assert [*with_setting[:at], *with_setting[at + 1 :]] == plain
-    if word == "experts":
-        assert "--lora-target-modules" in with_setting[:at]
-        assert with_setting[at + 1].startswith("--")
+    assert "--enable-sleep-mode" in command(device="cuda", gpu_mode="shared").argv
+    experts = command(device="cuda", expert_lora=True).argv
+    targets = experts[experts.index("--lora-target-modules") :]
+    assert "experts" in targets[: next(at for at, word in enumerate(targets[1:], 1) if word.startswith("--"))]
+    for rank, accepted in ((1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)):
+        assert option(command(max_lora_rank=rank).argv, "--max-lora-rank") == str(accepted)
 
 
 def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_environment(tmp_path: Path) -> None:
@@ -120,11 +102,6 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
     assert made.argv[-8:] == extra
     assert made.env.items() >= environ.items()
     assert "GOMP_SPINCOUNT" not in made.env, "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
-
-
-@pytest.mark.parametrize(("rank", "accepted"), [(1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)])
-def test_the_lora_rank_is_one_that_vllm_accepts(rank: int, accepted: int) -> None:
-    assert option(command(max_lora_rank=rank).argv, "--max-lora-rank") == str(accepted)
 
 
 @pytest.mark.parametrize(

@@ -27,25 +27,20 @@ def test_the_steps_of_a_deleted_run_are_unloaded_and_no_others(stage: Stage, res
 
 
 def test_a_run_that_cannot_be_read_is_not_deleted(stage: Stage) -> None:
-    stage.publisher().once()
-    path = stage.spool.paths.run_dir("run") / "run.json"
-    path.write_text("{")
-    stage.publisher().once()
-    assert stage.listed() == ["run@0"]
-
-
-def test_without_its_volume_nothing_is_unloaded(stage: Stage) -> None:
     publisher = stage.publisher()
     publisher.once()
     root, away = stage.spool.root, stage.spool.root.with_name("away")
     root.rename(away)
-    root.mkdir()  # the mount point
+    root.mkdir()  # the mount point of the volume
     publisher.once()
     assert stage.listed() == ["run@0"]
     root.rmdir()
     away.rename(root)
     publisher.once()
     assert stage.served() == (0, None)
+    (stage.spool.paths.run_dir("run") / "run.json").write_text("{")
+    stage.publisher().once()
+    assert stage.listed() == ["run@0"]
 
 
 def test_a_new_run_of_the_same_name_is_served_and_the_old_one_is_not(stage: Stage) -> None:

@@ -72,21 +72,17 @@ def test_public_routes_need_no_secret() -> None:
 
 @pytest.mark.parametrize("path", CLOSED)
 def test_every_other_route_needs_the_token(path: str) -> None:
-    guarded = client()
+    guarded, token = client(), ADMIN[ADMIN_HEADER]
+    wrong = [{}, API, {ADMIN_HEADER: "wrong"}, {ADMIN_HEADER: ""}, {"Authorization": f"Bearer {token}"}]
+    twice = [[(ADMIN_HEADER, value) for value in values] for values in ([token, token], [token, "no"], ["no", token])]
     for method in METHODS:
-        for headers in ({}, API, {ADMIN_HEADER: "wrong"}, {ADMIN_HEADER: ""}, {"Authorization": "Bearer s3cret-token"}):
+        for headers in (*wrong, *twice):
             answer = guarded.request(method, path, headers=headers)
             assert answer.status_code == 401, (method, headers)
             if method != "HEAD":
                 assert answer.json()["error"]["type"] == "unauthorized"
-                assert "s3cret" not in answer.text
+                assert token not in answer.text
         assert guarded.request(method, path, headers=ADMIN).status_code == 200
-
-
-def test_a_token_that_is_sent_twice_is_refused() -> None:
-    token = ADMIN[ADMIN_HEADER]
-    for values in ([token, token], [token, "wrong"], ["wrong", token]):
-        assert client().get("/pause", headers=[(ADMIN_HEADER, value) for value in values]).status_code == 401
 
 
 @pytest.mark.parametrize(

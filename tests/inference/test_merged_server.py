@@ -2,23 +2,24 @@
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from tandem.config import Settings
-from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.server import merged_server
 from tandem.inference.server.guard import ADMIN
 from tandem.inference.server.merged_server import MergedServer
-from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
-from waiting import until
+from tandem.vllm_client.client import VllmClient
+
+pytestmark = pytest.mark.anyio
 
 ROUTE = "/tandem/merged"
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -26,35 +27,28 @@ RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
 
 
 class Engine:
-    """vLLM's engine client: `on` has what each method of the workers does, `tokens` how many each sequence has."""
+    """vLLM's engine client. `on`: what the workers answer to a method, or what happens then; `tokens`: how many each
+    sequence has."""
 
     def __init__(self) -> None:
         self.errored = False
         self.tokens: dict[str, int] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.on: dict[str, Callable[..., Awaitable[Any]]] = {}
+        self.on: dict[str, list[dict[str, Any]] | Exception | Callable[..., Awaitable[Any]]] = {}
         self.generated: list[str] = []
 
     async def collective_rpc(self, call: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
         assert call == "tandem_call"
         method, *arguments = args
         self.calls.append((method, tuple(arguments)))
-        if method in self.on:
-            return await self.on[method](*arguments)
+        answer = self.on.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            return await answer(*arguments) if callable(answer) else answer
         if method == "swap":
             return [{"seconds": 0.01, "tokens": dict(self.tokens)}]
         return [{"result": {"staged": "merge", "rows": []}.get(method)}] * 2
-
-    def answers(self, method: str, *told: dict[str, Any]) -> None:
-        """From now on the workers answer the method so."""
-
-        async def answer(*_: Any) -> list[dict[str, Any]]:
-            return list(told)
-
-        self.on[method] = answer
-
-    def hangs(self, method: str) -> None:
-        self.on[method] = lambda *_: asyncio.sleep(1000)
 
     def generate(self, request_id: str) -> None:
         self.generated.append(request_id)
@@ -63,11 +57,23 @@ class Engine:
         return [args[2] for method, args in self.calls if method == "swap"]
 
 
+FAULTS: dict[str, Any] = {
+    "error": [{"error": "no such file"}, {}], "raises": RuntimeError("broken"), "hangs": lambda *_: asyncio.sleep(1000),
+    "never ready": [{"result": "merge"}, {"result": ""}], "late": [{"late": True}], "torn": [{"torn": "both failed"}],
+}  # fmt: skip
+
+
+@dataclass
 class Path:
     """vLLM's BaseModelPath."""
 
-    def __init__(self, name: str, model_path: str) -> None:
-        self.name, self.model_path = name, model_path
+    name: str
+    model_path: str
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 class World:
@@ -94,35 +100,33 @@ class World:
         await self.server({**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send)
 
     async def _vllm(self, scope: Any, receive: Any, send: Any) -> None:
-        body = json.loads((await receive())["body"])
+        request = Request(scope, receive)
+        body = await request.json()
         await self.tokenised.wait()
-        request_id = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"?").decode("latin-1")
+        request_id = request.headers.get("x-request-id", "?")
         self.engine.generate(request_id)
-        stream = body.get("stream", False)
-        if stream:
-            await send({"type": "http.response.start", "status": 200, "headers": [TYPE_STREAM]})
-            text = json.dumps({"choices": [{"text": body.get("echo", "x")}]})
-            event = {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
-            await send(event)
+        if body.get("stream"):
+            answer = StreamingResponse(self._events(body.get("echo", "x")), media_type="text/event-stream")
+        else:
+            await self.proceed.wait()
+            content = {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
+            text = json.dumps(content)
+            headers = {"content-length": str(len(text))}
+            answer = StreamingResponse(iter([text[:5], text[5:]]), self.status, headers, "application/json")
+        await answer(scope, receive, send)
+
+    async def _events(self, text: str) -> AsyncIterator[str]:
+        event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
+        yield event
         await self.proceed.wait()
-        if stream:
-            await send(event)
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        answer = json.dumps(
-            {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
-        ).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer[:5], "more_body": True})
-        await send({"type": "http.response.body", "body": answer[5:]})
+        yield event
+        yield "data: [DONE]\n\n"
 
     async def order(self, action: str, **values: Any) -> httpx.Response:
         return await self.http.post(f"{ROUTE}/{action}", json=values)
 
     async def swap(self, step: int, requests: str = "keep", seconds: float = 5.0) -> httpx.Response:
-        order = {"name": f"run@{step}", "path": f"/{step}", "scale": 2.0, "sources": [None]}
+        order = {"name": f"run@{step}", "path": f"/{step}", "scale": 2.0, "source": None, "again": None}
         return await self.order("swap", **order, requests=requests, seconds=seconds)
 
     async def publish(self, step: int, requests: str = "keep") -> None:
@@ -142,25 +146,32 @@ class World:
         await self.until(lambda: len(self.engine.generated) > count)
         return task
 
+    async def end(self, running: asyncio.Task[httpx.Response], tokens: dict[str, int], step: int = 2) -> httpx.Response:
+        """The answer to a running request, after a swap to `step` that finds so many `tokens` of each sequence."""
+        self.engine.tokens = tokens
+        await self.publish(step)
+        self.proceed.set()
+        return await running
+
     async def until(self, check: Callable[[], Any]) -> None:
         async with asyncio.timeout(10):
             while not check():
                 await asyncio.sleep(0.001)
+
+    async def sampled(self) -> str:
+        """The weights that answer a request."""
+        answer = await self.sample()
+        assert answer.status_code == 200
+        return answer.headers["x-tandem-weights"]
 
     async def phase(self) -> tuple[str, str]:
         state = (await self.http.get(ROUTE)).json()
         return state["phase"], state["name"]
 
 
-TYPE_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
-
-
-def play(scene: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(30):
-            await scene(World())
-
-    asyncio.run(run())
+@pytest.fixture
+def world() -> World:
+    return World()
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
@@ -169,318 +180,207 @@ async def settled(task: asyncio.Task[Any]) -> bool:
     return task.done()
 
 
-def test_nothing_is_sampled_before_the_first_announcement() -> None:
-    async def scene(world: World) -> None:
-        answer = await world.sample()
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert answer.json()["error"]["type"] == "inference_unavailable"
-        assert "no checkpoint is served yet" in answer.json()["error"]["message"]
-        assert world.engine.generated == []
-        assert await world.phase() == ("empty", "base")
-        await world.publish(1)
-        answer = await world.sample()
-        assert (answer.status_code, answer.headers["x-tandem-weights"]) == (200, "run@1")
-        assert [(path.name, path.model_path) for path in world.paths] == [("run@1", "/1"), ("run", "/1")]
+def refused(answer: httpx.Response, why: str) -> None:
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    error = answer.json()["error"]
+    assert (error["type"], why in error["message"]) == ("inference_unavailable", True)
 
-    play(scene)
+
+async def test_nothing_is_sampled_before_the_first_announcement(world: World) -> None:
+    refused(await world.sample(), "no checkpoint is served yet")
+    assert world.engine.generated == []
+    assert await world.phase() == ("empty", "base")
+    await world.publish(1)
+    answer = await world.sample()
+    assert (answer.status_code, answer.headers["x-tandem-weights"]) == (200, "run@1")
+    assert world.paths == [Path("run@1", "/1"), Path("run", "/1")]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
-def test_new_requests_wait_from_the_swap_to_the_announcement(path: str) -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        await world.swap(2)
-        held = [world.sample(path) for _ in range(3)]
-        assert not await settled(held[0])
-        assert world.engine.generated == []
-        world.admin = True  # the publisher's own requests pass
-        assert (await world.sample(path)).status_code == 200
-        world.admin = False
-        await world.order("announce", path="/2")
-        assert [(await task).headers["x-tandem-weights"] for task in held] == ["run@2"] * 3
-
-    play(scene)
+async def test_new_requests_wait_from_the_swap_to_the_announcement(world: World, path: str) -> None:
+    await world.publish(1)
+    await world.swap(2)
+    held = [world.sample(path) for _ in range(3)]
+    assert not await settled(held[0])
+    assert world.engine.generated == []
+    assert (await world.http.post("/v1/models", json={})).status_code == 200, "other routes never wait"
+    world.admin = True  # the publisher's own requests pass
+    assert (await world.sample(path)).status_code == 200
+    world.admin = False
+    await world.order("announce", path="/2")
+    assert [(await task).headers["x-tandem-weights"] for task in held] == ["run@2"] * 3
 
 
-def test_other_routes_never_wait() -> None:
-    async def scene(world: World) -> None:
-        await world.swap(1)
-        assert (await world.http.post("/v1/models", json={})).status_code == 200
-
-    play(scene)
-
-
-def test_a_request_waits_no_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_no_longer_than_the_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged_server, "HOLD_SECONDS", 0.2)
-
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        await world.swap(2)
-        answer = await world.sample()
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "not verified" in answer.json()["error"]["message"]
-        assert world.engine.generated == []
-        await world.order("announce", path="/2")
-        assert (await world.sample()).headers["x-tandem-weights"] == "run@2"
-
-    play(scene)
+    await world.publish(1)
+    await world.swap(2)
+    refused(await world.sample(), "not verified")
+    assert world.engine.generated == []
+    await world.order("announce", path="/2")
+    assert await world.sampled() == "run@2"
 
 
 @pytest.mark.parametrize(
     ("method", "told", "status"),
     [
-        ("stage", "error", 422),
-        ("staged", "error", 422),
-        ("stage", "raises", 503),
-        ("staged", "raises", 503),
-        ("stage", "hangs", 503),
-        ("staged", "hangs", 503),
-        ("staged", "never ready", 503),
-        ("swap", "error", 422),
+        ("stage", "error", 422), ("staged", "error", 422), ("stage", "raises", 503), ("staged", "raises", 503),
+        ("stage", "hangs", 503), ("staged", "hangs", 503), ("staged", "never ready", 503), ("swap", "error", 422),
         ("swap", "late", 503),
     ],
-)
-def test_a_swap_that_fails_leaves_the_old_weights(method: str, told: str, status: int) -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        fail(world.engine, method, told)
-        answer = await world.swap(2, seconds=0.2)
-        assert answer.status_code == status
-        assert await world.phase() == ("served", "run@1")
-        world.proceed.set()
-        assert (await running).headers["x-tandem-weights"] == "run@1"
-        assert (await world.sample()).headers["x-tandem-weights"] == "run@1"
-        world.engine.on.clear()
-        await world.publish(2)
-        assert (await world.sample()).headers["x-tandem-weights"] == "run@2"
-
-    play(scene)
+)  # fmt: skip
+async def test_a_swap_that_fails_leaves_the_old_weights(world: World, method: str, told: str, status: int) -> None:
+    """422 means that the same order fails again, 503 that it can succeed later."""
+    await world.publish(1)
+    running = await world.running()
+    world.engine.on[method] = FAULTS[told]
+    assert (await world.swap(2, seconds=0.2)).status_code == status
+    assert await world.phase() == ("served", "run@1")
+    world.proceed.set()
+    assert (await running).headers["x-tandem-weights"] == await world.sampled() == "run@1"
+    world.engine.on.clear()
+    await world.publish(2)
+    assert await world.sampled() == "run@2"
 
 
-def fail(engine: Engine, method: str, how: str) -> None:
-    async def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
-
-    match how:
-        case "error":
-            engine.answers(method, {"error": "no such file"}, *([{}] if method != "swap" else []))
-        case "raises":
-            engine.on[method] = broken
-        case "hangs":
-            engine.hangs(method)
-        case "never ready":
-            engine.answers(method, {"result": "merge"}, {"result": ""})
-        case "late":
-            engine.answers(method, {"late": True})
-        case "torn":
-            engine.answers(method, {"torn": "both failed"})
+@pytest.mark.parametrize(("told", "status"), [("error", 422), ("raises", 503)])
+async def test_rows_that_cannot_be_read(world: World, told: str, status: int) -> None:
+    world.engine.on["rows"] = FAULTS[told]
+    assert (await world.order("rows", rows={})).status_code == status
 
 
 @pytest.mark.parametrize("how", ["torn", "raises", "hangs"])
-def test_torn_weights_answer_nobody_until_a_swap_succeeds(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
+    world: World, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(merged_server, "GRACE_SECONDS", 0.1)
-
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        fail(world.engine, "swap", how)
-        answer = await world.swap(2, seconds=0.2)
-        assert answer.status_code == 503
-        assert await world.phase() == ("torn", "run@1")
-        assert await settled(running)
-        assert running.cancelled()
-        world.proceed.set()
-        answer = await world.sample()
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert "the last swap of weights failed" in answer.json()["error"]["message"]
-        assert (await world.order("announce", path="/1")).status_code == 409
-        fail(world.engine, "stage", "error")
-        assert (await world.swap(2)).status_code == 422
-        assert await world.phase() == ("torn", "run@1")
-        world.engine.on.clear()
-        await world.publish(1)
-        assert (await world.sample()).headers["x-tandem-weights"] == "run@1"
-
-    play(scene)
+    await world.publish(1)
+    running = await world.running()
+    world.engine.on["swap"] = FAULTS[how]
+    assert (await world.swap(2, seconds=0.2)).status_code == 503
+    assert await world.phase() == ("torn", "run@1")
+    assert await settled(running)
+    assert running.cancelled()
+    world.proceed.set()
+    refused(await world.sample(), "the last swap of weights failed")
+    assert (await world.order("announce", path="/1")).status_code == 409
+    world.engine.on["stage"] = FAULTS["error"]
+    assert (await world.swap(2)).status_code == 422
+    assert await world.phase() == ("torn", "run@1")
+    world.engine.on.clear()
+    await world.publish(1)
+    assert await world.sampled() == "run@1"
 
 
-def test_the_engine_is_told_the_deadline_of_a_swap() -> None:
-    """It may come to the order much later, when the server has given up."""
-
-    async def scene(world: World) -> None:
-        begin = time.monotonic()
-        await world.swap(1, seconds=3.0)
-        [deadline] = [args[3] for method, args in world.engine.calls if method == "swap"]
-        assert begin + 3 <= deadline <= time.monotonic() + 3
-
-    play(scene)
-
-
-@pytest.mark.parametrize("method", ["stage", "staged", "swap"])
-def test_a_dead_engine_ends_every_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["stage", "staged", "swap", "drain"])
+async def test_a_dead_engine_ends_every_wait(world: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM never answers a call that its engine had when it died."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
-
-    async def scene(world: World) -> None:
-        await world.swap(1)
-        world.engine.hangs(method)
-        swap, held = asyncio.create_task(world.swap(2, seconds=1000)), world.sample()
-        await world.until(lambda: world.engine.calls[-1][0] == method)
-        assert not await settled(held)
-        world.engine.errored = True
-        async with asyncio.timeout(2):
-            assert (await swap).status_code == 503
-            assert (await held).status_code == 503
-
-    play(scene)
-
-
-def test_a_dead_engine_ends_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
-
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        swap = asyncio.create_task(world.swap(2, "wait", seconds=1000))
-        assert not await settled(swap)
-        world.engine.errored = True
-        async with asyncio.timeout(2):
-            assert (await swap).status_code == 503
-        running.cancel()
-
-    play(scene)
+    await world.publish(1)
+    running = await world.running()
+    await world.swap(1)
+    world.engine.calls.clear()
+    world.engine.on[method] = FAULTS["hangs"]
+    requests = "wait" if method == "drain" else "keep"
+    swap, held = asyncio.create_task(world.swap(2, requests, seconds=1000)), world.sample()
+    at_last = "staged" if method == "drain" else method
+    await world.until(lambda: world.engine.calls and world.engine.calls[-1][0] == at_last)
+    assert not await settled(held)
+    assert not swap.done()
+    world.engine.errored = True
+    async with asyncio.timeout(2):
+        assert [(await task).status_code for task in (swap, held)] == [503, 503]
+    running.cancel()
 
 
-def test_wait_swaps_when_the_running_requests_have_ended() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = [await world.running(name=str(i)) for i in range(2)]
-        swap, new = asyncio.create_task(world.swap(2, "wait")), None
-        await world.until(lambda: world.server.phase == "swapping")
-        new = world.sample()
-        assert not await settled(swap)
-        assert world.engine.swaps() == ["run@1"]
-        world.proceed.set()
-        assert [(await task).headers["x-tandem-weights"] for task in running] == ["run@1"] * 2
-        assert (await swap).json()["drain_seconds"] > 0
-        await world.order("announce", path="/2")
-        assert (await new).headers["x-tandem-weights"] == "run@2"
-
-    play(scene)
+async def test_wait_swaps_when_the_running_requests_have_ended(world: World) -> None:
+    await world.publish(1)
+    running = [await world.running(name=str(i)) for i in range(2)]
+    swap, new = asyncio.create_task(world.swap(2, "wait")), None
+    await world.until(lambda: world.server.phase == "swapping")
+    new = world.sample()
+    assert not await settled(swap)
+    assert world.engine.swaps() == ["run@1"]
+    world.proceed.set()
+    assert [(await task).headers["x-tandem-weights"] for task in running] == ["run@1"] * 2
+    assert (await swap).json()["drain_seconds"] > 0
+    await world.order("announce", path="/2")
+    assert (await new).headers["x-tandem-weights"] == "run@2"
 
 
-def test_wait_that_takes_too_long_changes_nothing() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        swap = asyncio.create_task(world.swap(2, "wait", seconds=0.3))
-        await world.until(lambda: world.server.phase == "swapping")
-        held = world.sample(name="held")
-        answer = await swap
-        assert answer.status_code == 503
-        assert "1 requests still run" in answer.json()["error"]["message"]
-        assert world.engine.swaps() == ["run@1"]
-        world.proceed.set()
-        assert [(await task).headers["x-tandem-weights"] for task in (running, held)] == ["run@1"] * 2
-        assert (await running).json() == {"id": "mine", "choices": []}
-
-    play(scene)
+async def test_wait_that_takes_too_long_changes_nothing(world: World) -> None:
+    await world.publish(1)
+    running = await world.running()
+    swap = asyncio.create_task(world.swap(2, "wait", seconds=0.3))
+    await world.until(lambda: world.server.phase == "swapping")
+    held = world.sample(name="held")
+    answer = await swap
+    assert answer.status_code == 503
+    assert "1 requests still run" in answer.json()["error"]["message"]
+    assert world.engine.swaps() == ["run@1"]
+    world.proceed.set()
+    assert [(await task).headers["x-tandem-weights"] for task in (running, held)] == ["run@1"] * 2
+    assert (await running).json() == {"id": "mine", "choices": []}
 
 
-def test_two_swaps_at_once_come_one_after_the_other() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        inside = 0
+async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
+    await world.publish(1)
+    inside, begin, deadlines = 0, time.monotonic(), []
 
-        async def swap(*_: Any) -> list[dict[str, Any]]:
-            nonlocal inside
-            inside += 1
-            assert inside == 1
-            await asyncio.sleep(0.05)
-            inside -= 1
-            return [{"seconds": 0.0, "tokens": {}}]
+    async def swap(*order: Any) -> list[dict[str, Any]]:
+        nonlocal inside
+        inside += 1
+        assert inside == 1
+        deadlines.append(order[3])
+        await asyncio.sleep(0.05)
+        inside -= 1
+        return [{"seconds": 0.0, "tokens": {}}]
 
-        world.engine.on["swap"] = swap
-        answers = await asyncio.gather(world.swap(2), world.swap(3))
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert await world.phase() == ("unverified", "run@3")
-        # The first of the two publishers can neither announce nor take back what the second has swapped in.
-        assert (await world.order("announce", path="/2")).status_code == 409
-        assert (await world.order("revert", path="/2")).status_code == 200
-        assert await world.phase() == ("unverified", "run@3")
-        assert (await world.order("announce", path="/3")).status_code == 200
-
-    play(scene)
-
-
-def test_a_refused_step_is_reverted() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        await world.swap(2)
-        held = world.sample()
-        assert not await settled(held)
-        answer = await world.order("revert", path="/2")
-        assert (answer.status_code, answer.json()["phase"]) == (200, "served")
-        assert world.engine.swaps()[-1] == "run@1"
-        assert (await held).headers["x-tandem-weights"] == "run@1"
-        assert world.paths[0].name == "run@1"
-
-    play(scene)
+    world.engine.on["swap"] = swap
+    answers = await asyncio.gather(world.swap(2), world.swap(3))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    # The engine may come to the order much later, when the server has given up.
+    assert all(begin + 5 <= deadline <= time.monotonic() + 5 for deadline in deadlines)
+    assert await world.phase() == ("unverified", "run@3")
+    # The first of the two publishers can neither announce nor take back what the second has swapped in.
+    assert (await world.order("announce", path="/2")).status_code == 409
+    assert (await world.order("revert", path="/2")).status_code == 200
+    assert await world.phase() == ("unverified", "run@3")
+    assert (await world.order("announce", path="/3")).status_code == 200
 
 
-def test_a_refused_first_step_is_reverted_to_nothing() -> None:
-    async def scene(world: World) -> None:
-        await world.swap(1)
-        assert (await world.order("revert", path="/1")).json()["phase"] == "empty"
-        assert world.engine.swaps() == ["run@1", "base"]
-        assert (await world.sample()).status_code == 503
-
-    play(scene)
-
-
-def test_announced_weights_that_are_swapped_again_can_be_reverted() -> None:
-    """A second publisher writes them again, and may find them wrong."""
-
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        await world.swap(1)
-        assert await world.phase() == ("unverified", "run@1")
-        await world.order("revert", path="/1")
-        assert world.engine.swaps() == ["run@1"] * 3
-        assert await world.phase() == ("served", "run@1")
-        await world.order("revert", path="/1")
-        assert world.engine.swaps() == ["run@1"] * 3, "served weights stay"
-
-    play(scene)
+async def test_a_refused_step_is_reverted(world: World) -> None:
+    await world.swap(1)
+    assert (await world.order("revert", path="/1")).json()["phase"] == "empty", "nothing was served before"
+    refused(await world.sample(), "no checkpoint is served yet")
+    await world.publish(1)
+    await world.swap(2)
+    held = world.sample()
+    assert not await settled(held)
+    answer = await world.order("revert", path="/2")
+    assert (answer.status_code, answer.json()["phase"]) == (200, "served")
+    assert (await held).headers["x-tandem-weights"] == world.paths[0].name == "run@1"
+    # A second publisher writes announced weights again, and may find them wrong.
+    await world.swap(1)
+    assert await world.phase() == ("unverified", "run@1")
+    await world.order("revert", path="/1")
+    assert await world.phase() == ("served", "run@1")
+    await world.order("revert", path="/1")  # served weights stay
+    assert world.engine.swaps() == ["run@1", "base", "run@1", "run@2", "run@1", "run@1", "run@1"]
+    await world.order("revert", path="/1", to_base=True)
+    assert (await world.phase(), world.engine.swaps()[-1]) == (("empty", "base"), "base")
 
 
-def test_an_answer_that_saw_no_swap_is_vllms_own() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        answer = await world.sample(name="mine")
-        assert answer.json() == {"id": "mine", "choices": []}
-        answer = await world.sample(name="mine", stream=True)
-        assert answer.text == 'data: {"choices": [{"text": "x"}]}\n\n' * 2 + "data: [DONE]\n\n"
-        assert answer.headers["x-tandem-weights"] == "run@1"
-
-    play(scene)
-
-
-@pytest.mark.parametrize("status", [400, 404, 500])
-def test_errors_of_vllm_pass_unchanged(status: int) -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        world.status = status
-        running = await world.running()
-        world.engine.tokens = {f"cmpl-mine-0-{RANDOM}": 5}
-        await world.publish(2)
-        world.proceed.set()
-        answer = await running
-        assert (answer.status_code, answer.json()) == (status, {"error": {"message": "no"}})
-        assert "x-tandem-weights" not in answer.headers
-
-    play(scene)
+async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
+    await world.publish(1)
+    assert (await world.sample(name="mine")).json() == {"id": "mine", "choices": []}
+    answer = await world.sample(name="mine", stream=True)
+    assert answer.text == 'data: {"choices": [{"text": "x"}]}\n\n' * 2 + "data: [DONE]\n\n"
+    assert answer.headers["x-tandem-weights"] == "run@1"
+    world.status = 404
+    answer = await world.end(await world.running(), {f"cmpl-mine-0-{RANDOM}": 5})
+    assert (answer.status_code, answer.json()) == (404, {"error": {"message": "no"}})
+    assert "x-tandem-weights" not in answer.headers
 
 
 # The ids that vLLM 0.26 and 0.32 give to the sequences of the request "<id>" (v1/engine/parallel_sampling.py,
@@ -498,296 +398,141 @@ SEQUENCES = {
     "name", ["", "run-7", "550e8400-e29b-41d4-a716-446655440000", "7", "a-1-12345678", "ü.*", "0_x"]
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
-def test_each_sequence_is_recognised(path: str, name: str, random: str) -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running(path, name)
-        used = world.engine.generated[-1]
-        assert used == name.encode().decode("latin-1") or not name
-        others = [f"{used}-1", f"1-{used}", f"{used}x", used[1:] or "8"]
-        strangers = {
-            f"{kind}-{other}-0-{RANDOM}": 99 for other in others for kind in ("cmpl", "chatcmpl", "generate-tokens")
-        }
-        mine = {kind.format(id=used, r=random): of for kind, of in SEQUENCES[path].items()}
-        if path == CHAT:
-            mine |= {f"{sample}_chatcmpl-{used}-{random}": (0, sample) for sample in (1, 2)}
-        world.engine.tokens = strangers | {sequence: 10 + i for i, sequence in enumerate(mine)}
-        await world.publish(2)
-        world.proceed.set()
-        expected = {of: 10 + i for i, of in enumerate(mine.values())}
-        answer = await running
-        assert answer.headers.get_list("content-length") == [str(len(answer.content))]
-        told = answer.json()["weight_versions"]
-        assert {(entry["prompt"], entry["sample"]): entry["spans"] for entry in told} == {
-            of: [["run@1", 0], ["run@2", count]] for of, count in expected.items()
-        }
-        assert [(entry["prompt"], entry["sample"]) for entry in told] == sorted(expected)
-
-    play(scene)
+async def test_each_sequence_is_recognised(world: World, path: str, name: str, random: str) -> None:
+    await world.publish(1)
+    running = await world.running(path, name)
+    used = world.engine.generated[-1]
+    assert used == name.encode().decode("latin-1") or not name
+    others = [f"{used}-1", f"1-{used}", f"{used}x", used[1:] or "8"]
+    strangers = {
+        f"{kind}-{other}-0-{RANDOM}": 99 for other in others for kind in ("cmpl", "chatcmpl", "generate-tokens")
+    }
+    mine = {kind.format(id=used, r=random): of for kind, of in SEQUENCES[path].items()}
+    if path == CHAT:
+        mine |= {f"{sample}_chatcmpl-{used}-{random}": (0, sample) for sample in (1, 2)}
+    expected = {of: 10 + i for i, of in enumerate(mine.values())}
+    answer = await world.end(running, strangers | {sequence: 10 + i for i, sequence in enumerate(mine)})
+    assert answer.headers.get_list("content-length") == [str(len(answer.content))]
+    told = answer.json()["weight_versions"]
+    assert {(entry["prompt"], entry["sample"]): entry["spans"] for entry in told} == {
+        of: [["run@1", 0], ["run@2", count]] for of, count in expected.items()
+    }
+    assert [(entry["prompt"], entry["sample"]) for entry in told] == sorted(expected)
 
 
-def test_requests_with_the_same_id_are_told_apart() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        first, second = await world.running(name="same"), await world.running(name="same")
-        ids = world.engine.generated[-2:]
-        assert ids[0] == "same"
-        assert ids[1].startswith("same-")
-        world.engine.tokens = {f"cmpl-{used}-0-{RANDOM}": 5 + i for i, used in enumerate(ids)}
-        await world.publish(2)
-        world.proceed.set()
-        for task, count in ((first, 5), (second, 6)):
-            [told] = (await task).json()["weight_versions"]
-            assert told["spans"] == [["run@1", 0], ["run@2", count]]
-        assert (await world.sample(name="same")).json()["id"] == "same"
-
-    play(scene)
+async def test_requests_with_the_same_id_are_told_apart(world: World) -> None:
+    await world.publish(1)
+    first, second = await world.running(name="same"), await world.running(name="same")
+    ids = world.engine.generated[-2:]
+    assert ids[0] == "same"
+    assert ids[1].startswith("same-")
+    world.engine.tokens = {f"cmpl-{used}-0-{RANDOM}": 5 + i for i, used in enumerate(ids)}
+    await world.publish(2)
+    world.proceed.set()
+    for task, count in ((first, 5), (second, 6)):
+        [told] = (await task).json()["weight_versions"]
+        assert told["spans"] == [["run@1", 0], ["run@2", count]]
+    assert (await world.sample(name="same")).json()["id"] == "same"
 
 
-def test_a_stream_tells_its_versions_before_its_end() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        text = "a page that ends with\n\ndata: [DONE]\n\n"
-        running = await world.running(stream=True, echo=text)
-        world.engine.tokens = {f"cmpl-mine-0-{RANDOM}": 57}
-        await world.publish(2)
-        world.proceed.set()
-        answer = await running
-        *events, end = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        assert end == "[DONE]"
-        token = {"choices": [{"text": text}]}
-        versions = [{"prompt": 0, "sample": 0, "spans": [["run@1", 0], ["run@2", 57]]}]
-        told = {"object": "tandem.weight_versions", "choices": [], "weight_versions": versions}
-        assert [json.loads(event) for event in events] == [token, token, told]
-
-    play(scene)
+async def test_a_stream_tells_its_versions_before_its_end(world: World) -> None:
+    await world.publish(1)
+    text = "a page that ends with\n\ndata: [DONE]\n\n"
+    running = await world.running(stream=True, echo=text)
+    answer = await world.end(running, {f"cmpl-mine-0-{RANDOM}": 57})
+    *events, end = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert end == "[DONE]"
+    token = {"choices": [{"text": text}]}
+    versions = [{"prompt": 0, "sample": 0, "spans": [["run@1", 0], ["run@2", 57]]}]
+    told = {"object": "tandem.weight_versions", "choices": [], "weight_versions": versions}
+    assert [json.loads(event) for event in events] == [token, token, told]
 
 
-def test_several_swaps_in_one_request() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        for step, tokens in (
-            (2, {"cmpl-mine-0": 0, "cmpl-mine-1": 4, "cmpl-mine-2": 6}),
-            (3, {"cmpl-mine-0": 3, "cmpl-mine-1": 4}),
-            (1, {"cmpl-mine-0": 3, "cmpl-mine-1": 4}),
-        ):
-            world.engine.tokens = tokens
-            await world.publish(step)
-        world.proceed.set()
-        answer = await running
-        assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@1"
-        assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
-            0: [["run@2", 0], ["run@1", 3]],  # it waited in the queue at the first swap
-            1: [["run@1", 0]],  # and the last swap came back to the weights that it had
-            2: [["run@1", 0], ["run@2", 6]],  # it ended before the second swap
-        }
-
-    play(scene)
+async def test_several_swaps_in_one_request(world: World) -> None:
+    await world.publish(1)
+    running = await world.running()
+    world.engine.tokens = {"cmpl-mine-0": 0, "cmpl-mine-1": 4, "cmpl-mine-2": 6}
+    await world.publish(2)
+    world.engine.tokens = {"cmpl-mine-0": 3, "cmpl-mine-1": 4}
+    await world.swap(3)
+    await world.order("revert", path="/3")
+    answer = await world.end(running, world.engine.tokens, 1)
+    assert answer.headers["x-tandem-weights"] == "run@1,run@2,run@3,run@2,run@1"
+    assert {entry["prompt"]: entry["spans"] for entry in answer.json()["weight_versions"]} == {
+        0: [["run@2", 0], ["run@1", 3]],  # it waited in the queue at the first swap
+        1: [["run@1", 0]],  # and the last swap came back to the weights that it had
+        2: [["run@1", 0], ["run@2", 6]],  # it ended before the second swap
+    }
 
 
 @pytest.mark.parametrize(
-    ("tokens", "step"),
-    [({"cmpl-mine-0": 5}, 1), ({}, 2)],
-    ids=["the same weights are written again", "its sequences have ended"],
+    ("tokens", "step", "way"),
+    [({"cmpl-mine-0": 5}, 1, "merge"), ({"cmpl-mine-0": 5}, 1, "nccl"), ({}, 2, "merge")],
+    ids=["the same weights are written again", "they come another way", "its sequences have ended"],
 )
-def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(tokens: dict[str, int], step: int) -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        world.engine.tokens = tokens
-        await world.publish(step)
-        world.proceed.set()
-        answer = await running
-        assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
-
-    play(scene)
-
-
-def test_the_same_weights_that_came_another_way_are_no_other_weights() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        world.engine.tokens = {"cmpl-mine-0": 5}
-        world.engine.answers("staged", {"result": "nccl"})
-        await world.publish(1)
-        world.proceed.set()
-        answer = await running
-        assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
-
-    play(scene)
-
-
-def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        world.tokenised.clear()
-        early = world.sample(name="early")
-        await world.until(lambda: world.server._in_flight)
-        await world.publish(2)
-        world.tokenised.set()
-        answer = await early
-        assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
-
-    play(scene)
-
-
-def test_a_reverted_step_shows_in_the_requests_that_saw_it() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        running = await world.running()
-        world.engine.tokens = {"cmpl-mine-0": 5}
-        await world.swap(2)
-        world.engine.tokens = {"cmpl-mine-0": 9}
-        await world.order("revert", path="/2")
-        world.proceed.set()
-        [told] = (await running).json()["weight_versions"]
-        assert told["spans"] == [["run@1", 0], ["run@2", 5], ["run@1", 9]]
-
-    play(scene)
-
-
-def test_an_order_that_is_cut_off_changes_nothing() -> None:
-    async def scene(world: World) -> None:
-        await world.publish(1)
-        parts = iter([
-            {"type": "http.request", "body": b'{"name": "run@2",', "more_body": True},
-            {"type": "http.disconnect"},
-        ])  # fmt: skip
-
-        async def receive() -> Any:
-            return next(parts)
-
-        async def send(_: Any) -> None:
-            raise AssertionError("nobody is there")
-
-        calls = len(world.engine.calls)
-        scope = {"type": "http", "method": "POST", "path": f"{ROUTE}/swap", "headers": []}
-        await world.app(scope, receive, send)
-        assert len(world.engine.calls) == calls
-        assert await world.phase() == ("served", "run@1")
-
-    play(scene)
-
-
-def test_unknown_orders_are_refused() -> None:
-    async def scene(world: World) -> None:
-        assert (await world.order("nothing")).status_code == 404
-        assert (await world.http.get(f"{ROUTE}/swap")).status_code == 404
-        assert world.engine.calls == []
-
-    play(scene)
-
-
-@pytest.fixture
-def over_http() -> Iterator[tuple[World, VllmClient]]:
-    """The server under uvicorn in a thread, and Tandem's client of it."""
-    worlds: list[World] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if not worlds:
-            worlds.append(World())
-        if scope["path"] == "/health":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        await worlds[0].app(scope, receive, send)
-
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until("the server starts", lambda: server.started)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    client = VllmClient(Settings(inference_url=url))
-    client.healthy()
-    yield worlds[0] if worlds else World(), client
-    server.should_exit = True
-    server.force_exit = True
-    thread.join(10)
-
-
-Kind = Literal["refused", "unavailable"]
-
-
-@pytest.mark.parametrize(
-    ("method", "how", "kind"),
-    [
-        ("staged", "error", "refused"),
-        ("staged", "hangs", "unavailable"),
-        ("swap", "error", "refused"),
-        ("swap", "late", "unavailable"),
-        ("swap", "torn", "unavailable"),
-        ("rows", "error", "refused"),
-        ("rows", "raises", "unavailable"),
-    ],
-)
-def test_the_client_knows_which_failures_can_pass(
-    over_http: tuple[World, VllmClient], method: str, how: str, kind: Kind
+async def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(
+    world: World, tokens: dict[str, int], step: int, way: str
 ) -> None:
-    """A refused checkpoint is not tried again; where vLLM is unavailable, the publisher tries again."""
-    world, client = over_http
-    fail(world.engine, method, how)
-
-    def load() -> None:
-        client.swap_merged("run@1", "/1", 2.0, "keep", 0.2)
-        client.merged_rows({})
-
-    with pytest.raises({"refused": InferenceRefused, "unavailable": InferenceUnavailable}[kind]):
-        load()
+    await world.publish(1)
+    running = await world.running()
+    world.engine.on["staged"] = [{"result": way}]
+    answer = await world.end(running, tokens, step)
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
 
 
-def test_running_requests_that_do_not_end_are_no_reason_to_refuse(over_http: tuple[World, VllmClient]) -> None:
-    world, client = over_http
-    client.swap_merged("run@1", "/1", 2.0, "keep", 5)
+async def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights(world: World) -> None:
+    await world.publish(1)
+    world.tokenised.clear()
+    early = world.sample(name="early")
+    await world.until(lambda: world.server._in_flight)
+    await world.publish(2)
+    world.tokenised.set()
+    answer = await early
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
+
+
+async def test_an_order_that_is_cut_off_changes_nothing(world: World) -> None:
+    await world.publish(1)
+    parts = iter([
+        {"type": "http.request", "body": b'{"name": "run@2",', "more_body": True},
+        {"type": "http.disconnect"},
+    ])  # fmt: skip
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(_: Any) -> None:
+        raise AssertionError("nobody is there")
+
+    calls = len(world.engine.calls)
+    scope = {"type": "http", "method": "POST", "path": f"{ROUTE}/swap", "headers": []}
+    await world.app(scope, receive, send)
+    assert len(world.engine.calls) == calls
+    assert await world.phase() == ("served", "run@1")
+
+
+async def test_unknown_orders_are_refused(world: World) -> None:
+    assert (await world.order("nothing")).status_code == 404
+    assert (await world.http.get(f"{ROUTE}/swap")).status_code == 404
+    assert world.engine.calls == []
+
+
+async def test_the_client_gives_the_orders_that_the_server_takes(world: World) -> None:
+    asked: list[httpx.Request] = []
+
+    def take(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"rows": []})
+
+    client = VllmClient(Settings())
+    client._http._transport = httpx.MockTransport(take)
+    client.swap_merged("run@1", "/1", 2.0, "keep", 5, source={"way": "nccl"})
+    client.merged_rows({"weight": 0})
     client.announce_merged("/1")
-    world.proceed.clear()
-    request = threading.Thread(target=lambda: httpx.post(client.url + COMPLETIONS, json={}, timeout=20))
-    request.start()
-    until("it runs", lambda: client.merged()["in_flight"] == 1)
-    with pytest.raises(InferenceUnavailable, match="still run"):
-        client.swap_merged("run@2", "/2", 2.0, "wait", 0.3)
-    assert client.merged()["name"] == "run@1"
-    world.proceed._loop.call_soon_threadsafe(world.proceed.set)  # type: ignore[attr-defined]
-    request.join(10)
-    client.swap_merged("run@2", "/2", 2.0, "wait", 5)
-    assert client.merged()["name"] == "run@2"
-
-
-def test_a_client_that_leaves_while_it_waits_is_not_sampled_for(over_http: tuple[World, VllmClient]) -> None:
-    """vLLM reads the body first, and finds that the client has gone."""
-    world, client = over_http
-    client.swap_merged("run@1", "/1", 2.0, "keep", 5)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(client.url + COMPLETIONS, json={}, timeout=0.3)
-    stays = threading.Thread(target=lambda: httpx.post(client.url + COMPLETIONS, json={}, timeout=20))
-    stays.start()
-    time.sleep(0.3)
-    client.announce_merged("/1")
-    stays.join(10)
-    until("both have ended", lambda: client.merged()["in_flight"] == 0)
-    assert len(world.engine.generated) == 1
-
-
-def test_the_publisher_counts_only_announced_weights(over_http: tuple[World, VllmClient]) -> None:
-    """Others were not verified, or are torn: it must write and check them again."""
-    world, client = over_http
-    transport = MergedTransport(client, None, Settings(), None, None)
-
-    def listed() -> dict[str, str]:
-        transport.refresh()
-        return transport.listed
-
-    assert listed() == {}
-    client.swap_merged("run@1", "/1", 2.0, "keep", 5)
-    assert listed() == {}
-    client.announce_merged("/1")
-    assert listed() == {"run@1": "/1"}
-    client.swap_merged("run@2", "/2", 2.0, "keep", 5)
-    transport.listed = {"run@2": "/2"}
-    transport.unload("run@2")
-    assert listed() == {"run@1": "/1"}
-    fail(world.engine, "swap", "torn")
-    with pytest.raises(InferenceUnavailable):
-        client.swap_merged("run@2", "/2", 2.0, "keep", 5)
-    assert client.merged()["name"] == "run@1"
-    assert listed() == {}
+    client.merged()
+    client.revert_merged("/1", to_base=True)
+    for request in asked:
+        answer = await world.http.request(request.method, request.url.path, content=request.content)
+        assert answer.status_code == 200
+    assert world.engine.calls[0] == ("stage", ("/1", 2.0, {"way": "nccl"}))
+    assert await world.phase() == ("empty", "base")

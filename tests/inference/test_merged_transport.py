@@ -1,23 +1,23 @@
 """From where a merged vLLM is told to take the weights of a run that trains all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 
 from tandem.config import Settings
 from tandem.errors import CheckpointDamaged
-from tandem.inference.publisher import merged_transport
-from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.spot_check import SpotCheck
-from tandem.inference.tensor_file import TensorFile
+from tandem.inference.merged_model import TensorFile
+from tandem.inference.publisher import transports
+from tandem.inference.publisher.transports import MergedTransport
 from tandem.spool import Spool
 from tandem.spool.checkpoint_files import verify_files, write_manifest
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.vllm_client.client import InferenceRefused, VllmClient
+from tandem.vllm_client.names import MergedPhase
 from tiny import write_random_model
 
 OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
@@ -26,15 +26,18 @@ OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
 class FakeVllm:
     """Takes weights by every way but `broken`, and has those of `model`."""
 
-    def __init__(self, model: Path, log: list[str], broken: str = "") -> None:
-        self._model, self._log, self._broken = model, log, broken
+    def __init__(self, model: Path, log: list[str], broken: str, state: dict[str, str] | None) -> None:
+        self._model, self._log, self._broken, self._state = model, log, broken, state
 
-    def swap_merged(self, _name: str, _path: str, *, sources: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
-        [source] = sources
+    def merged(self) -> dict[str, str] | None:
+        return self._state
+
+    def swap_merged(self, *_: Any, source: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+        assert again["way"] == "volume"
         self._log.append(source["way"])
         if source["way"] == self._broken:
             raise InferenceRefused("the ranks are gone")
-        return {"transport": source["way"], "failed": [], "swap_seconds": 0.1}
+        return {"transport": source["way"], "swap_seconds": 0.1}
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
         file = TensorFile(self._model / "model.safetensors")
@@ -55,20 +58,21 @@ class Scene:
             self.log.append("verify")
             verify_files(directory, manifest)
 
-        monkeypatch.setattr(merged_transport, "verify_files", verify)
+        monkeypatch.setattr(transports, "verify_files", verify)
 
-    def load(self, broken: str = "") -> dict[str, float]:
+    def transport(self, broken: str = "", state: dict[str, str] | None = None) -> MergedTransport:
         spool = SimpleNamespace(
             checkpoints=SimpleNamespace(path=lambda _run, _step: self.model),
             events=SimpleNamespace(read=lambda _job: self.offers),
             jobs=SimpleNamespace(get=lambda _job: ("running", None)),
         )
-        client = cast(VllmClient, FakeVllm(self.model, self.log, broken))
-        check = SpotCheck(str(self.model), "float32")
-        settings = Settings(weights="merged", transport="nccl")
-        transport = MergedTransport(client, cast(Any, None), settings, check, cast(Spool, spool))
+        client = cast(VllmClient, FakeVllm(self.model, self.log, broken, state))
+        settings = Settings(weights="merged", transport="nccl", device="cpu", base_model=str(self.model))
+        return MergedTransport(client, cast(Any, None), settings, cast(Spool, spool))
+
+    def load(self, broken: str = "") -> dict[str, float]:
         run = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
-        return transport.load("r@1", self.model, run, self.manifest)
+        return self.transport(broken).load("r@1", self.model, run, self.manifest)
 
 
 @pytest.fixture
@@ -90,19 +94,20 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
     assert scene.log == ["verify", "volume"]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64], ids=["empty", "garbage"])
-def test_files_that_are_none_are_damage(scene: Scene, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda whole: b"", lambda whole: b"\xff" * 64, lambda whole: whole[: len(whole) // 3]]
+)
+def test_files_that_are_none_are_damage(scene: Scene, damage: Callable[[bytes], bytes]) -> None:
     path = scene.model / "model.safetensors"
-    path.write_bytes(content)
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointDamaged, match=str(scene.model)):
         scene.load()
     assert scene.log == []
 
 
-def test_a_truncated_file_is_damage(scene: Scene) -> None:
-    path = scene.model / "model.safetensors"
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 3)
-    with pytest.raises(CheckpointDamaged, match=str(scene.model)):
-        scene.load()
-    assert scene.log == []
+@pytest.mark.parametrize("phase", get_args(MergedPhase))
+def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
+    """Others were not verified, or are torn: the publisher must write and check them again."""
+    transport = scene.transport(state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"})
+    transport.refresh()
+    assert transport.listed == ({"r@1": "/1"} if phase == "served" else {})

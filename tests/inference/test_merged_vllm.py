@@ -21,8 +21,8 @@ from inference.test_real_vllm import SEQUENCES, Trainer, distance
 from policies import linear_row, make_policy
 from tandem.config import Settings
 from tandem.data.inputs import turn_from_openai
+from tandem.inference.merged_model import SpotCheck
 from tandem.inference.publisher.publisher import Publisher
-from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.metrics.policy import PARTS
 from tandem.spool.removal import delete_run
 from tandem.spool.schema import LoraShape
@@ -43,15 +43,10 @@ def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A mixture of experts; and biases with tied embeddings."""
     directory = tmp_path_factory.mktemp("merged")
     tiny_model.write_tokenizer(directory / "model")
-    sizes: dict[str, Any] = {
-        "tie_word_embeddings": True,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
+    sizes: dict[str, Any] = {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1}
     if request.param == "qwen3_moe":
-        sizes = {"moe_intermediate_size": 32, "head_dim": 32}
-    write_random_model(directory / "model", family=request.param, vocab_size=320, hidden_size=64,
+        sizes = {"moe_intermediate_size": 32}
+    write_random_model(directory / "model", family=request.param, vocab_size=320, hidden_size=64, head_dim=32,
                        max_position_embeddings=4096, **sizes)  # fmt: skip
     with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_EXPERT_LORA="1") as server:
         yield server
@@ -99,27 +94,23 @@ def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.M
 
 
 def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
-    return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=_body(model, tokens, options), timeout=120)
+    body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
+    return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
 
 
-def _body(model: str, tokens: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
-    defaults = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    return {"model": model, "prompt": list(tokens), **defaults, **options}
-
-
-def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event, **options: Any) -> str:
-    """`complete` as a stream, which sets `begun` at the first token; all that came."""
-    body, lines = _body(model, tokens, {"stream": True, **options}), list[str]()
-    with httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120) as response:
+def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) -> str:
+    """1500 tokens as a stream, which sets `begun` at the first one; all that came."""
+    body = {"model": model, "prompt": list(tokens), "max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
+    lines = list[str]()
+    url = f"{vllm.url}/v1/completions"
+    with httpx.stream("POST", url, headers=API, json=body | {"stream": True}, timeout=120) as response:
         for line in response.iter_lines():
             begun.set()
             lines.append(line)
     return "\n".join(lines)
 
 
-def test_a_choice_of_merged_weights_that_came_through_the_rollout_door_is_a_turn(
-    vllm: VllmServer, trainer: MergedTrainer
-) -> None:
+def test_a_choice_that_came_through_the_rollout_door_is_a_turn(vllm: VllmServer, trainer: MergedTrainer) -> None:
     trainer.step(1)
     served = trainer.publish(trainer.run)
     body = {"model": trainer.run, "messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "ignore_eos": True}
@@ -170,6 +161,12 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
         assert complete(vllm, trainer.run).json()["choices"] == answer.json()["choices"]
         assert complete(vllm, f"{trainer.run}@{step - 1}").status_code == 404
         assert complete(vllm, "base").status_code == 404
+    trainer.step(3, probe_of=4)
+    served = trainer.publish(trainer.run)
+    assert (served.step, served.refused_step) == (2, 3)
+    assert "differ from the trainer's" in str(served.refused_reason)
+    trainer.check_bits(adapter)
+    assert complete(vllm, f"{trainer.run}@2").headers["x-tandem-weights"] == f"{trainer.run}@2"
     for number in range(100):
         path, scale = trainer.adapters[number % 3], 2.5
         client.swap_merged(f"{trainer.run}@{number}", str(path), scale, "keep", 60)
@@ -194,7 +191,7 @@ def test_requests_that_run_during_a_swap(
         running = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True, logprobs=0)
         until("it runs", lambda: client.merged()["in_flight"] == 1, 30)
         begun = Event()
-        streamed = pool.submit(stream, vllm, trainer.run, prompt, begun, max_tokens=1500)
+        streamed = pool.submit(stream, vllm, trainer.run, prompt, begun)
         assert begun.wait(30)
         served = trainer.publish(trainer.run)
         assert served.step == 2
@@ -252,84 +249,7 @@ def test_every_sequence_of_a_request_tells_its_versions(
         assert all(0 < entry["spans"][1][1] < 2000 for entry in told)
 
 
-@pytest.mark.sample(1)
-def test_running_requests_that_do_not_end_in_time_are_no_reason_to_refuse_a_step(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
-) -> None:
-    patient = {"swap_requests": "wait", "swap_seconds": 0.5}
-    trainer._publisher = Publisher(trainer.settings.model_copy(update=patient), client, grace=0.5)
-    trainer.step(1)
-    trainer.publish(trainer.run)
-    trainer.step(2)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(complete, vllm, trainer.run, max_tokens=3000)
-        until("it runs", lambda: client.merged()["in_flight"] == 1, 30)
-        served = trainer.publish(trainer.run)
-        assert not running.done()
-        assert (served.step, served.refused_step) == (1, None)
-        assert running.result().headers["x-tandem-weights"] == f"{trainer.run}@1"
-    assert trainer.publish(trainer.run).step == 2
-
-
-def test_a_prefix_that_other_weights_computed_is_not_used(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
-) -> None:
-    prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
+def test_a_prefix_that_other_weights_computed_is_not_used(vllm: VllmServer, trainer: MergedTrainer) -> None:
     for seed in (1, 2):
         adapter = trainer.step(seed)
-        model = trainer.publish(trainer.run).model
-        for _ in range(2):
-            answer = complete(vllm, model, prompt, max_tokens=1, temperature=1, logprobs=0, return_token_ids=True)
-            choice = answer.json()["choices"][0]
-            row = linear_row([*prompt, choice["token_ids"][0]], trained=[len(prompt)])
-            expected = float(make_policy(trainer.model, EVERYWHERE, adapter)(row).logprobs[0])
-            assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-3)
-
-
-def test_a_checkpoint_that_is_refused_leaves_the_one_before(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
-) -> None:
-    right = trainer.step(1)
-    trainer.publish(trainer.run)
-    trainer.step(2, probe_of=3)
-    served = trainer.publish(trainer.run)
-    assert (served.step, served.refused_step) == (1, 2)
-    assert "differ from the trainer's" in str(served.refused_reason)
-    trainer.check_bits(right)
-    assert complete(vllm, f"{trainer.run}@1").headers["x-tandem-weights"] == f"{trainer.run}@1"
-    assert complete(vllm, f"{trainer.run}@2").status_code == 404
-
-
-def test_new_requests_wait_until_another_publisher_verifies(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
-) -> None:
-    """The publisher died between the swap and the announcement."""
-    trainer.step(1)
-    trainer.publish(trainer.run)
-    adapter = trainer.step(2)
-    manifest = trainer.spool.checkpoints.manifest(trainer.run, 2)
-    copies = trainer._publisher._transport.copies
-    path = copies.path(f"{trainer.run}@2", manifest, trainer.spool.runs.get(trainer.run))
-    copies.copy(path, trainer.spool.checkpoints.path(trainer.run, 2), manifest)
-    client.swap_merged(f"{trainer.run}@2", str(path), 2.5, "keep", 60)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(complete, vllm, f"{trainer.run}@2")
-        time.sleep(0.5)
-        assert not waiting.done()
-        trainer._publisher = Publisher(trainer.settings, client, grace=0.5)
-        assert trainer.publish(trainer.run).step == 2
-        assert waiting.result().headers["x-tandem-weights"] == f"{trainer.run}@2"
-    trainer.check_bits(adapter)
-
-
-def test_an_adapter_that_cannot_be_read_changes_nothing(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, tmp_path: Path
-) -> None:
-    right = trainer.step(1)
-    trainer.publish(trainer.run)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(Exception, match="can't be read"):
-        client.swap_merged(f"{trainer.run}@2", str(tmp_path), 2.5, "keep", 60)
-    assert client.merged()["phase"] == "served"
-    trainer.check_bits(right)
-    assert complete(vllm, f"{trainer.run}@1").status_code == 200
+        trainer.check_cached_prefix(vllm, trainer.publish(trainer.run).model, adapter, EVERYWHERE)

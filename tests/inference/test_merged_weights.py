@@ -1,10 +1,8 @@
-"""Where each weight lies in vLLM's workers, what a merge makes of it, and what the publisher's check of it finds."""
+"""Where each weight lies in vLLM's workers, what a swap makes of it, and what the publisher's check of it finds."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,69 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from inference.worker_models import Worker, merged, stage
-from policies import write_random_adapter
+from inference.worker_models import LORA, Core, Model, Worker, Workers
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, peft_keys
-from tandem.inference.publisher.spot_check import SpotCheck
-from tandem.inference.server.worker import extension, merged_weights
-from tandem.inference.server.worker.extension import MergedWorker
-from tandem.inference.server.worker.merged_weights import BASE, MergedWeights
+from tandem.inference.merged_model import SpotCheck
+from tandem.inference.server.worker import extension, model_weights
+from tandem.inference.server.worker.landing import LandingWeights, Source
+from tandem.inference.server.worker.model_weights import BASE
 from tandem.inference.server.worker.weight_plan import CannotWrite, plan
 from tandem.spool.schema import LoraShape
-from tiny import MERGED_SIZES, write_random_model
+from waiting import until
 
-LORA = LoraShape(rank=4, alpha=10.0)
-
-
-class Model:
-    """A model's directory, and its tensors in the dtype that vLLM serves."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.directory = directory
-        self.config = json.loads((directory / "config.json").read_text())
-        self.dtype = dtype
-        self.tensors = {name: value.to(dtype) for name, value in load_file(directory / "model.safetensors").items()}
-
-    def worker(self, tp: int = 1, rank: int = 0, tensors: Mapping[str, Tensor] | None = None) -> Worker:
-        return Worker(tensors or self.tensors, self.config, tp, rank)
-
-    def workers(self, tp: int) -> list[tuple[Worker, MergedWeights]]:
-        return [((worker := self.worker(tp, rank)), worker.weights(self.directory)) for rank in range(tp)]
-
-    def adapter(self, path: Path, seed: int, lora: LoraShape = LORA) -> Path:
-        return write_random_adapter(path / f"adapter-{seed}", self.directory, lora, seed=seed)
-
-    def check(self, workers: list[tuple[Worker, MergedWeights]], adapter: Path) -> None:
-        """Every bit is that of a numpy merge of the whole model, cut for the worker."""
-        expected = merged(self.tensors, adapter)
-        for rank, (worker, _) in enumerate(workers):
-            assert worker.bits() == self.worker(len(workers), rank, expected).bits()
-
-
-@pytest.fixture
-def model(directory: Path) -> Model:
-    return Model(directory)
-
-
-@pytest.fixture(scope="module")
-def moe_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("moe"), family="qwen3_moe", **MERGED_SIZES["qwen3_moe"])
-
-
-@pytest.fixture
-def moe(moe_directory: Path) -> Model:
-    return Model(moe_directory)
-
-
-@pytest.fixture(scope="module")
-def dense_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("dense"), family="qwen3")
-
-
-@pytest.fixture
-def dense(dense_directory: Path) -> Model:
-    return Model(dense_directory)
+SOME = LoraShape(rank=2, alpha=5.0, targets=("q_proj", "o_proj"))
+KINDS = pytest.mark.parametrize("whole", [False, True], ids=["merged", "whole"])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -87,20 +35,15 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
         parameters = dict(worker.model.named_parameters())
         places = {name: np.zeros(value.shape, int) for name, value in parameters.items()}
         for block in plan(worker.model):
-            for index, (name, part) in enumerate(
-                zip(block.names, block.view(parameters[block.parameter]), strict=True)
-            ):
+            parts = zip(block.names, block.view(parameters[block.parameter]), strict=True)
+            for index, (name, part) in enumerate(parts):
                 assert torch.equal(part, model.tensors[name][block.of]), name
                 times[name][block.of] += 1
-                if block.stacked:
-                    places[block.parameter][(index, *block.at)] += 1
-                else:
-                    places[block.parameter][block.at] += 1
+                places[block.parameter][(index, *block.at) if block.stacked else block.at] += 1
         for name, place in places.items():
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                place = place[
-                    : worker[name.removesuffix(".weight")].shard_indices.org_vocab_end_index - rank * len(place)
-                ]
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):  # vLLM pads them
+                shard = worker[name.removesuffix(".weight")].shard_indices
+                place = place[: shard.org_vocab_end_index - rank * len(place)]
             assert (place == 1).all(), name
     for name, count in times.items():
         kind = name.split(".")[-2]
@@ -109,124 +52,91 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_hundred_swaps_give_the_bits_of_one_merge(
-    directory: Path, tmp_path: Path, tp: int, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("whole", "way", "dtype"),
+    [(False, "merge", torch.float32), (False, "merge", torch.bfloat16), (True, "merge", torch.float32),
+     (True, "volume", torch.float32)],
+)  # fmt: skip
+def test_many_versions_leave_no_trace(
+    directory: Path, tmp_path: Path, whole: bool, way: str, dtype: torch.dtype, tp: int
 ) -> None:
+    """Adapters of all layers and of some, in turn."""
     model = Model(directory, dtype)
-    adapters = [model.adapter(tmp_path, seed) for seed in range(3)]
-    workers = model.workers(tp)
-    for _, weights in workers:
-        for number in range(100):
-            weights.swap(stage(weights, adapters[number % 3]))
-    model.check(workers, adapters[99 % 3])
-    for _, weights in workers:
-        weights.swap(BASE)
-    assert [worker.bits() for worker, _ in workers] == [model.worker(tp, rank).bits() for rank in range(tp)]
+    adapters = [model.adapter(tmp_path, seed, lora) for seed, lora in enumerate((LORA, SOME, LORA))]
+    sources = [whole_model(model, a, tmp_path / f"{i}") if way == "volume" else None for i, a in enumerate(adapters)]
+    workers = Workers(model, tp, whole=whole)
+    for number in range(30):
+        adapter = adapters[number % 3]
+        assert workers.serve(adapter, sources[number % 3]) == way
+        if number in (0, 1, 2, 29):
+            workers.check(adapter)
+    workers.serve(BASE)
+    workers.check(None)
 
 
-def test_tensors_that_an_adapter_leaves_out_are_the_base_models(model: Model, tmp_path: Path) -> None:
-    everywhere = model.adapter(tmp_path, 1)
-    some = model.adapter(tmp_path, 2, LoraShape(rank=2, alpha=5.0, targets=("q_proj", "o_proj")))
-    workers = model.workers(2)
-    for adapter in (everywhere, some, everywhere, some):
-        for _, weights in workers:
-            weights.swap(stage(weights, adapter))
-        model.check(workers, adapter)
+def whole_model(model: Model, adapter: Path, directory: Path) -> Source:
+    """The merged model as files."""
+    directory.mkdir()
+    save_file(model.merged(adapter), directory / "model.safetensors")
+    return {"way": "volume", "directory": str(directory)}
 
 
-def refuse(model: Model, change: Callable[[Worker], None], match: str, **of: int) -> None:
-    worker = model.worker(**of)
-    change(worker)
-    with pytest.raises(CannotWrite, match=match):
-        worker.weights(model.directory)
+DOWN, EXPERTS = "model.layers.1.mlp.down_proj", "model.layers.0.mlp.experts"
 
 
 class Fp8LinearMethod: ...
 
 
-MLP = "model.layers.1.mlp"
-
-
 def swap_gate_and_up(worker: Worker) -> None:
-    weight = worker[f"{MLP}.gate_up_proj"].weight
+    weight = worker["model.layers.1.mlp.gate_up_proj"].weight
     weight.copy_(torch.cat(weight.clone().chunk(2)[::-1]))
 
 
-def quantise(worker: Worker) -> None:
-    worker[f"{MLP}.down_proj"].quant_method = Fp8LinearMethod()
-
-
-def pack(worker: Worker) -> None:
-    worker[f"{MLP}.down_proj"].weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-def add_a_layer(worker: Worker) -> None:
-    worker[MLP].add_module("extra", nn.Linear(2, 2))
-
-
 def rename_the_fused_layer(worker: Worker) -> None:
-    mlp = worker[MLP]
+    mlp = worker["model.layers.1.mlp"]
     mlp.add_module("in_proj", mlp.gate_up_proj)
     del mlp.gate_up_proj
 
 
-def change_one_bit(worker: Worker) -> None:
-    norm = worker["model.norm"].weight
-    norm.view(torch.int32)[3] ^= 1
-
-
-def wrong_rank(worker: Worker) -> None:
-    worker[f"{MLP}.down_proj"].tp_rank = 1
-
-
 def transpose_a_square(worker: Worker) -> None:
-    worker["model.layers.0.mlp.experts"].w2_weight[3] = worker["model.layers.0.mlp.experts"].w2_weight[3].T.clone()
-
-
-def add_a_bias(worker: Worker) -> None:
-    worker["model.layers.0.mlp.experts"].register_parameter("w13_bias", nn.Parameter(torch.zeros(2)))
-
-
-def distribute(worker: Worker) -> None:
-    worker["model.layers.0.mlp.experts"].moe_config.moe_parallel_config.use_ep = True
+    square = worker[EXPERTS].w2_weight[3]
+    square.copy_(square.T.clone())
 
 
 @pytest.mark.parametrize(
-    ("change", "match", "tp"),
+    ("family", "change", "match"),
     [
-        (swap_gate_and_up, r"gate_up_proj.weight of vLLM differs from \S+gate_proj.weight", 1),
-        (quantise, r"layers.1.mlp.down_proj is quantised \(Fp8LinearMethod\)", 1),
-        (pack, r"packed model.layers.1.mlp.down_proj.weight", 1),
-        (add_a_layer, r"files have no model.layers.1.mlp.extra.weight", 1),
-        (rename_the_fused_layer, r"in_proj is fused from layers", 1),
-        (change_one_bit, r"model.norm.weight of vLLM differs", 1),
-        (wrong_rank, r"down_proj.weight of vLLM differs", 2),
+        ("qwen3", swap_gate_and_up, r"gate_up_proj.weight of vLLM differs from \S+gate_proj.weight"),
+        ("qwen3", lambda w: setattr(w[DOWN], "quant_method", Fp8LinearMethod()),
+         r"layers.1.mlp.down_proj is quantised \(Fp8LinearMethod\)"),
+        ("qwen3", lambda w: setattr(w[DOWN], "weight", nn.Parameter(torch.empty(0), requires_grad=False)),
+         r"packed model.layers.1.mlp.down_proj.weight"),
+        ("qwen3", lambda w: w["model.layers.1.mlp"].add_module("extra", nn.Linear(2, 2)),
+         r"files have no model.layers.1.mlp.extra.weight"),
+        ("qwen3", rename_the_fused_layer, r"in_proj is fused from layers"),
+        ("qwen3", lambda w: w["model.norm"].weight.view(torch.int32)[3].bitwise_xor_(1), r"model.norm.weight of vLLM"),
+        ("qwen3", lambda w: setattr(w[DOWN], "tp_rank", 1), r"down_proj.weight of vLLM differs"),
+        ("qwen3_moe", transpose_a_square, r"w2_weight of vLLM differs from \S+0.mlp.experts.3.down_proj.weight"),
+        ("qwen3_moe", lambda w: w[EXPERTS].register_parameter("w13_bias", nn.Parameter(torch.zeros(2))),
+         r"w13_bias has no known place"),
+        ("qwen3_moe", lambda w: setattr(w[EXPERTS].moe_config.moe_parallel_config, "use_ep", True),
+         r"experts are distributed"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_is_not_the_files_is_refused(
-    dense: Model, change: Callable[[Worker], None], match: str, tp: int
+    dense: Model, moe: Model, family: str, change: Callable[[Worker], None], match: str
 ) -> None:
-    refuse(dense, change, match, tp=tp)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (transpose_a_square, r"w2_weight of vLLM differs from model.layers.0.mlp.experts.3.down_proj.weight"),
-        (add_a_bias, r"w13_bias has no known place"),
-        (distribute, r"experts are distributed"),
-    ],
-)
-def test_experts_that_are_not_the_files_are_refused(moe: Model, change: Callable[[Worker], None], match: str) -> None:
-    refuse(moe, change, match)
+    model = dense if family == "qwen3" else moe
+    worker = model.worker(tp=2 if family == "qwen3" else 1)
+    change(worker)
+    with pytest.raises(CannotWrite, match=match):
+        worker.weights(model.directory)
 
 
 def test_the_proof_compares_bytes(dense: Model, tmp_path: Path) -> None:
     """0.0 equals -0.0."""
-    changed = dense.tensors | {
-        "model.norm.weight": dense.tensors["model.norm.weight"].index_fill(0, torch.tensor(0), 0)
-    }
+    norm = dense.tensors["model.norm.weight"].index_fill(0, torch.tensor(0), 0)
+    changed = dense.tensors | {"model.norm.weight": norm}
     save_file(changed, tmp_path / "model.safetensors")
     worker = dense.worker(tensors=changed)
     worker.weights(tmp_path)
@@ -235,7 +145,7 @@ def test_the_proof_compares_bytes(dense: Model, tmp_path: Path) -> None:
         worker.weights(tmp_path)
 
 
-def altered(adapter: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+def altered(adapter: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
     tensors = load_file(adapter / WEIGHTS_FILE)
     change(tensors)
     save_file({name: value.contiguous() for name, value in tensors.items()}, adapter / WEIGHTS_FILE)
@@ -246,18 +156,11 @@ A, B = peft_keys("model.layers.1.self_attn.q_proj")
 EXPERT_A, EXPERT_B = peft_keys("model.layers.1.mlp.experts.3.up_proj")
 
 
-def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({new: tensors.pop(old)})
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (rename(A, A.replace("q_proj", "z_proj")), r"no place for"),
-        (
-            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}),
-            r"no place for \S+lm_head",
-        ),
+        (lambda t: t.update({A.replace("q_proj", "z_proj"): t.pop(A)}), r"no place for"),
+        (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}), r"place for \S+lm_head"),
         (lambda t: t.pop(B), r"lora_B"),
         (lambda t: t.pop(EXPERT_A), r"experts.3.up_proj.lora_A"),
         (lambda t: (t.pop(EXPERT_A), t.pop(EXPERT_B)), r"experts.3.up_proj"),
@@ -269,139 +172,124 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
         (lambda t: t.update({EXPERT_B: t[EXPERT_B].T}), r"experts.3.up_proj.lora_A.weight and its B don't fit"),
     ],
 )
-@pytest.mark.parametrize("tp", [1, 2])
 def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
-    moe: Model, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], match: str, tp: int
+    moe: Model, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], match: str
 ) -> None:
     right = moe.adapter(tmp_path, 1)
     wrong = altered(moe.adapter(tmp_path, 2), change)
-    workers = moe.workers(tp)
-    for _, weights in workers:
-        weights.swap(stage(weights, right))
+    workers = Workers(moe, 2)
+    workers.serve(right)
+    workers.order(wrong)
+    for weights in workers.weights:
         with pytest.raises(RuntimeError, match=match):
-            stage(weights, wrong)
+            until("it is refused", lambda of=weights: of.staged(str(wrong)), poll=0.001)
         with pytest.raises(RuntimeError, match="can't be read"):
             weights.swap(str(wrong))
-    moe.check(workers, right)
+    workers.check(right)
 
 
 def test_an_adapter_is_read_again_after_it_was_refused(dense: Model, tmp_path: Path) -> None:
-    [(worker, weights)] = dense.workers(1)
+    workers = Workers(dense)
     with pytest.raises(RuntimeError, match="can't be read"):
-        stage(weights, tmp_path / "adapter-1")
+        workers.stage(tmp_path / "adapter-1")
     adapter = dense.adapter(tmp_path, 1)
-    weights.swap(stage(weights, adapter))
-    dense.check([(worker, weights)], adapter)
+    workers.serve(adapter)
+    workers.check(adapter)
 
 
 def test_versions_that_were_not_in_use_last_are_forgotten(dense: Model, tmp_path: Path) -> None:
-    [(_, weights)] = dense.workers(1)
+    workers = Workers(dense)
+    [weights] = workers.weights
     adapters = [dense.adapter(tmp_path, seed) for seed in range(4)]
     for adapter in adapters[:3]:
-        weights.swap(stage(weights, adapter))
-    stage(weights, adapters[3])
+        workers.serve(adapter)
+    workers.stage(adapters[3])
     with pytest.raises(KeyError):
         weights.swap(str(adapters[0]))
-    for adapter in adapters[1:]:
-        weights.swap(str(adapter))
-    weights.swap(BASE)
-
-
-class Core:
-    """vLLM's engine, whose workers are called as its executor calls them."""
-
-    def __init__(self, workers: list[MergedWeights]) -> None:
-        self.workers = [MergedWorker() for _ in workers]
-        for worker, weights in zip(self.workers, workers, strict=True):
-            worker.tandem_weights = weights
-        self.scheduler = SimpleNamespace(requests={"a": 1, "b": 2})
-        self.aborted: list[str] = []
-
-    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        return [getattr(worker, method)(*args) for worker in self.workers]
-
-    def abort_requests(self, requests: list[str]) -> None:
-        self.aborted += requests
-
-    def swap(self, version: str, deadline: float = float("inf")) -> dict[str, Any]:
-        return extension.swap(self, Core.collective_rpc, version, "keep", "run@1", deadline)
-
-    def stage_and_swap(self, adapter: Path) -> dict[str, Any]:
-        for worker in self.workers:
-            stage(worker.tandem_weights, adapter)  # type: ignore[arg-type]
-        return self.swap(str(adapter))
+    for version in (*adapters[1:], BASE):
+        weights.swap(str(version))
 
 
 @pytest.fixture
 def breakable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The merges that fail, counted from now."""
-    fail, merge, count = list[int](), merged_weights.merge, 0
+    """The merges or exchanges that fail, counted from now."""
+    fail, merge, exchange, count = list[int](), model_weights.merge, LandingWeights._exchange, 0
+
+    def fails() -> bool:
+        nonlocal count
+        count += bool(fail)
+        return count in fail
 
     def merge_or_fail(*args: Any) -> None:
-        nonlocal count
-        if fail:
-            count += 1
-        if count in fail:
+        if fails():
             args[0].fill_(7.0)
             raise RuntimeError("out of memory")
         merge(*args)
 
-    monkeypatch.setattr(merged_weights, "merge", merge_or_fail)
+    def exchange_or_fail(weights: LandingWeights, name: str) -> None:
+        if fails():
+            raise RuntimeError("out of memory")
+        exchange(weights, name)
+
+    monkeypatch.setattr(model_weights, "merge", merge_or_fail)
+    monkeypatch.setattr(LandingWeights, "_exchange", exchange_or_fail)
     monkeypatch.setattr(extension, "_tend", lambda *_: {"a": 5})  # it needs the real vLLM
     return fail
 
 
+@KINDS
 @pytest.mark.parametrize("where", ["first worker", "last worker"])
-def test_a_merge_that_fails_restores_the_old_bits_on_all_workers(
-    model: Model, tmp_path: Path, breakable: list[int], where: str
+def test_a_swap_that_fails_restores_the_old_bits_on_all_workers(
+    model: Model, tmp_path: Path, breakable: list[int], whole: bool, where: str
 ) -> None:
-    """The old adapter leaves out what the failing merge writes."""
-    old = model.adapter(tmp_path, 1, LoraShape(rank=2, alpha=5.0, targets=("q_proj", "o_proj")))
-    new = model.adapter(tmp_path, 2)
-    workers = model.workers(2)
-    core = Core([weights for _, weights in workers])
-    assert core.stage_and_swap(old).keys() == {"seconds", "tokens"}
-    each = len(plan(workers[0][0].model)) // 2
-    breakable.append(each // 2 if where == "first worker" else each + 5)
-    assert core.stage_and_swap(new) == {"error": "RuntimeError: out of memory"}
-    model.check(workers, old)
+    """The old adapter leaves out what the failing swap writes."""
+    old, new = model.adapter(tmp_path, 1, SOME), model.adapter(tmp_path, 2)
+    workers = Workers(model, 2, whole=whole)
+    core = Core(workers)
+    workers.stage(old)
+    assert core.swap(old).keys() == {"seconds", "tokens"}
+    workers.stage(new)
+    each = len(workers.weights[0]._copy if whole else workers.weights[0]._adapted)
+    breakable.append(2 if where == "first worker" else each + 3)
+    assert core.swap(new) == {"error": "RuntimeError: out of memory"}
+    workers.check(old)
     assert core.aborted == []
     breakable.clear()
-    assert "error" not in core.swap(str(new))
-    model.check(workers, new)
+    assert "error" not in core.swap(new)
+    workers.check(new)
 
 
 def test_weights_that_cannot_be_restored_are_torn_until_the_next_swap(
     dense: Model, tmp_path: Path, breakable: list[int]
 ) -> None:
     old, new = (dense.adapter(tmp_path, seed) for seed in (1, 2))
-    workers = dense.workers(2)
-    core = Core([weights for _, weights in workers])
-    core.stage_and_swap(old)
-    breakable += range(20, 200)
-    assert "out of memory" in core.stage_and_swap(new)["torn"]
+    workers = Workers(dense, 2)
+    core = Core(workers)
+    for adapter in (old, new):
+        workers.stage(adapter)
+        breakable += range(20, 200) if adapter == new else ()
+        answer = core.swap(adapter)
+    assert "out of memory" in answer["torn"]
     assert core.aborted == ["a", "b"], "nobody gets a token of torn weights"
     breakable.clear()
-    core.swap(str(new))
-    dense.check(workers, new)
+    core.swap(new)
+    workers.check(new)
 
 
-def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path: Path, breakable: list[int]) -> None:
-    workers = dense.workers(1)
-    before = workers[0][0].bits()
-    stage(workers[0][1], adapter := dense.adapter(tmp_path, 1))
-    assert Core([workers[0][1]]).swap(str(adapter), deadline=0.0) == {"late": True}
-    assert workers[0][0].bits() == before
+def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path: Path) -> None:
+    workers = Workers(dense)
+    workers.stage(adapter := dense.adapter(tmp_path, 1))
+    assert Core(workers).swap(adapter, deadline=0.0) == {"late": True}
+    workers.check(None)
 
 
-class Served:
+class Served(Workers):
     """Workers that serve an adapter, and what the publisher's check says of them."""
 
     def __init__(self, model: Model, adapter: Path, tp: int, scale: float = 2.5) -> None:
-        self.model, self.adapter = model, adapter
-        self.workers = model.workers(tp)
-        for _, weights in self.workers:
-            weights.swap(stage(weights, adapter, scale))
+        super().__init__(model, tp)
+        self.adapter = adapter
+        self.serve(adapter, scale=scale)
 
     def wrong(
         self, adapter: Path | None = None, change: Callable[[list[Any]], object] = lambda _: None, **of: int
@@ -410,7 +298,7 @@ class Served:
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
         expected = check.adapter_rows(adapter or self.adapter, LORA)
         expected.rows |= of
-        found = [row for _, weights in self.workers for row in weights.rows(expected.rows)]
+        found = [row for weights in self.weights for row in weights.rows(expected.rows)]
         change(found)
         return expected.wrong(found)
 
@@ -424,39 +312,18 @@ def test_the_spot_check_passes_right_weights(directory: Path, tmp_path: Path, tp
         assert served.wrong() == ""
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_spot_check_finds_a_wrong_scale(model: Model, tmp_path: Path, tp: int) -> None:
-    served = Served(model, model.adapter(tmp_path, 1), tp, scale=2.5 * (1 + 1e-4))
-    assert "is another one" in served.wrong()
+def test_the_spot_check_finds_a_wrong_scale(model: Model, tmp_path: Path) -> None:
+    assert "is another one" in Served(model, model.adapter(tmp_path, 1), 2, scale=2.5 * (1 + 1e-4)).wrong()
 
 
-def test_the_spot_check_finds_one_stale_tensor(model: Model, tmp_path: Path) -> None:
-    served = Served(model, model.adapter(tmp_path, 1), 1)
-    [(worker, _)] = served.workers
-    base = model.worker()
-    worker["model.layers.1.self_attn.o_proj"].weight.copy_(base["model.layers.1.self_attn.o_proj"].weight)
+@pytest.mark.parametrize("stale", ["base model", "another worker"])
+def test_the_spot_check_finds_one_stale_tensor(model: Model, tmp_path: Path, stale: str) -> None:
+    served = Served(model, model.adapter(tmp_path, 1), 2)
+    first, second = served.each
+    other = first if stale == "another worker" else model.worker(2, 1)
+    second["model.layers.1.self_attn.o_proj"].weight.copy_(other["model.layers.1.self_attn.o_proj"].weight)
     for _ in range(5):
         assert "of model.layers.1.self_attn.o_proj.weight is another one" in served.wrong()
-
-
-def test_the_spot_check_finds_a_transposed_expert(moe: Model, tmp_path: Path) -> None:
-    served = Served(moe, moe.adapter(tmp_path, 1), 1)
-    [(worker, _)] = served.workers
-    transpose_a_square(worker)
-    assert "model.layers.0.mlp.experts.3.down_proj.weight is another one" in served.wrong()
-
-
-@pytest.mark.parametrize("layer", ["self_attn.o_proj", "self_attn.q_proj"])
-def test_the_spot_check_finds_the_slice_of_another_worker(model: Model, tmp_path: Path, layer: str) -> None:
-    served = Served(model, model.adapter(tmp_path, 1), 2)
-    (first, _), (second, _) = served.workers
-    module = f"model.layers.1.{layer.replace('q_proj', 'qkv_proj')}"
-    second[module].weight.copy_(first[module].weight)
-    last = {f"model.layers.1.{layer}.weight": model.tensors[f"model.layers.1.{layer}.weight"].shape[0] - 1}
-    wrong = served.wrong(**last)
-    # Rows of k and v, in the same parameter, may be the second worker's, too.
-    parts = ("q_proj", "k_proj", "v_proj") if layer == "self_attn.q_proj" else ("o_proj",)
-    assert any(f"model.layers.1.self_attn.{part}.weight is another one" in wrong for part in parts), wrong
 
 
 def test_the_spot_check_finds_swapped_modules(model: Model, tmp_path: Path) -> None:
@@ -476,15 +343,13 @@ def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_
     check = SpotCheck(str(model.directory), "float32")
     adapter = model.adapter(tmp_path, 1)
     whole = (adapter / WEIGHTS_FILE).read_bytes()
-    contents = [b"nothing", whole[:100], whole[:8] + b"[" + whole[9:], (2).to_bytes(8, "little") + b"{}"]
-    for content in contents:
+    for content in [b"nothing", whole[:100], whole[:8] + b"[" + whole[9:], (2).to_bytes(8, "little") + b"{}"]:
         (adapter / WEIGHTS_FILE).write_bytes(content)
         with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
             check.adapter_rows(adapter, LORA)
     (adapter / WEIGHTS_FILE).write_bytes(whole)
     with pytest.raises(CheckpointDamaged, match="no adapter of rank 8"):
         check.adapter_rows(adapter, LORA.model_copy(update={"rank": 8}))
-    check.adapter_rows(adapter, LORA)
 
 
 def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 from tandem.system import processes
 from waiting import until
@@ -47,8 +46,3 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
         server.stdout.close()
         if processes.read(engine) is not None:
             os.kill(engine, signal.SIGKILL)
-
-
-def test_vllm_finds_the_plugin() -> None:
-    (entry,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "tandem")
-    assert entry.value == "tandem.inference.server.plugin:register"

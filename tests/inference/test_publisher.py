@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ import httpx
 import pytest
 
 import fake_vllm
-from fake_vllm import FakeVllm
 from inference.stage import Stage, commit, make_run
-from tandem.errors import Unauthorized
-from tandem.inference.publisher import checkpoint_loader, lora_transport
+from tandem.inference.publisher import checkpoint_loader
 from tandem.vllm_client.client import InferenceRefused, VllmClient
 from waiting import until
 
@@ -43,121 +42,78 @@ def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
     assert record.seconds.keys() == {"copy", "load", "verify", "since_checkpoint"}
 
 
-def test_what_a_publisher_remembers_does_not_grow_with_the_steps(stage: Stage, monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint_loader, "MOST_REFUSALS", 3)
-    publisher = stage.publisher()
-    for number in range(6):
-        stage.step(0.1 * (number + 1), job=f"job-{number}")
-        publisher.once()
-        publisher.once()  # unloads
-    assert stage.listed() == ["run@5", "run@6"]
-    for number in range(6):
-        stage.step(0.1 * (number + 1), weights=9.0)
-        publisher.once()
-    assert len(publisher._loader._refused) == 3
-    assert stage.served() == (6, 12)
+def no_adapter(directory: Path) -> None:
+    (directory / "adapter_model.safetensors").write_bytes(b"nothing")
+    (directory / "adapter_config.json").write_bytes(b"{}")
+
+
+def then(change: Callable[[Path], object], file: str = "adapter_model.safetensors") -> Callable[[Stage], object]:
+    """A good step whose file is changed."""
+
+    def commit_and_change(stage: Stage) -> None:
+        stage.step(0.5)
+        change(stage.weights(2).with_name(file))
+
+    return commit_and_change
 
 
 @pytest.mark.parametrize(
-    ("damage", "word"),
+    ("wrong", "word"),
     [
-        ("other weights", "differ from the trainer's"),
-        ("weights of the step before", "nearer to those of the checkpoint before it"),
-        ("swapped file", "altered"),
-        ("truncated file", "truncated"),
-        ("missing file", "missing"),
-        ("truncated manifest", "manifest.json"),
-        ("not finite", "not all finite"),
-        ("not an adapter", "500"),
-        ("step 0 that is not the identity", "the base model's"),
+        (lambda stage: stage.step(0.5, weights=0.9), "differ from the trainer's"),
+        # The weights of the step before, which are within the tolerance.
+        (lambda stage: stage.step(0.305, weights=0.3), "nearer to those of the checkpoint before it"),
+        (lambda stage: stage.step(0.5, weights=float("nan")), "not all finite"),
+        (lambda stage: commit(stage.spool, "run", no_adapter, stage.probe(0.5)), "500"),
+        (lambda stage: commit(stage.spool, "run", partial(stage.write_adapter, 0.3), None), "the base model's"),
+        (then(lambda file: shutil.copy(file.parents[1] / "00000001" / file.name, file)), "altered"),
+        (then(lambda file: file.write_bytes(file.read_bytes()[:-1])), "00000002: adapter_model.safetensors is trunc"),
+        (then(Path.unlink), "00000002: adapter_model.safetensors is missing"),
+        (then(lambda file: file.write_bytes(file.read_bytes()[:50]), "manifest.json"), "manifest.json"),
     ],
 )
-def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(stage: Stage, damage: str, word: str) -> None:
-    publisher = stage.publisher()
-    stage.step(0.3)
-    publisher.once()
-    commit_wrong_checkpoint(stage, damage)
-    publisher.once()
-    assert stage.served() == (1, 2)
-    assert word in str(stage.record().refused_reason)
-    assert stage.listed() == ["run@0", "run@1"]
-    stage.vllm.calls.clear()
-    publisher.once()
-    assert stage.vllm.loads() == []
-    # A good step after it is served, and the record names no refused step any more.
-    stage.rollback(1)
-    stage.step(0.7)
-    publisher.once()
-    assert stage.served() == (2, None)
-
-
-def commit_wrong_checkpoint(stage: Stage, damage: str) -> None:
-    def no_adapter(directory: Path) -> None:
-        (directory / "adapter_model.safetensors").write_bytes(b"nothing")
-        (directory / "adapter_config.json").write_bytes(b"{}")
-
-    match damage:
-        case "other weights":
-            stage.step(0.5, weights=0.9)
-        case "weights of the step before":
-            stage.step(0.305, weights=0.3)  # a step within the tolerance
-        case "not finite":
-            stage.step(0.5, weights=float("nan"))
-        case "not an adapter":
-            commit(stage.spool, "run", no_adapter, stage.probe(0.5))
-        case "step 0 that is not the identity":
-            commit(stage.spool, "run", lambda directory: stage.write_adapter(0.3, directory), None)
-        case _:
-            stage.step(0.5)
-            weights = stage.weights(2)
-            manifest = weights.with_name("manifest.json")
-            if damage == "swapped file":
-                shutil.copy(stage.weights(1), weights)
-            elif damage == "truncated file":
-                weights.write_bytes(weights.read_bytes()[:-1])
-            elif damage == "missing file":
-                weights.unlink()
-            else:
-                manifest.write_bytes(manifest.read_bytes()[:50])
-
-
-def test_behind_many_refused_steps_the_last_good_one_stays(stage: Stage) -> None:
+def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
+    stage: Stage, wrong: Callable[[Stage], object], word: str
+) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
     publisher.once()
+    wrong(stage)
+    publisher.once()
+    assert stage.served() == (1, 2)
+    assert word in str(stage.record().refused_reason)
+    stage.vllm.calls.clear()
+    publisher.once()
+    assert stage.vllm.loads() == []
+    # Behind many refused steps the last good one stays.
+    stage.rollback(1)
     for effect in (0.4, 0.5, 0.6):
         stage.step(effect, weights=-0.9)
     publisher.once()
     publisher.once()
-    assert stage.served() == (1, 4)
-    assert stage.listed() == ["run@1"]
-
-
-def test_a_refused_checkpoint_is_tried_again_when_it_changes(stage: Stage) -> None:
-    publisher = stage.publisher()
-    stage.step(0.3)
-    good = stage.weights(1).read_bytes()
-    stage.weights(1).write_bytes(good[:-1])
+    assert (stage.served(), stage.listed()) == ((1, 4), ["run@1"])
+    # A refused step is tried again when it changes. A good one after it is served, and the record names no refused one.
+    stage.rollback(1)
+    stage.step(0.7)
+    good = stage.weights(2).read_bytes()
+    stage.weights(2).write_bytes(good[:-1])
     publisher.once()
-    assert stage.served() == (0, 1)
-    stage.weights(1).write_bytes(good)
+    assert stage.served() == (1, 2)
+    stage.weights(2).write_bytes(good)
     publisher.once()
-    assert stage.served() == (1, None)
+    assert stage.served() == (2, None)
 
 
 def test_damaged_optimizer_state_does_not_unload_a_served_step(stage: Stage) -> None:
     def adapter_and_adam(directory: Path) -> None:
         stage.write_adapter(0.3, directory)
-        (directory / "optimizer").mkdir()
-        (directory / "optimizer/adam.safetensors").write_bytes(b"\0" * 64)
+        (directory / "adam.safetensors").write_bytes(b"\0" * 64)
 
     commit(stage.spool, "run", adapter_and_adam, stage.probe(0.3))
-    stage.publisher().once()
-    assert stage.served() == (1, None)
-    adam = stage.weights(1).with_name("optimizer") / "adam.safetensors"
-    adam.write_bytes(b"\1" + adam.read_bytes()[1:])
-    stage.publisher().once()
-    assert (stage.served(), stage.listed()) == ((1, None), ["run@0", "run@1"])
+    for content in (b"\0" * 64, b"\1" * 64):
+        stage.weights(1).with_name("adam.safetensors").write_bytes(content)
+        stage.publisher().once()
+        assert (stage.served(), stage.listed()) == ((1, None), ["run@0", "run@1"])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/load_lora_adapter", "/v1/completions"])
@@ -204,45 +160,18 @@ def test_a_slow_list_of_models_makes_the_publisher_forget_nothing(stage: Stage) 
 
 
 def test_no_secret_goes_to_a_proxy_of_the_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy = FakeVllm()
-    proxy.start()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, proxy.url)
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    VllmClient(stage.settings()).models()
-    proxy.stop()
-    assert proxy.calls == []
+    assert VllmClient(stage.settings()).models() == {"base": "/model"}
 
 
-def test_a_long_call_waits_no_longer_for_a_connection_than_a_short_one(stage: Stage) -> None:
-    asked: list[dict[str, float]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.extensions["timeout"])
-        return httpx.Response(200, json={"data": []})
-
-    client = VllmClient(stage.settings(), timeout=7.0, work_timeout=70.0)
-    client._http._transport = httpx.MockTransport(answer)
-    client.models()
-    client.load_lora("run@0", "/somewhere")
-    assert [limits["read"] for limits in asked] == [7.0, 70.0]
-    assert [limits["connect"] for limits in asked] == [5.0, 5.0]
-
-
-def test_no_record_says_that_a_restarted_vllm_serves_a_step_before_it_does(stage: Stage) -> None:
+def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_before(stage: Stage) -> None:
     make_run(stage.spool, "zero", stage.model)
     publisher = stage.publisher()
     stage.step(0.3)
     publisher.once()
-    stage.vllm.stop()
-    assert not publisher.once()
-    assert stage.spool.served.get("run") is None
-    stage.vllm.start()
-    publisher.once()
-    assert stage.served() == (1, None)
-
-    # Between two polls of one publisher, and of a publisher that died with vLLM.
     records: list[object] = []
 
     class Client(VllmClient):
@@ -251,14 +180,27 @@ def test_no_record_says_that_a_restarted_vllm_serves_a_step_before_it_does(stage
                 records.extend([stage.spool.served.get("run"), stage.spool.served.get("zero")])
             super().load_lora(name, path)
 
+    # Between two polls of one publisher, and of a publisher that died with vLLM.
     for second in (publisher, stage.publisher()):
         stage.vllm.adapters.clear()
-        client = Client(stage.settings())
-        second._transport._client = client
+        second._transport._client = Client(stage.settings())
         second.once()
         assert records == [None, None]
         records.clear()
         assert stage.served() == (1, None)
+    # The next one serves the step wrongly.
+    stage.vllm.adapters.clear()
+    stage.vllm.ignores_weights = True
+    publisher.once()
+    assert (stage.served(), stage.listed()) == ((0, 1), ["run@0", "zero@0"])
+    stage.vllm.stop()
+    assert not publisher.once()
+    assert stage.spool.served.get("run") is None
+    # The refusal was vLLM's fault: the checkpoint is tried again on the next server.
+    stage.vllm.ignores_weights = False
+    stage.vllm.start()
+    assert publisher.once()
+    assert (stage.served(), stage.listed()) == ((1, None), ["run@0", "run@1", "zero@0"])
 
 
 def test_after_a_rollback_the_name_serves_the_new_checkpoint(stage: Stage) -> None:
@@ -295,80 +237,27 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(stage: St
     assert stage.called("/reset_prefix_cache") == resets
 
 
-def test_a_name_that_was_forgotten_is_one_whose_blocks_may_be_cached(stage: Stage, monkeypatch) -> None:
-    monkeypatch.setattr(lora_transport, "MOST_NAMES", 2)
-    stage.vllm.stop()
-    stage.vllm.version = "0.26.0"
-    publisher = stage.publisher()
-    assert not publisher.once()
-    stage.vllm.start()
-    for effect in (0.1, 0.2, 0.3, 0.4):
-        stage.step(effect)
-        publisher.once()
-    assert len(publisher._transport._last_path) == 2
-    stage.rollback(0)
-    publisher.once()
-    before = stage.called("/reset_prefix_cache")
-    stage.step(0.5)  # the second adapter with the name run@1
-    publisher.once()
-    assert stage.called("/reset_prefix_cache") == before + 1
-
-
-def test_a_restarted_vllm_gets_all_checkpoints_again(stage: Stage) -> None:
-    publisher = stage.publisher()
-    stage.step(0.3)
-    publisher.once()
-    stage.vllm.stop()
-    assert not publisher.once()
-    stage.vllm.start()
-    assert publisher.once()
-    assert stage.listed() == ["run@0", "run@1"]
-    # Also when it restarts between two polls, and now serves them wrongly.
-    stage.vllm.adapters.clear()
-    stage.vllm.ignores_weights = True
-    publisher.once()
-    assert (stage.served(), stage.listed()) == ((0, 1), ["run@0"])
-    # The refusal was vLLM's fault: the checkpoint is tried again on the next server.
-    stage.vllm.stop()
-    publisher.once()
-    stage.vllm.ignores_weights = False
-    stage.vllm.start()
-    publisher.once()
-    assert stage.served() == (1, None)
-
-
-def test_old_steps_are_unloaded_when_no_request_uses_them(stage: Stage) -> None:
-    publisher = stage.publisher(keep_served=2)
-    for effect in (0.1, 0.2):
-        stage.step(effect)
-        publisher.once()
-    assert stage.listed() == ["run@1", "run@2"]
-    stage.vllm.in_use = {"run@1"}
-    stage.step(0.3)
-    publisher.once()
-    publisher.once()
-    assert stage.listed() == ["run@1", "run@2", "run@3"]
-    stage.vllm.in_use = set()
-    publisher.once()
-    assert stage.listed() == ["run@2", "run@3"]
-
-
-def test_old_steps_stay_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
+def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
+    for number in range(5):
+        make_run(stage.spool, f"idle-{number}", stage.model)  # nobody uses them, and they push nothing out
     for step in range(1, 7):
         stage.step(step / 10)
         stage.publisher(keep_served=1, grace=60.0).once()
-    assert stage.listed() == [f"run@{step}" for step in range(1, 7)]
+
+    def steps() -> list[int]:
+        return [int(name.removeprefix("run@")) for name in stage.listed() if name.startswith("run@")]
+
+    assert steps() == [1, 2, 3, 4, 5, 6]
     stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()  # at most four old steps
-    assert stage.listed() == [f"run@{step}" for step in range(2, 7)]
-
-
-def test_runs_that_nobody_uses_do_not_shorten_the_grace_of_others(stage: Stage) -> None:
-    for number in range(5):
-        make_run(stage.spool, f"idle-{number}", stage.model)
-    for effect in (0.1, 0.2):
-        stage.step(effect)
-        stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()
-    assert {"run@1", "run@2"} < set(stage.listed())
+    assert steps() == [2, 3, 4, 5, 6]
+    publisher = stage.publisher(keep_served=2)
+    stage.vllm.in_use = {"run@2"}
+    publisher.once()
+    publisher.once()
+    assert steps() == [2, 5, 6]
+    stage.vllm.in_use = set()
+    publisher.once()
+    assert steps() == [5, 6]
 
 
 def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
@@ -401,28 +290,18 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
     assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
-def test_adapters_of_others_are_left_alone(stage: Stage) -> None:
+def test_adapters_of_others_are_left_alone_and_a_broken_run_stops_no_other(stage: Stage) -> None:
     for name in ("somebody-elses", "of-another-spool@3", "run@latest"):
         stage.vllm.adapters[name] = ("/somewhere", 0.0)
     stage.vllm.adapters["run@9"] = ("/somewhere", 0.0)  # a discarded step of this run
-    stage.publisher(keep_served=1).once()
-    assert stage.listed() == ["of-another-spool@3", "run@0", "run@latest", "somebody-elses"]
-
-
-def test_one_broken_run_does_not_stop_the_others(stage: Stage) -> None:
     make_run(stage.spool, "another", stage.model)
     shutil.rmtree(stage.spool.checkpoints.path("another", 0))
     (stage.spool.paths.runs / "empty").mkdir()
-    stage.publisher().once()
-    assert stage.served() == (0, None)
-
-
-def test_a_wrong_admin_token_is_reported(stage: Stage) -> None:
-    client = VllmClient(stage.settings(admin_token="wrong"))
-    with pytest.raises(Unauthorized, match="TANDEM_ADMIN_TOKEN"):
-        client.load_lora("run@0", "/somewhere")
-    stage.publisher(client=client).once()
+    stage.publisher(keep_served=1, client=VllmClient(stage.settings(admin_token="wrong"))).once()
     assert stage.spool.served.get("run") is None
+    stage.publisher(keep_served=1).once()
+    assert stage.listed() == ["of-another-spool@3", "run@0", "run@latest", "somebody-elses"]
+    assert stage.served() == (0, None)
 
 
 def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
@@ -444,25 +323,32 @@ def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: 
     assert copies() == ["run@0"]
 
 
-def test_the_program_is_killed_and_started_again(stage: Stage, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "TANDEM_ROOT": str(stage.spool.root),
-        "TANDEM_INFERENCE_URL": stage.vllm.url,
-        "TANDEM_API_KEY": fake_vllm.API_KEY,
-        "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
-        "TMPDIR": str(tmp_path),
-    }
-    for step, end in enumerate((signal.SIGKILL, signal.SIGTERM)):
-        if step:
-            stage.step(0.2)
-        process = subprocess.Popen([sys.executable, "-m", "tandem.inference.publisher"], env=environment)
+def test_the_program_ends_at_once_when_it_is_told_to(stage: Stage, tmp_path: Path) -> None:
+    settings = stage.settings()
+    values = {"ROOT": settings.root, "INFERENCE_URL": stage.vllm.url, "API_KEY": fake_vllm.API_KEY,
+              "ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN}  # fmt: skip
+    environment = os.environ | {f"TANDEM_{name}": str(value) for name, value in values.items()}
+    command = [sys.executable, "-m", "tandem.inference.publisher"]
+    with subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)}) as process:
         try:
-            until(f"step {step} is served", lambda s=step: (r := stage.spool.served.get("run")) and r.step == s, 60)
+            until("step 0 is served", lambda: stage.spool.served.get("run"), 60)
         finally:
-            process.send_signal(end)
-        assert process.wait(10) == (0 if end == signal.SIGTERM else -end)
-    assert stage.vllm.loads() == ["run@0", "run@1"]
+            process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_a_long_call_waits_no_longer_for_a_connection_than_a_short_one(stage: Stage) -> None:
+    asked: list[dict[str, float]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.extensions["timeout"])
+        return httpx.Response(200, json={"data": []})
+
+    client = VllmClient(stage.settings(), timeout=7.0, work_timeout=70.0)
+    client._http._transport = httpx.MockTransport(answer)
+    client.models()
+    client.load_lora("run@0", "/somewhere")
+    assert [(limits["read"], limits["connect"]) for limits in asked] == [(7.0, 5.0), (70.0, 5.0)]
 
 
 class Killed(BaseException):

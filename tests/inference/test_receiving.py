@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
+from inference.conftest import write_model
 from inference.stage import make_run
-from inference.test_landing import Workers, check, land
-from inference.test_merged_weights import Model
+from inference.worker_models import SCALE, Model, Workers
 from policies import LORA
-from tandem.inference.server.worker import receiver
-from tandem.inference.server.worker.landing import LandingWeights, Source
+from tandem.inference.server.worker import landing
+from tandem.inference.server.worker.landing import Source
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS
-from tiny import MERGED_SIZES, write_random_model
 from whole_weights_sender import Senders
 
 BOUND = 12.0
@@ -33,27 +32,19 @@ def senders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Trainers of one rank, two tensor-parallel ones, and two stages; tied embeddings with biases, and experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
-    model = write_random_model(directory / "model", family=family, **MERGED_SIZES[family])
-    spool = Spool.create(directory / "spool")
-    run = make_run(spool, "r", model, LORA).name
-    with Senders(directory / "ranks", spool, run, "nccl", tp, pp, BUFFER_BYTES=str(BUFFER_BYTES)) as ranks:
+    with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
         yield ranks
 
 
-@pytest.fixture
-def model(senders: Senders) -> Model:
-    return Model(Path(senders.spool.runs.get(senders.run).base_model))
+def start_ranks(directory: Path, model: Path, tp: int = 2, pp: int = 1) -> Senders:
+    spool = Spool.create(directory / "spool")
+    run = make_run(spool, "r", model, LORA).name
+    return Senders(directory / "ranks", spool, run, "nccl", tp, pp, BUFFER_BYTES=str(BUFFER_BYTES))
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "BUFFER_BYTES", BUFFER_BYTES)
-
-
-def workers_of(model: Model, count: int) -> Workers:
-    made = [model.worker(count, rank) for rank in range(count)]
-    directory = str(model.directory)
-    return [(w, LandingWeights(w.model, directory, lambda _: "device", (i, count))) for i, w in enumerate(made)]
+    monkeypatch.setattr(landing, "BUFFER_BYTES", BUFFER_BYTES)
 
 
 def offered(senders: Senders, adapter: Path) -> Source:
@@ -65,56 +56,51 @@ def offered(senders: Senders, adapter: Path) -> Source:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("count", [1, 2])
-def test_twenty_publications_leave_no_trace(senders: Senders, model: Model, tmp_path: Path, count: int) -> None:
+def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, count: int) -> None:
+    model = Model(Path(senders.spool.runs.get(senders.run).base_model))
     adapters = [model.adapter(tmp_path, seed) for seed in range(3)]
-    workers = workers_of(model, count)
+    workers = Workers(model, count, whole=True)
+    touched = [v for n, v in model.tensors.items() if n.split(".")[-2] in LORA_TARGETS and n.endswith("weight")]
     for number in range(20):
         adapter = adapters[number % 3]
         source = offered(senders, adapter)
         senders.send()
-        land(workers, f"{adapter}-{number}", source)
+        assert workers.serve(f"{adapter}-{number}", source) == "nccl"
         told = senders.sent()
         assert told["transport"] == "nccl"
-        touched = [v for n, v in model.tensors.items() if n.split(".")[-2] in LORA_TARGETS and n.endswith("weight")]
         assert told["bytes"] == sum(value.nbytes for value in touched), "each element is sent once"
-        for _, weights in workers:
-            assert weights.staged(f"{adapter}-{number}") == "nccl"
-            weights.swap(f"{adapter}-{number}")
         if number in (0, 1, 19):
-            check(model, workers, adapter)
+            workers.check(adapter)
 
 
-def stage(workers: Workers, version: str, source: Source) -> None:
-    for _, weights in workers:
-        weights.stage(version, 2.5, source)
-
-
-def failed(workers: Workers, version: str) -> float:
+def failed(workers: Workers, version: Path) -> float:
     """Wait until a worker says that nothing will come; after how many seconds."""
     begin = time.monotonic()
     while time.monotonic() < begin + 60:
         try:
-            for _, weights in workers:
-                weights.staged(version)
+            for weights in workers.weights:
+                weights.staged(str(version))
         except RuntimeError:
             return time.monotonic() - begin
         time.sleep(0.01)
     raise AssertionError("it waits for ever")
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, dense: Model) -> Iterator[Senders]:
+    """Two ranks, which no test may kill."""
+    with start_ranks(tmp_path_factory.mktemp("ranks"), dense.directory) as senders:
+        yield senders
+
+
 @pytest.fixture
-def alone_senders(tmp_path: Path) -> Iterator[Senders]:
-    """Two ranks that a test may kill."""
-    model = write_random_model(tmp_path / "model", family="qwen3")
-    spool = Spool.create(tmp_path / "spool")
-    run = make_run(spool, "r", model, LORA).name
-    with Senders(tmp_path / "ranks", spool, run, "nccl", 2, BUFFER_BYTES=str(BUFFER_BYTES)) as ranks:
-        yield ranks
+def adapters(dense: Model, tmp_path: Path) -> list[Path]:
+    return [dense.adapter(tmp_path, seed) for seed in (1, 2)]
 
 
 def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> None:
     """Do something when so many buffers have arrived at a worker."""
-    arrived, count = receiver._arrived, 0
+    arrived, count = landing._arrived, 0
 
     def arrive(*args: Any) -> Iterator[Any]:
         nonlocal count
@@ -123,133 +109,117 @@ def arriving(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], 
             action()
         yield from arrived(*args)
 
-    monkeypatch.setattr(receiver, "_arrived", arrive)
+    monkeypatch.setattr(landing, "_arrived", arrive)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_ranks_that_die_or_stop(
-    alone_senders: Senders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
+    dense: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, sig: signal.Signals
 ) -> None:
     """The live weights stay, and the same weights come from the adapter."""
-    senders = alone_senders
-    model = Model(tmp_path / "model")
-    adapter = model.adapter(tmp_path, 1)
-    workers = workers_of(model, 2)
-    source = offered(senders, adapter)
-    begin = [time.monotonic()]
+    adapter = dense.adapter(tmp_path, 1)
+    workers = Workers(dense, 2, whole=True)
+    begin = [0.0]
 
     def hit() -> None:
-        senders.signal(sig)
+        mortal.signal(sig)
         begin[0] = time.monotonic()
 
-    if moment == "before":
-        hit()
-        stage(workers, str(adapter), source)
-    else:
-        arriving(monkeypatch, 8, hit)
-        stage(workers, str(adapter), source)
-        senders.send()
-    failed(workers, str(adapter))
-    assert time.monotonic() - begin[0] < BOUND
-    check(model, workers, None)
-    land(workers, str(adapter))
-    for _, weights in workers:
-        weights.swap(str(adapter))
-    check(model, workers, adapter)
+    with start_ranks(tmp_path, dense.directory) as mortal:
+        source = offered(mortal, adapter)
+        if moment == "before":
+            hit()
+            workers.order(adapter, source)
+        else:
+            arriving(monkeypatch, 8, hit)
+            workers.order(adapter, source)
+            mortal.send()
+        failed(workers, adapter)
+        assert time.monotonic() - begin[0] < BOUND
+        workers.check(None)
+        workers.serve(adapter)
+        workers.check(adapter)
 
 
-def test_a_rank_that_stops_alone(alone_senders: Senders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stops_alone(
+    ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other one and the workers notice; the next publication succeeds."""
-    senders = alone_senders
-    model = Model(tmp_path / "model")
-    first, second = (model.adapter(tmp_path, seed) for seed in (1, 2))
-    workers = workers_of(model, 1)
-    arriving(monkeypatch, 6, lambda: os.kill(senders.ranks[1].pid, signal.SIGSTOP))
-    stage(workers, str(first), offered(senders, first))
-    senders.send()
-    assert failed(workers, str(first)) < BOUND
-    os.kill(senders.ranks[1].pid, signal.SIGCONT)
-    assert "error" in senders.sent(2 * BOUND)
-    source = offered(senders, second)
-    senders.send()
-    land(workers, str(second), source)
-    for _, weights in workers:
-        weights.swap(str(second))
-    check(model, workers, second)
-    assert "error" not in senders.sent()
+    first, second = adapters
+    workers = Workers(dense, whole=True)
+    arriving(monkeypatch, 6, lambda: os.kill(ranks.ranks[1].pid, signal.SIGSTOP))
+    workers.order(first, offered(ranks, first))
+    ranks.send()
+    assert failed(workers, first) < BOUND
+    os.kill(ranks.ranks[1].pid, signal.SIGCONT)
+    assert "error" in ranks.sent(2 * BOUND)
+    source = offered(ranks, second)
+    ranks.send()
+    workers.serve(second, source)
+    workers.check(second)
+    assert "error" not in ranks.sent()
 
 
 def test_a_worker_whose_connection_is_cut(
-    alone_senders: Senders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up in the middle: the ranks notice, and the job goes on."""
-    senders = alone_senders
-    model = Model(tmp_path / "model")
-    adapter = model.adapter(tmp_path, 1)
-    workers = workers_of(model, 2)
+    workers = Workers(dense, 2, whole=True)
 
     def cut() -> None:
         raise ConnectionError("cut")
 
     arriving(monkeypatch, 7, cut)
-    stage(workers, str(adapter), offered(senders, adapter))
-    senders.send()
+    workers.order(adapters[0], offered(ranks, adapters[0]))
+    ranks.send()
     begin = time.monotonic()
-    assert failed(workers, str(adapter)) < BOUND
-    assert "error" in senders.sent(2 * BOUND)
+    assert failed(workers, adapters[0]) < BOUND
+    assert "error" in ranks.sent(2 * BOUND)
     assert time.monotonic() - begin < 2 * BOUND
-    check(model, workers, None)
+    workers.check(None)
 
 
-def test_one_worker_does_not_get_all(alone_senders: Senders, tmp_path: Path) -> None:
+def test_one_worker_does_not_get_all(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """The order to take another way comes while the other worker still waits."""
-    model = Model(tmp_path / "model")
-    adapter = model.adapter(tmp_path, 1)
-    workers = workers_of(model, 2)
-    source = offered(alone_senders, adapter)
-    stage(workers[:1], str(adapter), source)
-    land(workers, str(adapter))
-    for _, weights in workers:
-        weights.swap(str(adapter))
-    check(model, workers, adapter)
+    workers = Workers(dense, 2, whole=True)
+    workers.weights[0].stage(str(adapters[0]), SCALE, offered(ranks, adapters[0]))
+    workers.serve(adapters[0])
+    workers.check(adapters[0])
+    ranks.send()
+    assert "error" in ranks.sent(2 * BOUND)
 
 
-def test_nobody_comes_for_the_weights(alone_senders: Senders, tmp_path: Path) -> None:
-    adapter = Model(tmp_path / "model").adapter(tmp_path, 1)
-    alone_senders.offer(adapter)
-    alone_senders.send()
+def test_nobody_comes_for_the_weights(ranks: Senders, adapters: list[Path]) -> None:
+    ranks.offer(adapters[0])
+    ranks.send()
     begin = time.monotonic()
-    assert "error" in alone_senders.sent(BOUND)
+    assert "error" in ranks.sent(BOUND)
     assert time.monotonic() - begin < BOUND
 
 
 def test_ranks_with_another_layout_are_refused(
-    alone_senders: Senders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "BUFFER_BYTES", 2 * BUFFER_BYTES)
-    model = Model(tmp_path / "model")
-    adapter = model.adapter(tmp_path, 1)
-    workers = workers_of(model, 1)
-    stage(workers, str(adapter), offered(alone_senders, adapter))
-    alone_senders.send()
-    failed(workers, str(adapter))
+    monkeypatch.setattr(landing, "BUFFER_BYTES", 2 * BUFFER_BYTES)
+    workers = Workers(dense, whole=True)
+    source = offered(ranks, adapters[0])
+    ranks.send()
     with pytest.raises(RuntimeError, match="this vLLM expects"):
-        workers[0][1].staged(str(adapter))
-    check(model, workers, None)
+        workers.stage(adapters[0], source)
+    workers.check(None)
+    assert "error" in ranks.sent(2 * BOUND)
 
 
-def test_another_version_takes_the_landing_place(alone_senders: Senders, tmp_path: Path) -> None:
+def test_another_version_takes_the_landing_place(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
     """While a worker waits for ranks that never send, vLLM is told to serve other weights."""
-    model = Model(tmp_path / "model")
-    first, second = (model.adapter(tmp_path, seed) for seed in (1, 2))
-    workers = workers_of(model, 2)
-    stage(workers, str(first), offered(alone_senders, first))
+    first, second = adapters
+    workers = Workers(dense, 2, whole=True)
+    workers.order(first, offered(ranks, first))
     time.sleep(0.5)
-    land(workers, str(second))
-    alone_senders.send()
-    assert "error" in alone_senders.sent(2 * BOUND)
-    for _, weights in workers:
-        weights.swap(str(second))
-    check(model, workers, second)
+    workers.stage(second)
+    ranks.send()
+    assert "error" in ranks.sent(2 * BOUND)
+    workers.serve(second)
+    workers.check(second)

@@ -27,40 +27,31 @@ def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return given
 
 
-def start() -> None:
-    with pytest.raises(SystemExit, match="became vLLM"):
+def start(ends: object = "became vLLM") -> None:
+    with pytest.raises(SystemExit) as caught:
         serve.main()
+    assert caught.value.code == ends
 
 
-def test_a_vllm_that_starts_withdraws_what_the_one_before_served(
+def test_what_the_vllm_before_served_and_left_in_its_tmpdir_is_removed(
     stage: Stage, environments: list[dict[str, str]]
 ) -> None:
+    start()
     stage.publisher().once()
     assert stage.served() == (0, None)
+    directory = Path(environments[0]["TMPDIR"])
+    (directory / "more").mkdir()
+    (directory / "more/socket").touch()
     start()
     assert stage.spool.served.get("run") is None
-
-
-def test_what_a_killed_vllm_left_in_its_tmpdir_is_removed(environments: list[dict[str, str]]) -> None:
-    start()
-    directory = Path(environments[0]["TMPDIR"])
-    (directory / "socket").touch()
-    (directory / "more").mkdir()
-    (directory / "more/file").touch()
-    start()
     assert environments[1]["TMPDIR"] == str(directory)
     assert list(directory.iterdir()) == []
 
 
 def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
-    environments: list[dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "no-token"))
-    with pytest.raises(SystemExit) as caught:
-        serve.main()
-    assert caught.value.code == 2
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", "/no-token")
+    start(ends=2)
     assert "no-token" in capfd.readouterr().err
     assert environments == []

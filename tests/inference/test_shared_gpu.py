@@ -80,19 +80,14 @@ def test_under_a_live_hold_the_publisher_neither_loads_nor_wakes(shared):
     shared.kill_runner()
     assert publisher.once() is True
     assert not shared.vllm.asleep
-    assert shared.vllm.loads() == ["run@0"]
     assert shared.spool.hold.get() is None
     assert shared.stage.served() == (0, None)
     # After the next sleep the checkpoint is neither loaded nor verified again.
     verifications = shared.stage.called("/v1/completions")
-    assert verifications > 0
-    shared.hold()
     shared.vllm.asleep = True
-    assert not publisher.once()
-    shared.kill_runner()
     assert publisher.once()
     assert shared.vllm.loads() == ["run@0"]
-    assert shared.stage.called("/v1/completions") == verifications
+    assert shared.stage.called("/v1/completions") == verifications > 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,6 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
     earlier = shared.spool.hold.get()
     shared.kill_runner()
     shared.hold()
-    assert shared.spool.hold.live() is not None
     shared.spool.hold.put(earlier)
     assert shared.spool.hold.live() is None
 

@@ -90,15 +90,6 @@ def test_a_second_server_is_refused_and_kills_no_process_of_the_first(servers):
     assert alive(child)
 
 
-def test_it_waits_until_its_gpu_is_free(servers):
-    servers.use(70000)
-    server = servers.start()
-    assert "waiting until the devices are free" in server.stderr.readline()
-    assert not select.select([server.stdout], [], [], 0.5)[0], "it starts on a GPU that is not free"
-    servers.use(5)
-    assert servers.child(server)
-
-
 def test_it_gives_up_and_names_the_gpu_and_the_bytes(servers):
     servers.use(70000)
     refused = servers.start(FREE_SECONDS="0.2")
@@ -106,6 +97,15 @@ def test_it_gives_up_and_names_the_gpu_and_the_bytes(servers):
     assert f"GPU-bbbb ({70000 * MIB} bytes in use)" in complaint
     assert "GPU-aaaa" not in complaint
     assert refused.returncode == 1
+
+
+def test_it_waits_until_its_gpu_is_free(servers):
+    servers.use(70000)
+    server = servers.start()
+    assert "waiting until the devices are free" in server.stderr.readline()
+    assert not select.select([server.stdout], [], [], 0.5)[0], "it starts on a GPU that is not free"
+    servers.use(5)
+    assert servers.child(server)
 
 
 def test_on_the_cpu_no_gpu_is_looked_at(servers):

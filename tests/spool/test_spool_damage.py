@@ -10,7 +10,7 @@ import pytest
 from spool.spool_tools import add_run, commit, job_path, spool_with_run, start, submit, succeeded, train_one
 from tandem.controller.routes_checkpoints import archive_of
 from tandem.errors import CheckpointDamaged, NotFound, SpoolUnusable
-from tandem.inference.publisher.adapter_copies import AdapterCopies
+from tandem.inference.publisher.transports import AdapterCopies
 from tandem.inference.publisher.usage import Usage
 from tandem.spool import Spool, recovery
 from tandem.spool.schema import TERMINAL

@@ -40,8 +40,8 @@ class VllmClient:
     """
 
     def __init__(self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> None:
-        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the engine computes or
-        loads. InvalidInput if a file with a secret can't be read."""
+        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the engine does.
+        InvalidInput if a file with a secret can't be read."""
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
@@ -60,17 +60,14 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks.
-
-        So it is from vLLM 0.32 on. Older versions, and those without a number, key the blocks by the name alone.
-        """
+        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks, as
+        from vLLM 0.32 on. Older versions, and those without a number, key the blocks by the name alone."""
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
         """Each served model, the base model included: name -> the path it was loaded from."""
-        cards = self._ask("GET", "/v1/models")["data"]
-        return {str(card["id"]): str(card.get("root") or "") for card in cards}
+        return {str(card["id"]): str(card.get("root") or "") for card in self._ask("GET", "/v1/models")["data"]}
 
     def longest_prompt(self) -> int:
         """The most tokens of a prompt that leaves room for one sampled token."""
@@ -92,10 +89,10 @@ class VllmClient:
         return used
 
     def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values.
+        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values; NaN for
+        one that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
 
-        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them. NaN
-        stands for a value that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
+        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them.
         """
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)
@@ -107,10 +104,8 @@ class VllmClient:
         return [math.nan if value is None else float(value) for value in values]
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused when vLLM can't load it.
-
-        `load_inplace` stays off: with it some versions read the files again on every engine step.
-        """
+        """Load the adapter at `path` (absolute) under an unused name. InferenceRefused where vLLM can't load it."""
+        # With `load_inplace` some versions read the files again on every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
@@ -132,31 +127,23 @@ class VllmClient:
 
     def merged(self) -> dict[str, Any]:
         """Whose weights vLLM has: `phase`, `name`, `path` (see `inference.server.merged_server`)."""
-        state: dict[str, Any] = self._ask("GET", MERGED_ROUTE)
-        return state
+        return dict(self._ask("GET", MERGED_ROUTE))
 
     def swap_merged(
-        self,
-        name: str,
-        path: str,
-        scale: float,
-        requests: str,
-        seconds: float,
-        sources: Sequence[Mapping[str, Any] | None] = (None,),
-    ) -> dict[str, Any]:
+        self, name: str, path: str, scale: float, requests: str, seconds: float,
+        source: Mapping[str, Any] | None = None, again: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Make vLLM's weights those of `path`, within `seconds`. New requests wait until `announce_merged`.
 
-        `sources`: where the workers may get them, best first: whole (`worker/landing.py`); None: the base model's, with
-        the adapter in the directory `path`, times `scale`. Otherwise `path` only names them.
+        `source`: where the workers get them whole (`worker/landing.py`), and `path` only names them; None: the base
+        model's, with the adapter in the directory `path`, times `scale`. `again`: the same for a return to them.
 
         InferenceUnavailable where the same order can succeed later: running requests did not end in time
-        (`requests="wait"`), or the engine did not answer. InferenceRefused where the adapter can't be used.
+        (`requests="wait"`), or the engine did not answer. InferenceRefused where the weights can't be used.
         """
         order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
-        order["sources"] = list(sources)
-        timeout = seconds + self._work_timeout
-        answer: dict[str, Any] = self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=timeout)
-        return answer
+        order |= {"source": source, "again": again}
+        return dict(self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout))
 
     def announce_merged(self, path: str) -> None:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
@@ -165,42 +152,33 @@ class VllmClient:
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
         """Return to the weights that were announced last, if vLLM has those of the adapter at `path`; `to_base`: to the
         base model's, and serve nothing."""
-        order = {"path": path, "to_base": to_base}
-        self._request("POST", f"{MERGED_ROUTE}/revert", order, timeout=self._work_timeout)
+        self._request("POST", f"{MERGED_ROUTE}/revert", {"path": path, "to_base": to_base}, timeout=self._work_timeout)
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
         answer = self._ask("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout)
-        found: list[Mapping[str, Any]] = answer["rows"]
-        return found
+        return list(answer["rows"])
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused. While it falls asleep, the answer waits for that.
-
-        A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in use.
-        """
+        """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls asleep. A sleeping
+        engine may still hold its memory (vLLM issue 47654): measure what is in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
+        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps. Nothing may be loaded
+        then: vLLM writes the adapter to unmapped memory, and the engine dies.
 
         Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM issue 39934).
-        Mode `keep`: running requests go back to the queue and continue after waking, and new ones wait. The default
-        mode would end them early. Nothing may be loaded into a sleeping vLLM: it writes the adapter to unmapped memory,
-        and the engine dies.
+        Mode `keep`: running requests go back to the queue and continue after waking; the default would end them early.
         """
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. InferenceRefused where memory is missing.
-
-        vLLM 0.26 then stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can be asked
-        again.
-        """
+        """Wake the engine, if it sleeps. InferenceRefused where memory is missing: vLLM 0.26 then stays half mapped and
+        never wakes again, so `tandem up` restarts it. Later versions can be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(self, method: str, path: str, body: object = None, timeout: float | None = None) -> Any:
-        """`_request`, and its response's JSON."""
         response = self._request(method, path, body, timeout)
         try:
             return response.json()

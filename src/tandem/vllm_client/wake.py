@@ -1,8 +1,5 @@
-"""Wakes a vLLM that sleeps although no live trainer holds its GPUs.
-
-The runner that lets vLLM sleep also wakes it. This code is for a runner that died or could not wake it: the publisher
-calls it twice a second, and a runner calls it before it claims a job.
-"""
+"""Wakes a vLLM that sleeps although the runner that let it sleep has died or could not wake it. The publisher calls
+this twice a second, and a runner before it claims a job."""
 
 import time
 from collections.abc import Callable
@@ -36,10 +33,8 @@ def ensure_awake(
             # Before the wake: the watchdog restarts a vLLM that can't wake only where there is no hold.
             spool.hold.clear()
         if client.is_sleeping():
-            log.warning(
-                "vLLM sleeps and no trainer holds its GPUs: waking it",
-                **({"runner": hold.runner, "job": hold.job, "phase": hold.phase} if hold is not None else {}),
-            )
+            told = hold.model_dump(include={"runner", "job", "phase"}) if hold is not None else {}
+            log.warning("vLLM sleeps and no trainer holds its GPUs: waking it", **told)
             (wake or client.wake_up)()
             log.info("vLLM is awake")
     return None

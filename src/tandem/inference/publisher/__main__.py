@@ -24,8 +24,7 @@ def main() -> None:
     """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
     configure()
     free_path_names()
-    # The publisher may die at any point, so SIGTERM ends it at once.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # at once: the publisher may die at any point
     try:
         settings = load_settings()
         client = VllmClient(settings)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into vLLM, verifies it there, and remembers the outcome."""
+"""Loads a checkpoint into vLLM, verifies it there, and remembers what came of it."""
 
 import math
 import time
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
-from tandem.inference.publisher.lora_transport import LoraTransport
-from tandem.inference.publisher.merged_transport import MergedTransport
+from tandem.inference.publisher.transports import LoraTransport, MergedTransport
 from tandem.inference.publisher.verify import WrongWeights, verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
@@ -18,14 +17,13 @@ from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmCli
 log = Log("publisher")
 
 FileStats = tuple[tuple[str, int, int, int], ...]
+"""Path, size, modification time and inode of each file: they differ after any change."""
 
 TRIES = 3
 """How often vLLM may answer 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
 """When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
-MOST_REFUSALS = 1000
-"""A refusal that was forgotten is tried again, and there are never so many steps that are looked at."""
 
 
 @dataclass
@@ -44,8 +42,8 @@ class CheckpointRefused(Exception):
 
 @dataclass
 class Refusal:
-    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, by the monotonic
-    clock, if the cause may have gone away in `pause` seconds."""
+    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, after `pause` seconds,
+    by the monotonic clock."""
 
     stats: FileStats
     reason: str
@@ -75,8 +73,7 @@ class CheckpointLoader:
 
     def verified(self, name: str) -> float | None:
         """When this object verified what vLLM serves as `name`, Unix seconds; None if it did not."""
-        served = self._served.get(name)
-        return served.record.verified if served else None
+        return self._served[name].record.verified if name in self._served else None
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
@@ -98,7 +95,9 @@ class CheckpointLoader:
         if name in self.transport.listed and not self._lists(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
             self.unload(name)
-        stats = self._file_stats(run.name, step)
+        paths = sorted(self.spool.checkpoints.path(run.name, step).rglob("*"))
+        files = [(str(path), path.stat()) for path in paths if path.is_file()]
+        stats = tuple((path, s.st_size, s.st_mtime_ns, s.st_ino) for path, s in files)
         refusal = self._refused.get(name)
         if refusal is not None and refusal.stats == stats and time.monotonic() < refusal.again:
             raise CheckpointRefused(refusal.reason)
@@ -117,7 +116,6 @@ class CheckpointLoader:
         self._served.pop(name, None)
 
     def _lists(self, name: str, path: Path) -> bool:
-        """Whether vLLM has exactly this content under the name."""
         return self.transport.listed.get(name) == str(path)
 
     def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
@@ -141,7 +139,7 @@ class CheckpointLoader:
         if not self._lists(name, path):
             parts = self.transport.load(name, path, run, manifest)
         loaded = time.monotonic()
-        identity = self.transport.identity_reference(name)
+        identity = self.transport.identity or name
         try:
             result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
         except WrongWeights as error:
@@ -170,12 +168,4 @@ class CheckpointLoader:
         if before is not None and before.stats == stats:
             pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS)
         self._refused[name] = Refusal(stats, reason, pause, time.monotonic() + (pause if passing else math.inf))
-        while len(self._refused) > MOST_REFUSALS:
-            del self._refused[next(iter(self._refused))]
         return CheckpointRefused(reason)
-
-    def _file_stats(self, run: str, step: int) -> FileStats:
-        """Path, size, modification time and inode of each file: they differ after any change."""
-        directory = self.spool.checkpoints.path(run, step)
-        files = [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
-        return tuple((str(path), s.st_size, s.st_mtime_ns, s.st_ino) for path, s in files)

@@ -1,7 +1,5 @@
-"""Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old ones unloaded.
-
-Runs that were trained or sampled last come first: after a restart a run that is in use does not wait for those that
-nobody uses.
+"""Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old ones unloaded. Runs
+that were trained or sampled last come first, so that after a restart they don't wait for those that nobody uses.
 
 The publisher compares the spool with vLLM's list of models and does what is missing. Its memory only saves work, so it
 and vLLM may die and start again at any time.
@@ -14,14 +12,10 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import NotFound, TandemError
-from tandem.inference.publisher.adapter_copies import AdapterCopies, copies_directory
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
-from tandem.inference.publisher.lora_transport import LoraTransport
-from tandem.inference.publisher.merged_transport import MergedTransport
-from tandem.inference.publisher.spot_check import SpotCheck
+from tandem.inference.publisher.transports import AdapterCopies, LoraTransport, MergedTransport, copies_directory
 from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import verify_tolerance
-from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
 from tandem.spool.paths import is_run_name
 from tandem.spool.schema import RunSpec, Served
@@ -44,7 +38,12 @@ class Publisher:
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._devices = Devices(settings, "inference") if settings.gpu_mode == "shared" else None
         self._client = client
-        self._transport = _transport(settings, client, self._spool)
+        copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
+        self._transport = (
+            LoraTransport(client, copies)
+            if self._weights == "adapter"
+            else MergedTransport(client, copies, settings, self._spool)
+        )
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
         self._usage = Usage(client, self._transport.copies.usage_file)
@@ -75,16 +74,13 @@ class Publisher:
 
     @contextmanager
     def _vllm_awake(self) -> Iterator[str]:
-        """If the value is empty, vLLM is awake and stays awake in this context. Otherwise the value says why not.
-
-        On shared GPUs nobody can write a hold in this context, so a load that begins there ends before vLLM sleeps.
-        """
+        """If the value is empty, vLLM is awake and stays awake in this context: on shared GPUs nobody can write a hold.
+        Otherwise the value says why not."""
         if self._devices is None:
             yield ""
             return
         with self._spool.hold.lock():
-            hold = self._spool.hold.live()
-            if hold is not None:
+            if (hold := self._spool.hold.live()) is not None:
                 yield f"the trainer has the GPUs ({hold.phase}, job {hold.job})"
             else:
                 yield ensure_awake(self._spool, self._client, self._devices) or ""
@@ -137,11 +133,11 @@ class Publisher:
         return wanted
 
     def _unload_old(self, wanted: Mapping[str, set[str]]) -> None:
-        names = {name for of_run in wanted.values() for name in of_run}
         for name in [name for name, path in self._transport.listed.items() if self._is_of_deleted_run(name, path)]:
             log.info("unloading", model=name, deleted=True)
             self._loader.unload(name, deleted=True)
         existing = {name for name in self._transport.listed if self._is_in_chain(name)}
+        names = set().union(*wanted.values())
         for name in self._retention.expired(self._transport.listed, runs=wanted, wanted=names, existing=existing):
             self._loader.unload(name)
 
@@ -211,7 +207,6 @@ class Publisher:
         return wanted
 
     def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
-        """Write `served.json`, if that changes it."""
         step, reason = refused or (None, None)
         record = record.model_copy(update={"refused_step": step, "refused_reason": reason})
         if self._spool.served.get(run) != record:
@@ -219,17 +214,14 @@ class Publisher:
 
     def _tell_job(self, served: ServedCheckpoint) -> None:
         """Append `served` to the events of the checkpoint's job. Only once, however often the checkpoint is loaded."""
-        record = served.record
         if served.job is None or served.told:
             return
         with self._spool.job_lock(served.job):
             events = self._spool.events.read(served.job)
             # Without any event the job's records were removed.
             if events and not any(event.type == "served" for event in events):
-                fields = record.model_dump(
-                    include={"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
-                )
-                self._spool.events.append(served.job, "served", **fields)
+                told = {"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
+                self._spool.events.append(served.job, "served", **served.record.model_dump(include=told))
         served.told = True
 
     def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
@@ -241,11 +233,3 @@ class Publisher:
                 write(trouble)
         elif before:
             log.info(f"over: {before}")
-
-
-def _transport(settings: Settings, client: VllmClient, spool: Spool) -> LoraTransport | MergedTransport:
-    copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
-    if settings.weights == "adapter":
-        return LoraTransport(client, copies)
-    check = SpotCheck(settings.model_path(), serving_dtype(settings))
-    return MergedTransport(client, copies, settings, check, spool)

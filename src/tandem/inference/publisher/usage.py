@@ -55,10 +55,8 @@ class Usage:
 class Retention:
     """Which adapters are unloaded, and when.
 
-    After an unload, running requests finish with the adapter that they began with, and new ones get a 404.
-
-    So an older step goes once no request has used it for `grace` seconds in a row: a conversation between two turns has
-    no request. Beyond `most` older steps the grace is ignored. (The newest steps don't count, so that runs that nobody
+    An older step goes once no request has used it for `grace` seconds in a row: a conversation between two turns has no
+    request. Beyond `most` older steps the grace is ignored. (The newest steps don't count, so that runs that nobody
     uses don't push out what others sample.) A step that a rollback discarded goes at once.
     """
 
@@ -70,10 +68,8 @@ class Retention:
     def expired(
         self, listed: Mapping[str, str], *, runs: Collection[str], wanted: Collection[str], existing: Collection[str]
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of `runs`.
-
-        A name that is not `<run>@<step>` of one of `runs` belongs to somebody else and stays.
-        """
+        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of `runs`. A name that is not
+        `<run>@<step>` of one of `runs` belongs to somebody else and stays."""
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
         self._idle_since = {name: since for name, since in self._idle_since.items() if name in candidates}
         if not candidates:

@@ -1,12 +1,9 @@
-"""Checks that vLLM computes for a checkpoint what the trainer computed. No checkpoint is served without it.
-
-Hashes prove that the volume has the right bytes. Only log-probs prove that vLLM read them, scaled the right layers by
-the right factor, and dropped the older adapter.
-"""
+"""Checks that vLLM computes for a checkpoint what the trainer computed. No checkpoint is served without it: hashes
+prove only that the volume has the right bytes."""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -53,12 +50,10 @@ def verify_tolerance(settings: Settings) -> float:
 def movement(
     served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own log-probs (1).
-
-    Returns the least-squares coefficient a of `served - reference = a (checkpoint - reference)` over the probe's tokens
-    and its standard error under independent residuals. a > 1/2 exactly when `served` is nearer (in L2) to the
-    checkpoint. None where checkpoint and reference are equal, so that there is no line.
-    """
+    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own log-probs (1): the
+    least-squares coefficient a of `served - reference = a (checkpoint - reference)`, and its standard error under
+    independent residuals. a > 1/2 exactly when `served` is nearer (in L2) to the checkpoint. None where checkpoint and
+    reference are equal."""
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     length = sum(d * d for d in direction)
     if length == 0.0:
@@ -72,8 +67,7 @@ def movement(
 def verify(
     client: VllmClient, model: str, probe: Probe | None, *, tolerance: float, identity: str = BASE_MODEL_NAME
 ) -> Verification:
-    """Compare what vLLM serves as `model` with the trainer's `probe`, or with the model
-    `identity` if there is none (step 0).
+    """Compare what vLLM serves as `model` with the trainer's `probe`, or with `identity` if there is none (step 0).
 
     The mean absolute error of the closest tokens (COMPARED of all) must be at most `tolerance` nats. A small step would
     pass that with the old weights, so the served log-probs must also be nearer to the checkpoint's than to those of the
@@ -82,9 +76,9 @@ def verify(
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
-    served = _flat(client.prompt_logprobs(model, tokens) for tokens in prompts)
+    served = list(chain.from_iterable(client.prompt_logprobs(model, tokens) for tokens in prompts))
     if probe is None:
-        expected = _flat(client.prompt_logprobs(identity, tokens) for tokens in prompts)
+        expected = list(chain.from_iterable(client.prompt_logprobs(identity, tokens) for tokens in prompts))
         return Verification(_error(served, expected, "the base model", tolerance), len(served))
     expected = _of_prompts(prompts, probe.logprobs)
     short = Verification(_error(served, expected, "the trainer", tolerance), len(served))
@@ -136,9 +130,8 @@ def _refuse_reference(
 ) -> None:
     """WrongWeights if vLLM rather serves the weights of a reference."""
     if len(reference) != len(served):
-        raise WrongWeights(
-            f"the probe is malformed: {len(reference)} log-probs of {name} for {len(served)} predictions"
-        )
+        problem = f"{len(reference)} log-probs of {name} for {len(served)} predictions"
+        raise WrongWeights(f"the probe is malformed: {problem}")
     moved = movement(served, expected, reference)
     if moved is not None and moved[0] + MARGIN * moved[1] < 0.5:
         share = f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
@@ -149,8 +142,4 @@ def _of_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[float]
     """The log-probs of prompts that may be shorter than the probe's."""
     if len(rows) != len(prompts):
         return []
-    return _flat(row[: len(tokens) - 1] for tokens, row in zip(prompts, rows, strict=True))
-
-
-def _flat(rows: Iterable[Sequence[float]]) -> list[float]:
-    return list(chain.from_iterable(rows))
+    return list(chain.from_iterable(row[: len(tokens) - 1] for tokens, row in zip(prompts, rows, strict=True)))

@@ -39,14 +39,13 @@ class ChangedAnswer:
         self._stream = False
 
     def headers(self) -> dict[str, str]:
-        """More headers."""
         return {}
 
     def whole(self, body: bytes) -> bytes:
-        return body
+        raise NotImplementedError
 
     def event(self, body: bytes) -> bytes:
-        return body
+        raise NotImplementedError
 
     async def send(self, message: Message) -> None:
         body: bytes = message.get("body", b"")

@@ -36,9 +36,7 @@ class ServerCommand:
 
 
 def server_command(settings: Settings, *, environ: Mapping[str, str] | None = None) -> ServerCommand:
-    """The command that serves `settings.model_path()` with adapters that are loaded at run time.
-
-    Variables that `environ` (by default the process's own) sets for vLLM (`VLLM_*`, `OMP_NUM_THREADS`) override
+    """The command that serves `settings.model_path()`. Variables of `environ` (by default the process's own) override
     Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments. Raises InvalidInput that names the setting.
     """
     extra = _extra_arguments(settings.vllm_args)
@@ -46,10 +44,8 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
     device = serving_device(settings)
     model = settings.model_path()
     if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
-        raise InvalidInput(
-            "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0",
-            field="expert_lora",
-        )
+        message = "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0"
+        raise InvalidInput(message, field="expert_lora")
     if settings.way == "ipc" and device == "cpu":
         message = "on the CPU no GPU has memory to share: set TANDEM_TRANSPORT to nccl, volume or merge"
         raise InvalidInput(message, field="transport")
@@ -120,18 +116,18 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     # With LoRA vLLM does not compile the model on the CPU. The option spares the attempt.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
-    if device == "cpu" and settings.inference_tensor_parallel == 1:
-        # The worker runs in the engine's process. One process less imports torch and vLLM: a third of the start.
-        argv += ["--distributed-executor-backend", "uni"]
+    if settings.gpu_mode == "shared":
+        argv.append("--enable-sleep-mode")
     if device == "cpu":
         # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it rewinds the generator, which torch's
         # CPU generator can't ("CPU Generator does not use offset"). So prefills are not split.
         argv.append("--no-enable-chunked-prefill")
-    if settings.gpu_mode == "shared":
-        argv.append("--enable-sleep-mode")
-    if device == "cuda":
-        argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
-    if device == "cuda" and settings.weights == "merged" and read_arch(model).moe:
+        if settings.inference_tensor_parallel == 1:
+            # The worker runs in the engine's process. One process less imports torch and vLLM: a third of the start.
+            argv += ["--distributed-executor-backend", "uni"]
+        return argv
+    argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+    if settings.weights == "merged" and read_arch(model).moe:
         # vLLM's own choice on Hopper. On Blackwell it takes kernels of FlashInfer, for which it reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
@@ -165,11 +161,6 @@ def _lora_arguments(settings: Settings) -> list[str]:
     ]
 
 
-def _merged_options(settings: Settings, model: str) -> str:
-    """For the worker extension: which linear layers may change, and where the second copy is."""
-    return json.dumps({"targets": merged_targets(settings, read_arch(model)), "second_copy": ordered_copy(settings)})
-
-
 def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
     """The linear layers that adapters may touch. None where weights come whole: a run may train every tensor then."""
     if settings.way != "merge":
@@ -186,8 +177,7 @@ def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
 
 
 def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
-    """What `auto` means on a GPU with `left` bytes beside the model: at most half of what is left for the KV cache goes
-    to the copy."""
+    """What `auto` means on a GPU with `left` bytes beside the model: the copy gets at most half of them."""
     return "device" if left >= 2 * copy_bytes else "host"
 
 
@@ -209,7 +199,8 @@ def _environment(settings: Settings, device: Device, model: str, environ: Mappin
     # These open the admin routes. The guard asks for the admin token there.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
-        env[MERGED_VARIABLE] = _merged_options(settings, model)
+        options = {"targets": merged_targets(settings, read_arch(model)), "second_copy": ordered_copy(settings)}
+        env[MERGED_VARIABLE] = json.dumps(options)
     if settings.inference_devices:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if settings.inference_key:

@@ -42,7 +42,8 @@ class AdminGuard:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._admin_token = _admin_token()
+        token, file = (os.environ.get(f"TANDEM_ADMIN_TOKEN{kind}", "").strip() for kind in ("", "_FILE"))
+        self._admin_token = token or (Path(file).read_text().strip() if file else "")
         self._api_key = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,12 +74,6 @@ class AdminGuard:
         if not self._admin_token:
             return "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN for vLLM"
         return f"{path} is not a public route: send the admin token in the header {ADMIN_HEADER}"
-
-
-def _admin_token() -> str:
-    token = os.environ.get("TANDEM_ADMIN_TOKEN", "").strip()
-    file = os.environ.get("TANDEM_ADMIN_TOKEN_FILE", "").strip()
-    return token or (Path(file).read_text().strip() if file else "")
 
 
 def _matches(given: bytes, secret: str) -> bool:

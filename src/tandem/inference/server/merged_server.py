@@ -8,7 +8,7 @@ which weights (`weight_versions.py`).
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,14 +34,14 @@ _CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is aliv
 
 @dataclass(frozen=True)
 class Version:
-    """Weights: the served name; the path of the adapter, or what names the content of whole weights; the adapter's
-    scale; how the weights came, and where they may be got again (`worker/landing.py`)."""
+    """Weights. `path`: of the adapter, or what names the content of whole weights; `scale`: the adapter's; `transport`:
+    how they came; `again`: from where they may be got again (a source of `worker/landing.py`)."""
 
     name: str
     path: str
     scale: float = 0.0
     transport: str = "merge"
-    source: dict[str, Any] | None = None
+    again: dict[str, Any] | None = None
 
 
 class SwapFailed(Exception):
@@ -157,7 +157,6 @@ class MergedServer:
         return {"rows": [row for answer in answers for row in answer["result"]]}
 
     async def _announce(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The publisher has verified the current weights: new requests go on."""
         if order["path"] != self.current.path or self.phase not in ("unverified", "served"):
             raise SwapFailed(f"the current weights are {self.current.name} ({self.phase})", 409)
         self.verified = self.current
@@ -173,40 +172,25 @@ class MergedServer:
             if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
             deadline = time.monotonic() + HOLD_SECONDS
-            await self._stage(self.verified, [self.verified.source], deadline)
+            await self._stage(self.verified, self.verified.again, deadline)
             seconds = await self._write(self.verified, "keep", deadline)
             await self._set("empty" if self.current.path == BASE_MODEL_NAME else "served")
         return seconds
 
     async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
         """Stage the weights, then swap. The old ones stay in use until all of the new ones are here."""
-        version = Version(order["name"], order["path"], order["scale"], source=order["sources"][-1])
+        version = Version(order["name"], order["path"], order["scale"], again=order["again"])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
         async with self._swap:
-            transport, failed = await self._stage(version, order["sources"], deadline)
+            transport = await self._stage(version, order["source"], deadline)
             staged = time.monotonic()
             seconds = await self._write(replace(version, transport=transport), order["requests"], deadline)
             await self._set("unverified")
-        return {"stage_seconds": staged - begin, "failed": failed, **seconds}
+        return {"stage_seconds": staged - begin, **seconds}
 
-    async def _stage(
-        self, version: Version, sources: Sequence[dict[str, Any] | None], deadline: float
-    ) -> tuple[str, list[str]]:
-        """Bring the weights to the workers from the first source that has them; None: merged from the adapter. Returns
-        how they came, and why each source before failed."""
-        failed: list[str] = []
-        *others, last = sources
-        for source in others:
-            try:
-                return await self._bring(version, source, deadline), failed
-            except SwapFailed as failure:
-                if failure.status == 503:
-                    raise
-                failed.append(str(failure))
-        return await self._bring(version, last, deadline), failed
-
-    async def _bring(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
+    async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
+        """Bring the weights to the workers. Returns how they came."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(ways := [a["result"] for a in await self._call("staged", deadline, version.path)]):

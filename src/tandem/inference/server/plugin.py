@@ -2,9 +2,8 @@
 
 It installs what merged weights need (`worker/`), and works around two faults of vLLM 0.32:
 
-- `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory, and the next
-  server finds none free. (The orphan can't be found by its environment, because it overwrites that.) Every engine
-  process asks the kernel to die with its parent.
+- `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory. (The orphan can't
+  be found by its environment, because it overwrites that.) Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also without adapters on
   experts. On the CPU there are none (they are Triton's), and on Blackwell they demand an adapter of experts, so the
   engine ends. There vLLM is told that experts have no LoRA.
@@ -49,10 +48,10 @@ def _install_merged_weights() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
-    from tandem.inference.server.worker import cpu_kernels, extension
+    from tandem.inference.server.worker import extension
 
     if current_platform.is_cpu():
-        cpu_kernels.install()
+        extension.install_plain_cpu_kernels()
     load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
     prepare, add = EngineCore.preprocess_add_request, EngineCore.add_request
 
@@ -112,8 +111,8 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 
 def _give_up_the_port() -> None:
-    """Close the API server's port, which a fork inherits. Otherwise a client that connects while the server shuts down
-    waits for the engine's end."""
+    """Close the API server's port, which a fork inherits: a client that connects while the server shuts down would wait
+    for the engine's end."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # the listing had opened one, and has closed it

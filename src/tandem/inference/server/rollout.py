@@ -2,8 +2,8 @@
 `/rollout/inference/v1/generate` its route from tokens to tokens.
 
 ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and log-probs, and puts the
-prompt's token ids and the model's name into each choice, so that a choice alone holds what `turn_from_openai` needs. In
-a stream they are in each choice's first chunk.
+prompt's token ids and the model's name into each choice (of a stream, its first chunk), so that a choice alone holds
+what `turn_from_openai` needs.
 """
 
 import json
@@ -54,8 +54,6 @@ class RolloutDoor:
 
 
 class _CompleteAnswer(ChangedAnswer):
-    """With what each choice lacks."""
-
     def whole(self, body: bytes) -> bytes:
         return json.dumps(_complete(json.loads(body))).encode()
 

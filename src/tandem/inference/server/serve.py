@@ -1,7 +1,7 @@
 """`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe.
 
-Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free. vLLM allocates a share of a
-GPU's whole memory. Where something else uses that memory, it fails after a minute of loading.
+Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free: vLLM allocates a share of a
+GPU's whole memory, and where something else uses that, it fails after a minute of loading.
 """
 
 import fcntl
@@ -9,7 +9,6 @@ import hashlib
 import os
 import sys
 import time
-from pathlib import Path
 
 from tandem.config import Settings, load_settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
@@ -35,10 +34,8 @@ class CannotStartNow(TandemError):
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own.
-
-    Exits 2 on wrong settings, and 1 where vLLM can't start now but may later.
-    """
+    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on wrong settings, and 1
+    where vLLM can't start now but may later."""
     configure()
     try:
         settings = load_settings()
@@ -59,10 +56,8 @@ def main() -> None:
 
 
 def _withdraw_records(settings: Settings) -> None:
-    """Remove what says that vLLM serves a step: the vLLM that starts now has none, until the publisher loads them.
-
-    The publisher does this too, but it may have died with the vLLM before. It does it alone where there is no volume.
-    """
+    """Remove what says that vLLM serves a step: the vLLM that starts now has none. The publisher does this too, but it
+    may have died with the vLLM before."""
     try:
         spool = Spool(settings.root)  # a full volume can still lose files
         for run in spool.runs.names():
@@ -79,7 +74,14 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
     GPU is not free after `free_seconds`.
     """
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
-    _lock(runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock")
+    lock = runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock"
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    os.set_inheritable(descriptor, True)  # `exec` keeps a record lock, and children don't inherit it
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        message = f"vLLM already runs for this spool and port ({lock} is locked): stop it first"
+        raise CannotStartNow(message) from error
     for leftover in processes.marked(*marker):
         log.warning("killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command)
     survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
@@ -91,17 +93,6 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
     if serving_device(settings) == "cuda":
         _wait_for_memory(settings, free_seconds)
     return dict([marker])
-
-
-def _lock(path: Path) -> None:
-    """Lock `path` until this process ends. `exec` keeps a record lock, and children don't inherit it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    os.set_inheritable(descriptor, True)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        message = f"vLLM already runs for this spool and port ({path} is locked): stop it first"
-        raise CannotStartNow(message) from error
 
 
 def _wait_for_trainer(settings: Settings) -> None:

@@ -1,8 +1,5 @@
-"""Tells in each answer which weights its tokens came from.
-
-The header `x-tandem-weights` has the names. An answer that saw a swap also has the field `weight_versions`: for each
-sequence the first token of each name.
-"""
+"""Tells in each answer which weights its tokens came from: their names in the header `x-tandem-weights`, and after a
+swap, in the field `weight_versions`, for each sequence the first token of each name."""
 
 import asyncio
 import json
@@ -50,9 +47,6 @@ class InFlight:
         found = ((name.fullmatch(engine_id), count) for engine_id, count in tokens.items())
         return {(int(match[2] or 0), int(match[1] or 0)): count for match, count in found if match}
 
-    def names(self) -> str:
-        return ",".join([self.first, *(name for name, _ in self.swaps)])
-
     def versions(self) -> list[dict[str, Any]]:
         """For each sequence that saw a swap: `spans` of [name, first token] in order."""
         found: dict[Sequence, list[list[Any]]] = {}
@@ -69,14 +63,12 @@ class InFlight:
 
 
 class VersionedAnswer(ChangedAnswer):
-    """With the versions."""
-
     def __init__(self, send: Send, request: InFlight) -> None:
         super().__init__(send)
         self._request = request
 
     def headers(self) -> dict[str, str]:
-        return {"x-tandem-weights": self._request.names()}
+        return {"x-tandem-weights": ",".join([self._request.first, *(name for name, _ in self._request.swaps)])}
 
     def whole(self, body: bytes) -> bytes:
         if not self._request.swaps:

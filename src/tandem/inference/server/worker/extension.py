@@ -1,18 +1,18 @@
-"""What Tandem adds to vLLM's workers and engine where weights are merged. `plugin.py` installs it."""
+"""What Tandem adds to vLLM's workers and engine where weights are merged, and changes. `plugin.py` installs it."""
 
 import json
 import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch.nn.functional import linear, silu
 
-from tandem.inference.server.command import CopyPlace, automatic_copy
+from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.landing import LandingWeights
-from tandem.inference.server.worker.merged_weights import MergedWeights
-from tandem.inference.server.worker.model_weights import BASE
+from tandem.inference.server.worker.model_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
@@ -39,22 +39,18 @@ def attach(worker: Any) -> None:
     runner = worker.model_runner
     model = runner.get_model()
     on_gpu = next(model.parameters()).is_cuda
-
-    def place_of(copy_bytes: int) -> CopyPlace:
-        ordered: Literal["auto", "device", "host"] = options["second_copy"] if on_gpu else "device"
-        if ordered != "auto":
-            return ordered
+    place: CopyPlace | float = "device"
+    if on_gpu and options["second_copy"] == "auto":
         memory = torch.cuda.get_device_properties(worker.device).total_memory
-        left = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
-        return automatic_copy(left, copy_bytes)
-
+        place = memory * worker.cache_config.gpu_memory_utilization - runner.model_memory_usage
+    elif on_gpu:
+        place = options["second_copy"]
     base_model, targets = worker.model_config.model, options["targets"]
     weights: MergedWeights | LandingWeights
     if targets is None:
-        number = (worker.rank, worker.parallel_config.world_size)
-        weights = LandingWeights(model, base_model, place_of, number)
+        weights = LandingWeights(model, base_model, place, (worker.rank, worker.parallel_config.world_size))
     else:
-        weights = MergedWeights(model, base_model, place_of, frozenset(targets))
+        weights = MergedWeights(model, base_model, place, frozenset(targets))
     worker.tandem_weights = weights
     log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:
@@ -76,6 +72,34 @@ def renew_hashes(request: Any) -> None:
     the root `tandem_root`. Otherwise the request would find blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         _hash_again(request)
+
+
+def install_plain_cpu_kernels() -> None:
+    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain layout, so torch's
+    own products replace the packed ones."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    utils.dispatch_cpu_unquantized_gemm = _keep_plain
+    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
+    layer.cpu_linear = linear
+
+
+def _apply_experts(
+    _: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_args: Any, **_kwargs: Any,
+) -> None:  # fmt: skip
+    """SwiGLU experts, one after another. `w1` [experts, gate above up, in], `w2` [experts, out, ffn]."""
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        hidden = linear(silu(gate) * up, w2[expert])
+        output.index_add_(0, token, hidden * topk_weights[token, choice, None].to(hidden.dtype))
 
 
 def _hash_again(request: Any) -> None:

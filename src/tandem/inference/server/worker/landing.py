@@ -4,24 +4,28 @@ After a swap the copy has the weights before, so a return to them is the same ex
 """
 
 import contextlib
+import json
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.adapter import stacked_name
-from tandem.families.parts import Part
+from tandem.families.arch import Arch
+from tandem.families.parts import Part, buffers, layout, senders
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
-from tandem.inference.server.worker.receiver import receive
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
-from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS
+from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS, connect, finish, join_store
 from tandem.model.transfer.merge import merge
 
 SPARE_BYTES = 64 * 2**20
@@ -58,14 +62,10 @@ class LandingWeights(ModelWeights):
     """With the methods of `MergedWeights`. Every tensor may change."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        base_model: str,
-        place_of: Callable[[int], CopyPlace],
-        worker: tuple[int, int] = (0, 1),
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, worker: tuple[int, int]
     ) -> None:
-        """`worker`: this worker's number, and how many there are. See `ModelWeights` for the others."""
-        super().__init__(model, base_model, place_of)
+        """`worker`: this worker's number, and how many there are."""
+        super().__init__(model, base_model, place)
         self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())
         self._landed = dict.fromkeys(self._copy, Content())
@@ -83,9 +83,8 @@ class LandingWeights(ModelWeights):
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.
-        `staged` says when it is there. The version that was there is lost. `source`: where whole weights come from;
-        None: they are merged from the base model's files and the adapter in the directory `version` (for BASE: without
-        one)."""
+        The version that was there is lost. `source`: where whole weights come from; None: they are merged from the base
+        model's files and the adapter in the directory `version` (for BASE: without one)."""
         before = self._arrival
         coming = (before.version, before.source) == (version, source) and not before.error and not before.way
         if coming or self._has(version):
@@ -112,25 +111,15 @@ class LandingWeights(ModelWeights):
     def _has(self, version: str) -> bool:
         return all(version in (self._live[name].version, self._landed[name].version) for name in self._copy)
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """One stream for all versions, so that what one has written comes before what the next one writes."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.synchronize()
-            yield
-
     def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
         """Fill the second copy, in which `changed` may differ from the base model."""
         try:
-            with torch.inference_mode(), self._own_stream():
+            with torch.inference_mode(), self._in_stream(self._stream):
+                if self._stream is not None:
+                    self._stream.synchronize()  # what the version before has written comes before what this one writes
                 arrived = self._bring(arrival, scale)
                 for block in changed - arrived:
                     self._put(arrival, block, self._read(self._base, block))
-                if self._stream is not None:
-                    self._stream.synchronize()
             arrival.way = arrival.source["way"] if arrival.source else "merge"
             self._tell(arrival, arrival.version, arrived)
         except Exception as error:
@@ -211,10 +200,7 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with those of a staged version. Call it between two steps, on the thread that runs them.
-
-        If it raises, the weights are torn, until a swap to the version before or another one.
-        """
+        """Exchange the weights with those of a staged version, as `MergedWeights.swap`."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:
@@ -235,3 +221,58 @@ class LandingWeights(ModelWeights):
                 of.copy_(to, non_blocking=True)
                 to.copy_(arrived)
         self._live[name], self._landed[name] = landed, live
+
+
+def receive(
+    source: Source, arch: Arch, dtype: torch.dtype, where: torch.device, rank: int, workers: int,
+    beat: Callable[[], None],
+) -> Iterator[tuple[Part, torch.Tensor]]:  # fmt: skip
+    """Each part that the ranks send, and its values, which the next one may overwrite when it is asked for.
+
+    `source`: an offer (`trainer/rank/publication.py`); `rank`: this worker's among the `workers`; `beat` is called
+    whenever something has arrived. Raises what torch raises where a rank or another worker is gone, or stands still.
+    """
+    joined, address = join_store(source["address"], source["port"])
+    store = PrefixStore(source["prefix"], joined)
+    store.set("workers", str(workers))
+    sizes = Sizes(**source["sizes"])
+    ranks = senders(sizes)
+    lists = [
+        list(buffers(arch, source["targets"], sizes=sizes, rank=rank, most=BUFFER_BYTES // dtype.itemsize))
+        for rank in ranks
+    ]
+    for sender, parts_of in zip(ranks, lists, strict=True):
+        if (theirs := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
+            raise ValueError(f"rank {sender} would send {theirs}, this vLLM expects {layout(parts_of, str(dtype))}")
+    beat()
+    with contextlib.ExitStack() as opened:
+        channels = []
+        for sender in ranks:
+            channels.append(connect(source["way"], store, f"{sender}", rank + 1, workers + 1, where, address))
+            opened.callback(channels[-1].close)
+        beat()
+        # The ranks send at once, each its own; so they take turns here.
+        turns = [turn for of_turn in zip_longest(*lists) for turn in zip(channels, of_turn, strict=True) if turn[1]]
+        most = max(sum(part.size for part in parts) for _, parts in turns)
+        memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
+        coming = deque[tuple[Any, list[Part], torch.Tensor]]()
+        for number, (channel, parts) in enumerate(turns):
+            if len(coming) == BUFFERS:
+                yield from _arrived(*coming.popleft())
+                beat()
+            buffer = memory[number % BUFFERS][: sum(part.size for part in parts)]
+            coming.append((channel.broadcast(buffer), parts, buffer))
+        while coming:
+            yield from _arrived(*coming.popleft())
+            beat()
+        if where.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        for sender in ranks:
+            store.get(f"complete/{sender}")  # NCCL may take a sender's death for the end of a buffer
+        store.add("done", 1)
+
+
+def _arrived(pending: Any, parts: list[Part], buffer: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    finish(pending)
+    for part, values in zip(parts, buffer.split([part.size for part in parts]), strict=True):
+        yield part, values.view(part.shape)

@@ -1,7 +1,10 @@
 """The weights of vLLM's model on one worker, a second copy of those that may change, and adapters to them."""
 
 import threading
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,10 @@ from safetensors import safe_open
 
 from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
 from tandem.families.model_config import model_directory, weight_files
-from tandem.inference.server.command import CopyPlace
+from tandem.inference.merged_model import TensorFile
+from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
-from tandem.inference.tensor_file import TensorFile
+from tandem.model.transfer.merge import merge
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
@@ -24,23 +28,17 @@ Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 def stored_tensors(model: str) -> dict[str, Any]:
     """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay open, memory-mapped.
-
-    `model`: a directory, or the name of a hub repository that is in the cache.
-    """
+    `model`: a directory, or the name of a hub repository that is in the cache."""
     opened = [safe_open(path, framework="pt") for path in weight_files(model_directory(model, cached=True))]
     return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
 class ModelWeights:
     def __init__(
-        self,
-        model: torch.nn.Module,
-        base_model: str,
-        place_of: Callable[[int], CopyPlace],
-        targets: frozenset[str] | None = None,
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str] | None = None
     ) -> None:
-        """`place_of`: where a copy of so many bytes is kept; `targets`: names of the linear layers that may change;
-        None: every tensor may.
+        """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy` decides; `targets`:
+        names of the linear layers that may change; None: every tensor may.
 
         Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
         """
@@ -51,7 +49,8 @@ class ModelWeights:
         self._prove(blocks)
         self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
         copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
-        self.place = place_of(sum(live.nbytes for live in copied.values()))
+        size = sum(live.nbytes for live in copied.values())
+        self.place = place if isinstance(place, str) else automatic_copy(place, size)
         self._copy = {name: _copied(live, self.place) for name, live in copied.items()}
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
@@ -94,13 +93,24 @@ class ModelWeights:
             entry["sha256"] = sha256(bits(row).numpy().tobytes()).hexdigest()
         return found
 
+    @contextmanager
+    def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """For a thread: what it gives to the device here is done at the end. Without the device, `torch.cuda.stream`
+        would return to the thread's own one, GPU 0, and make a CUDA context there."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
         """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it does not fit."""
         factors: Factors = {}
         file = TensorFile(Path(directory, WEIGHTS_FILE))
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with torch.cuda.stream(stream):
+        with self._in_stream(stream):
             data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
             s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
             left = set(file)
@@ -117,8 +127,6 @@ class ModelWeights:
                 b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
                 factors[block] = (a, b, s)
                 left -= {key for pair in keys for key in pair}
-            if stream is not None:
-                stream.synchronize()
         if left:
             raise CannotWrite(f"vLLM's model has no place for {min(left)}")
         return factors
@@ -136,6 +144,67 @@ class ModelWeights:
             return host.to(self._device, copy=True)
 
 
+class MergedWeights(ModelWeights):
+    """vLLM's own weights become those of an adapter merged into the base model, in place and between two engine steps.
+    The second copy stays the base model's, so each merge starts from there and no rounding accumulates."""
+
+    def __init__(
+        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str]
+    ) -> None:
+        super().__init__(model, base_model, place, targets)
+        self._threads = ThreadPoolExecutor(1)
+        self._staged = {BASE: Future[Factors]()}
+        self._staged[BASE].set_result({})
+        self._used = deque([BASE], maxlen=2)  # the versions that the weights had last
+        self._changed: set[Block] = set()
+
+    def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
+        """Begin to read the adapter in the directory `version` onto the device, in a thread. `staged` says when it is
+        there. Others are forgotten, but those of the two versions that were in use last."""
+        before = self._staged.get(version)
+        if before is None or (before.done() and before.exception()):
+            self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
+            self._staged[version] = self._threads.submit(self._factors, version, scale)
+
+    def staged(self, version: str) -> str:
+        """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
+        where its adapter can't be read."""
+        staged = self._staged[version]
+        if not staged.done():
+            return ""
+        if error := staged.exception():
+            raise RuntimeError(f"the adapter of {version} can't be read: {type(error).__name__}: {error}") from error
+        return "merge"
+
+    @torch.inference_mode()
+    def swap(self, version: str) -> None:
+        """Make the weights those of a staged version. Call it between two steps, on the thread that runs them. If it
+        raises, the weights are torn, until a swap to the version before or another one."""
+        if not self.staged(version):
+            raise RuntimeError(f"the adapter of {version} is not staged")
+        self._write(self._staged[version].result())
+        if version != self._used[-1]:
+            self._used.append(version)
+
+    def _write(self, factors: Factors) -> None:
+        of_parameter = defaultdict[str, list[Block]](list)
+        for block in self._adapted:
+            if block in factors or block in self._changed:
+                of_parameter[block.parameter].append(block)
+        for name, blocks in of_parameter.items():
+            base = self._copy[name].to(self._device, non_blocking=True)
+            for block in blocks:
+                out, source = block.view(self._parameters[name].data), block.view(base)
+                if block in factors:
+                    self._changed.add(block)
+                    merge(out, source, *factors[block])
+                else:
+                    out.copy_(source)
+                    self._changed.discard(block)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
 def _copied(live: torch.Tensor, where: CopyPlace) -> torch.Tensor:
     if where == "device" or live.device.type == "cpu":
         return live.clone()
@@ -147,7 +216,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
-    """A float32 tensor of the file whose bytes are in `data`."""
     if file.dtype(name) != "F32":
         raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
     begin, end = file.offsets(name)

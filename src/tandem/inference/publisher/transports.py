@@ -1,0 +1,242 @@
+"""How a checkpoint's weights get into vLLM: as an adapter (`LoraTransport`) or as vLLM's own (`MergedTransport`).
+
+Another way is another class with the public methods of these two, which can raise what `VllmClient` raises.
+
+vLLM (0.32) reads an adapter's files again whenever it evicted the adapter from its cache, and its engine dies when it
+can't. So vLLM loads copies on this machine: a rollback, or a volume that is down, must not end it. A copy's path names
+its content. By the path a new publisher recognises the checkpoint in vLLM's list, although a rollback may have replaced
+it under the same name, and vLLM's prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tandem.config import Settings, resolve_model
+from tandem.errors import CheckpointDamaged
+from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.families.model_config import model_directory
+from tandem.inference.merged_model import SpotCheck
+from tandem.inference.server.command import serving_dtype
+from tandem.spool import Spool
+from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.schema import Manifest, RunSpec
+from tandem.system import liveness
+from tandem.system.environment import private_directory
+from tandem.system.logs import Log
+from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
+from tandem.vllm_client.names import BASE_MODEL_NAME
+
+log = Log("publisher")
+
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+FLUSH_SECONDS = 30.0
+"""How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
+
+
+def copies_directory(root: Path, url: str) -> Path:
+    """The directory under `TMPDIR` for the copies of one spool and one vLLM server."""
+    key = hashlib.sha256(f"{root.absolute()} {url}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"tandem-adapters-{os.getuid()}-{key}"
+
+
+class AdapterCopies:
+    def __init__(self, directory: Path) -> None:
+        """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
+        self._directory = private_directory(directory.absolute())
+        self.usage_file = self._directory / "used.json"
+
+    def has(self, path: str) -> bool:
+        """Whether this is the path of one of these copies, whether it exists or not."""
+        return Path(path).parent == self._directory
+
+    def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
+        """The path of this checkpoint's copy, whether it exists or not; of a run of all weights, which have no copy, it
+        only names them. CheckpointDamaged if the manifest lists no adapter."""
+        content = manifest.weights_sha256
+        if run.lora is not None:
+            for file in ADAPTER_FILES:
+                if file not in manifest.files:
+                    raise CheckpointDamaged(f"checkpoint {manifest.run}@{manifest.step}: its manifest lists no {file}")
+            hashes = "".join(manifest.files[file].sha256 for file in ADAPTER_FILES)
+            content = hashlib.sha256(hashes.encode()).hexdigest()
+        return self._directory / f"{name}-{content[:32]}"
+
+    def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
+        """Copy the adapter from the directory `checkpoint` to `path`, unless the copy exists. CheckpointDamaged if a
+        file is missing or does not have the manifest's hash."""
+        if path.is_dir():
+            os.utime(path)
+            return
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
+        try:
+            for file in ADAPTER_FILES:
+                with suppress(FileNotFoundError, IsADirectoryError):  # the check names it
+                    shutil.copyfile(checkpoint / file, partial / file)
+            files = {file: manifest.files[file] for file in ADAPTER_FILES}
+            verify_files(partial, manifest.model_copy(update={"files": files}))
+            partial.rename(path)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(error.message.replace(str(partial), str(checkpoint))) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def remove_unused(
+        self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
+    ) -> None:
+        """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than` seconds. Those whose
+        names are `in_use()` stay: requests run with them, and vLLM may read them again."""
+        unused = []
+        for path in self._directory.iterdir():
+            if str(path) in listed:
+                os.utime(path)
+            elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
+                unused.append(path)
+        names = tuple(f"{name}-" for name in in_use()) if unused else ()
+        for path in unused:
+            if not path.name.startswith(names):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class LoraTransport:
+    """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of the last `refresh`
+    and of this object's own changes; `name`: how the weights came; `identity`: what vLLM has under this name must equal
+    the identity adapter."""
+
+    name, identity = "lora", BASE_MODEL_NAME
+
+    def __init__(self, client: VllmClient, copies: AdapterCopies) -> None:
+        self._client = client
+        self.copies = copies
+        self.listed: dict[str, str] = {}
+        self._loaded: dict[str, str] | None = None  # name -> path of the last load since the server started, if known
+
+    def refresh(self) -> bool:
+        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is another server."""
+        before, self.listed = self.listed, self._client.models()
+        return not before.keys() <= self.listed.keys()
+
+    def server_lost(self) -> None:
+        """Forget the server. The next one has no adapters."""
+        self.listed, self._loaded = {}, {}
+
+    def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
+        """Load a copied adapter under a name that is not listed. Returns the seconds of each part, if there are any."""
+        self._flush_prefix_cache(name, path)
+        self._client.load_lora(name, str(path))
+        self.listed[name] = str(path)
+        if self._loaded is not None:
+            self._loaded[name] = str(path)
+        return {}
+
+    def announce(self, name: str, path: Path) -> None:
+        """The weights are verified. Who knows the name of an adapter may use it as soon as vLLM lists it."""
+
+    def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
+        """Remove the name. Running requests finish with the adapter that they began with."""
+        self._client.unload_lora(name)
+        del self.listed[name]
+
+    def _flush_prefix_cache(self, name: str, path: Path) -> None:
+        """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys blocks by the name."""
+        is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
+        if is_new or self._client.prefix_cache_keyed_by_path():
+            return
+        deadline = time.monotonic() + FLUSH_SECONDS
+        # A request that still runs with the old adapter would write its blocks again after the reset.
+        while name in self._client.adapters_in_use() or not self._client.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise InferenceUnavailable(f"requests use the old {name}, so the prefix cache can't be reset yet")
+            time.sleep(0.2)
+
+
+class MergedTransport:
+    """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's ranks or from files, if
+    they were offered; else vLLM's workers merge the adapter, or read a whole model's files."""
+
+    name, identity = "merge", ""  # rows prove that the identity adapter's weights are the base model's
+
+    def __init__(self, client: VllmClient, copies: AdapterCopies, settings: Settings, spool: Spool) -> None:
+        self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
+        self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
+        self.listed: dict[str, str] = {}
+
+    def refresh(self) -> bool:
+        """Weights that were not announced, or that are torn, count as none: `load` writes and checks them again."""
+        before, state = self.listed, self._client.merged()
+        self.name = state["transport"]
+        self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
+        return not before.keys() <= self.listed.keys()
+
+    def server_lost(self) -> None:
+        self.listed = {}
+
+    def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
+        """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
+        `announce`. InferenceRefused where vLLM has other weights then."""
+        sources = self._offered(run, checkpoint)
+        if run.lora is not None:
+            expected, scale, own = self._check.adapter_rows(path, run.lora), run.lora.alpha / run.lora.rank, None
+        else:
+            model = self._model(run, checkpoint)
+            expected, scale, own = self._check.model_rows(model), 0.0, {"way": "volume", "directory": str(model)}
+        swap = partial(self._client.swap_merged, name, str(path), scale, self._settings.swap_requests,
+                       self._settings.swap_seconds, again=own)  # fmt: skip
+        for source in sources:
+            try:
+                answer = swap(source=source)
+                break
+            except InferenceRefused as error:
+                log.warning("whole weights did not arrive", model=name, transport=source["way"], reason=error)
+        else:
+            if own is not None:  # not before: ranks give up sooner than a large checkpoint is hashed
+                verify_files(model, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
+            answer = swap(source=own)
+        self.listed, self.name = {name: str(path)}, answer["transport"]
+        if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
+            raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
+        return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
+
+    def _model(self, run: RunSpec, checkpoint: Manifest) -> Path:
+        if not checkpoint.weights_files:  # step 0
+            return model_directory(resolve_model(self._spool.root, run.base_model))
+        return self._spool.checkpoints.path(run.name, checkpoint.step)
+
+    def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
+        """Where vLLM's workers may get whole weights, best first; without the checkpoint's own."""
+        if self._settings.way == "merge" or checkpoint.job is None:
+            return []
+        sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
+        while (offer := self._offer(checkpoint.job)).get("transport") == "volume" and time.monotonic() < deadline:
+            liveness.beat("publisher")  # the job's ranks write the files
+            time.sleep(0.1)
+        if offer and offer["transport"] != "volume":
+            sources.append({**offer, "way": offer["transport"]})
+        try:
+            if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
+                sources.append({"way": "volume", "directory": str(files)})
+        except CheckpointDamaged as error:
+            log.warning(error.message)
+        return sources
+
+    def _offer(self, job: str) -> dict[str, Any]:
+        """What the job's ranks are about to send, while they run; else nothing."""
+        events = [event for event in self._spool.events.read(job) if event.type in ("offered", "sent")]
+        if not events or events[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
+            return {}
+        return events[-1].data
+
+    def announce(self, _name: str, path: Path) -> None:
+        self._client.announce_merged(str(path))
+
+    def unload(self, name: str, *, deleted: bool = False) -> None:
+        """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
+        self._client.revert_merged(self.listed[name], to_base=deleted)
+        self.refresh()
