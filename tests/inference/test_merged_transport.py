@@ -15,7 +15,7 @@ from tandem.inference.publisher.merged_transport import MergedTransport
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.inference.tensor_file import TensorFile
 from tandem.spool import Spool
-from tandem.spool.checkpoint_files import verify_files, write_manifest
+from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.vllm_client.client import InferenceRefused, VllmClient
 from tiny import write_random_model

@@ -81,8 +81,8 @@ def test_weights_that_a_newer_step_removes_meanwhile_are_damaged(spool: Spool, m
     write(spool, manifest)
     real = fs.read_record
 
-    def removed_after(path: Path, model: type[Manifest]) -> Manifest | None:
-        record = real(path, model)
+    def removed_after(path: Path, model: type[Manifest], *, sure: bool) -> Manifest | None:
+        record = real(path, model, sure=sure)
         fs.remove_tree(path.parent)
         return record
 

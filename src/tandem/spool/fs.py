@@ -61,8 +61,7 @@ def volume_errors(path: Path) -> Iterator[None]:
 
 
 def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
-    """The SpoolUnusable that an OSError about the state of the volume means: the same call can succeed later. None for
-    another OSError."""
+    """The SpoolUnusable that an OSError about the state of the volume means; None for another OSError."""
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
@@ -133,7 +132,7 @@ def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> 
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new empty directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
+    """A new directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
         directory.mkdir()
@@ -148,12 +147,9 @@ def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
     it at the same moment because it is empty."""
     with volume_errors(directory):
         for _ in range(20):
-            try:
+            with suppress(FileNotFoundError):
                 _make_dir(directory)
                 return action()
-            except FileNotFoundError:
-                if directory.is_dir():
-                    break
         return action()
 
 
@@ -194,12 +190,11 @@ def rename_dir(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process made it since
+            if error.errno == errno.ENOTEMPTY:  # another process made it since
                 raise taken from error
             raise
-        fsync_dir(target.parent)
-        if source.parent != target.parent:
-            fsync_dir(source.parent)
+        for parent in dict.fromkeys((target.parent, source.parent)):
+            fsync_dir(parent)
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
@@ -236,11 +231,11 @@ def exists(path: Path) -> bool:
         return False
     try:
         os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+        return True
     except FileNotFoundError:
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def open_dir(directory: Path) -> int | None:
@@ -272,16 +267,16 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     return None
 
 
-def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
+def read_record[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
-    content = read_bytes(path)
+    content = read_bytes(path, sure=sure)
     return None if content is None else model.model_validate_json(content)
 
 
-def read_undamaged[R: BaseModel](path: Path, model: type[R]) -> R | None:
+def read_undamaged[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
     """The record in a file; None if the file does not exist or is damaged."""
     with suppress(ValidationError):
-        return read_record(path, model)
+        return read_record(path, model, sure=sure)
     return None
 
 

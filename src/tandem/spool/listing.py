@@ -3,10 +3,9 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.spool import fs
 
@@ -17,8 +16,7 @@ class Names(tuple[str, ...]):
     parsed: tuple[Any, ...] | None = None
 
 
-@dataclass(frozen=True)
-class _Listing:
+class _Listing(NamedTuple):
     directory: tuple[int, int, int]  # device, inode, mtime (ns)
     since: float  # monotonic, when this mtime was first seen
     listed: float  # monotonic
@@ -38,21 +36,19 @@ def listing(directory: Path) -> Names:
         _listings.pop(str(directory), None)
         return Names()
     try:
-        status, now, known = os.fstat(fd), time.monotonic(), _listings.get(str(directory))
+        status, now = os.fstat(fd), time.monotonic()
         identity = status.st_dev, status.st_ino, status.st_mtime_ns
-        since = now
-        if known is not None and known.directory == identity:
-            if known.listed - known.since > _SETTLED_SECONDS:
-                return known.names
-            since = known.since
+        known = _listings.get(str(directory)) or _Listing(identity, now, now, Names())
+        if known.directory == identity and known.listed - known.since > _SETTLED_SECONDS:
+            return known.names
         names = Names(sorted(name for name in os.listdir(fd) if not name.startswith(".")))  # noqa: PTH208
     finally:
         os.close(fd)
-    if known is not None and known.names == names:
+    if known.names == names:
         names = known.names
-    elif known is not None:
-        for gone in set(known.names).difference(names):
-            _listings.pop(f"{directory}/{gone}", None)
+    for gone in set(known.names).difference(names):
+        _listings.pop(f"{directory}/{gone}", None)
+    since = known.since if known.directory == identity else now
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names
 

@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.spool.fs import volume_errors
@@ -28,13 +27,13 @@ class LockHeldError(Exception):
         self.content = content
 
 
-@dataclass
 class _ProcessLock:
     """The state of one lock file in this process."""
 
-    thread_lock: threading.RLock = field(default_factory=threading.RLock)
-    depth: int = 0  # how often its thread holds it
-    fd: int = -1
+    def __init__(self) -> None:
+        self.thread_lock = threading.RLock()
+        self.depth = 0  # how often its thread holds it
+        self.fd = -1
 
 
 _process_locks: dict[str, _ProcessLock] = {}

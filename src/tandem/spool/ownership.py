@@ -3,17 +3,14 @@
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
-from pydantic import ValidationError
-
-from tandem.errors import Conflict, SpoolUnusable
+from tandem.errors import SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.jobs import Jobs
 from tandem.spool.locks import LockHeldError, file_lock, is_locked
 from tandem.spool.paths import Paths
-from tandem.spool.schema import Hold, Job, Lease, RankProcess, RunnerInfo
+from tandem.spool.schema import Hold, Job, Lease, RunnerInfo
 
 
 @contextmanager
@@ -48,54 +45,36 @@ def _holder(content: bytes) -> str:
 class Leases:
     """`jobs/leases/<id>.json`: who runs a job."""
 
-    def __init__(self, paths: Paths, jobs: Jobs) -> None:
+    def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._jobs = jobs
 
     def get(self, job_id: str) -> Lease | None:
         """The job's lease; None if nobody runs the job, or if the file is damaged."""
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
-    def renew(self, job_id: str, runner: str, phase: str, ranks: Sequence[RankProcess] | None = None) -> Lease:
-        """The runner's heartbeat; `ranks` None keeps the recorded ones.
-
-        Conflict (field `id`) if the job is not running, or another runner runs it.
-        """
-        with file_lock(self._paths.job_lock(job_id)):
-            located = self._jobs.locate(job_id)
-            if located is None or located[0] != "running" or located[1].result is not None:
-                raise Conflict(f"job {job_id!r} is not running, so its lease can't be renewed", field="id")
-            lease = self.get(job_id)
-            if lease is not None and lease.runner != runner:
-                raise Conflict(f"job {job_id!r} is run by {lease.runner} on {lease.host}, not by {runner}", field="id")
-            if ranks is None:
-                ranks = () if lease is None else lease.ranks
-            return self.write(located[1], runner, phase, ranks)
-
-    def write(self, job: Job, runner: str, phase: str, ranks: Sequence[RankProcess]) -> Lease:
-        """Replaces the lease, under the job's lock."""
+    def write(self, job: Job, runner: str, phase: str) -> None:
+        """The heartbeat of the runner, which runs the job."""
         lease = Lease(
             job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
-            phase=phase, beat=time.time(), ranks=[*ranks],
+            phase=phase, beat=time.time(),
         )  # fmt: skip
         # A loss of power ends the runner too, and a lease without a runner says nothing.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
-        return lease
 
 
 class HoldRecord:
     """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now.
 
-    The runner writes it before vLLM sleeps, and removes it once vLLM is awake again. While the hold is *live*, nobody
-    wakes vLLM, starts one, or loads anything into it. The hold is live while its runner is alive and makes progress: it
-    holds the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner doesn't.
+    While the hold is *live*, nobody wakes vLLM, starts one, or loads anything into it. The hold is live while its
+    runner holds the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner
+    doesn't.
     """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
     def lock(self, *, blocking: bool = True) -> AbstractContextManager[int]:
-        """Held while the hold changes, and by whoever needs vLLM awake while it works. Not blocking: LockHeldError."""
+        """Held while the hold changes, and by whoever needs vLLM awake. Not blocking: LockHeldError."""
         return file_lock(self._paths.gpus_lock, blocking=blocking)
 
     def get(self) -> Hold | None:
@@ -103,7 +82,6 @@ class HoldRecord:
         return fs.read_undamaged(self._paths.hold, Hold)
 
     def put(self, hold: Hold) -> None:
-        """Replaces the hold, durably."""
         fs.write_json_atomic(self._paths.hold, hold)
 
     def clear(self) -> None:
@@ -111,12 +89,11 @@ class HoldRecord:
 
     def live(self) -> Hold | None:
         """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
-        hold = self.get()
-        if hold is None or abs(time.time() - hold.beat) > hold.lease:
-            return None
-        try:
-            runner = RunnerInfo.model_validate_json(self._paths.runner_lock.read_bytes())
-        except (OSError, ValidationError):
-            return None
-        # A runner that started after the hold was written is another one, even with the same name.
-        return hold if is_locked(self._paths.runner_lock) and runner.since <= hold.since else None
+        hold, path = self.get(), self._paths.runner_lock
+        if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
+            with suppress(OSError):
+                runner = fs.read_undamaged(path, RunnerInfo)
+                # A runner that started after the hold was written is another one, even with the same name.
+                if runner is not None and is_locked(path) and runner.since <= hold.since:
+                    return hold
+        return None

@@ -42,21 +42,15 @@ def delete_run(spool: Spool, run: str) -> Path:
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound; Conflict if it is step
     0, the newest, pinned or served, or if a job that is not done needs it."""
-    checkpoints = spool.checkpoints
     with spool.runs.lock(run):
-        directory, needed = checkpoints.path(run, step), _needed(spool, run)
-        for why, steps in {
-            "is the beginning of its run": {0}, "is the newest": {checkpoints.newest(run)},
-            "is pinned": checkpoints.pinned(run), "is served, or a job or the newest step needs it": needed,
-        }.items():  # fmt: skip
-            if step in steps:
-                raise Conflict(f"{run}@{step} stays: it {why}", field="step")
+        directory = spool.checkpoints.path(run, step)
+        if why := _needed(spool, run).get(step):
+            raise Conflict(f"{run}@{step} stays: {why}", field="step")
         return _set_aside([directory])[0]
 
 
 def prune(spool: Spool, settings: Settings) -> None:
-    """Removes what the settings `keep_*` don't keep. Lists no directory that has not changed, except those with
-    something to go."""
+    """Removes what the settings `keep_*` don't keep."""
     limit = None if settings.keep_days is None else time.time() - settings.keep_days * 86400
     for run in spool.runs.names():
         try:
@@ -75,14 +69,13 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds; returns
-    their directories."""
+    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds."""
     checkpoints, doomed = spool.checkpoints, []
     if limit is not None:
         doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
-            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run)
+            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
 
@@ -92,19 +85,19 @@ def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
     return set() if newest is None else {step for step in steps[:-newest] if step and (every is None or step % every)}
 
 
-def _needed(spool: Spool, run: str) -> set[int]:
-    """The steps that are pinned or served, that queued or running jobs start from, make or refer to, and the one whose
-    optimizer state goes with the newest."""
-    checkpoints = spool.checkpoints
-    needed = set(checkpoints.pinned(run))
-    if (state := checkpoints.manifest(run, checkpoints.newest(run)).optimizer_state) is not None:
-        needed.add(state)
+def _needed(spool: Spool, run: str) -> dict[int, str]:
+    """The steps that stay, and why."""
+    newest = spool.checkpoints.newest(run)
+    needed = {0: "it is the beginning of its run", newest: "it is the newest"}
+    needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
+    if (state := spool.checkpoints.manifest(run, newest).optimizer_state) is not None:
+        needed.setdefault(state, "the newest step needs its optimizer state")
     if (served := spool.served.get(run)) is not None:
-        needed.add(served.step)
+        needed.setdefault(served.step, "it is served")
     for _, job in spool.jobs.pending(run):
-        needed |= {job.spec.base_step, job.spec.base_step + 1}
-        if job.spec.loss.reference_step is not None:
-            needed.add(job.spec.loss.reference_step)
+        for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
+            if step is not None:
+                needed.setdefault(step, f"job {job.spec.id} needs it")
     return needed
 
 
@@ -133,6 +126,12 @@ def _set_aside_at(path: Path) -> float:
 
 def _prune_jobs(spool: Spool, limit: float) -> None:
     """Removes the jobs that ended before `limit`, Unix seconds."""
+
+    def ended(directory: Path, key: JobKey) -> float:
+        with suppress(FileNotFoundError):
+            return (directory / f"{key.name}.json").stat().st_mtime  # it was last written then
+        return time.time()
+
     index = spool.jobs.index
     for state in TERMINAL:
         for directory in index.directories(state):
@@ -142,7 +141,7 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
                 continue
             if hour >= limit:  # the later ones were submitted later
                 break
-            _remove_jobs(spool, directory, [key for key in index.keys(directory) if _ended(directory, key) < limit])
+            _remove_jobs(spool, directory, [key for key in index.keys(directory) if ended(directory, key) < limit])
 
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
@@ -157,14 +156,6 @@ def _prune_damaged(spool: Spool, limit: float) -> None:
         else:  # another file of the job is whole
             fs.remove_file(path)
     complete_removals(spool)
-
-
-def _ended(directory: Path, key: JobKey) -> float:
-    """When the job ended: its file was last written then."""
-    try:
-        return (directory / f"{key.name}.json").stat().st_mtime
-    except FileNotFoundError:
-        return time.time()
 
 
 def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:

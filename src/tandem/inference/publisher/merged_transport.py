@@ -16,7 +16,7 @@ from tandem.families.model_config import model_directory
 from tandem.inference.publisher.adapter_copies import AdapterCopies
 from tandem.inference.publisher.spot_check import SpotCheck
 from tandem.spool import Spool
-from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.logs import Log
