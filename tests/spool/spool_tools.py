@@ -11,7 +11,7 @@ import pytest
 
 from tandem.errors import TandemError
 from tandem.spool import Spool
-from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec
+from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec, Served
 
 LOST = JobError(type="runner_lost", message="gone", retriable=True)
 
@@ -80,6 +80,11 @@ def commit(spool: Spool, job: Job, content: bytes = b"trained") -> None:
 def job_path(spool: Spool, state: JobState, job_id: str) -> Path:
     """The job's file in one state, whether it is there or not."""
     return spool.paths.job_file(state, spool.jobs.find(job_id))
+
+
+def serve(spool: Spool, step: int) -> None:
+    verified = {"verified": 1.0, "mean_abs_logprob_error": 0.0, "tokens_checked": 1}
+    spool.served.put("r", Served(step=step, model=f"r@{step}", checkpoint="ab", **verified))
 
 
 def succeeded(job: Job) -> JobResult:

@@ -4,17 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import run_spec, write_adapter
+from spool.spool_tools import serve
 from tandem.errors import CheckpointDamaged
 from tandem.spool import Spool, fs
-from tandem.spool.schema import Manifest, Served
-
-
-@pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    spool = Spool.create(tmp_path / "spool")
-    spool.runs.create(run_spec("r"), write_adapter)
-    return spool
+from tandem.spool.schema import Manifest
 
 
 def checkpoint(step: int, job: str) -> Manifest:
@@ -30,13 +23,6 @@ def write(spool: Spool, manifest: Manifest) -> int:
 
 def kept(spool: Spool) -> list[str]:
     return sorted(path.name for path in (spool.root / "runs/r/merged").iterdir())
-
-
-def serve(spool: Spool, step: int) -> None:
-    spool.served.put(
-        "r",
-        Served(step=step, model=f"r@{step}", checkpoint="", verified=0.0, mean_abs_logprob_error=0.0, tokens_checked=1),
-    )
 
 
 def test_the_newest_and_the_served_step_stay(spool: Spool) -> None:

@@ -18,6 +18,7 @@ from spool.spool_tools import (
     failed,
     job_path,
     run_spec,
+    serve,
     spool_with_run,
     submit,
     succeeded,
@@ -30,7 +31,7 @@ from tandem.spool import Spool, recovery
 from tandem.spool.recovery import recover, sweep
 from tandem.spool.removal import delete_run, prune
 from tandem.spool.runs import verify_files
-from tandem.spool.schema import TERMINAL, Job, Manifest, Served
+from tandem.spool.schema import TERMINAL, Job, Manifest
 from tandem.system.logs import Log
 
 
@@ -186,11 +187,6 @@ def remove(spool: Spool, **kept: float) -> None:
     sweep(spool)
 
 
-def put_served(spool: Spool) -> None:
-    served = Served(step=0, model="r@0", checkpoint="ab", verified=1.0, mean_abs_logprob_error=0.0, tokens_checked=1)
-    spool.served.put("r", served)
-
-
 CASES = {
     "create run": Case(lambda spool: None, create_run),
     "submit": Case(lambda spool: None, prepare_queued),
@@ -214,7 +210,7 @@ CASES = {
     "remove checkpoints": Case(prepare_old, partial(remove, keep_checkpoints=1), between=lambda state: True),
     "remove jobs and discarded": Case(prepare_old, partial(remove, keep_days=1e-9), between=lambda state: True),
     "fork": Case(prepare_chain, fork),
-    "served": Case(lambda spool: None, put_served),
+    "served": Case(lambda spool: None, lambda spool: serve(spool, 0)),
 }
 
 

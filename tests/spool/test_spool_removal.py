@@ -15,6 +15,7 @@ from spool.spool_tools import (
     maker,
     refused,
     run_spec,
+    serve,
     start,
     submit,
     succeeded,
@@ -26,7 +27,7 @@ from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool, recovery
 from tandem.spool.fs import CROCKFORD
 from tandem.spool.removal import delete_checkpoint, delete_run, prune
-from tandem.spool.schema import RLJob, RLLoss, Served
+from tandem.spool.schema import RLJob, RLLoss
 
 NEWEST = Settings(keep_checkpoints=1)
 NOW_OLD = Settings(keep_days=1e-9)  # whatever ended before this moment is too old
@@ -78,11 +79,6 @@ def test_the_newest_every_mth_and_step_0_stay(spool):
     assert train_one(spool).spec.base_step == 0
 
 
-def serve(spool: Spool) -> None:
-    served = Served(step=2, model="r@2", checkpoint="ab", verified=1.0, mean_abs_logprob_error=0.0, tokens_checked=1)
-    spool.served.put("r", served)
-
-
 def queue_with_reference(spool: Spool) -> None:
     spool.queue.submit(maker(loss=RLLoss(kl_coef=0.1, kl_reference=2)), run="r", job_id="j", fingerprint="f",
                        base_step=None)  # fmt: skip
@@ -106,7 +102,7 @@ def stale_base(spool: Spool) -> None:
 @pytest.mark.parametrize(
     ("need", "stays"),
     [
-        (serve, {2}),
+        (lambda spool: serve(spool, 2), {2}),
         (lambda spool: spool.checkpoints.pin("r", 2), {2}),
         (queue_with_reference, {2}),
         (run_with_reference, {2}),

@@ -37,23 +37,22 @@ def test_create_is_idempotent_and_open_needs_a_spool(tmp_path):
     Spool.create(tmp_path / "a/b")
     Spool(tmp_path / "a/b")
     assert tree(tmp_path) == before
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path):
-    root = tmp_path / "root"
-    root.write_text("precious")
+    (root := tmp_path / "root").write_text("precious")
     for make in (Spool, Spool.create):
         for path in (root, root / "below"):
             with pytest.raises(SpoolUnusable, match=r"(?s)root.*TANDEM_ROOT"):
                 make(path)
-    assert tree(tmp_path) == {"root": b"precious"}
+    assert tree(tmp_path) == before | {"root": b"precious"}
 
 
-@pytest.mark.parametrize("content", ["{}", "nonsense", '{"schema_version": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "nonsense", '{"schema_version": 2}', "[" * 100_000, '{"schema_version": 1e400}', '{"schema_version": []}'],
+)
 def test_another_version_is_refused(tmp_path, content):
     Spool.create(tmp_path)
     (tmp_path / "spool.json").write_text(content)
-    with pytest.raises(SpoolUnusable, match=r"spool\.json|version 2"):
+    with pytest.raises(SpoolUnusable, match=r"version 2, this" if "2" in content else r"spool\.json is damaged"):
         Spool(tmp_path)
 
 
@@ -194,28 +193,23 @@ def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
             assert content is None or str(tmp_path).encode() not in content, name
 
 
-BAD_NAMES = ["", ".", "..", "../r", "a/b", "/etc", "a\n", "a\0", "-a", ".a", "a" * 65, "é", " a"]
-
-
-@pytest.mark.parametrize("bad", BAD_NAMES)
+@pytest.mark.parametrize("bad", ["", ".", "..", "../r", "a/b", "/etc", "a\n", "a\0", "-a", ".a", "a" * 65, "é", " a"])
 def test_names_cannot_lead_elsewhere(spool, bad):
     paths, jobs = spool.paths, spool.jobs
     before = tree(spool.root)
-    calls = {
-        "run": [
-            spool.runs.get, lambda name: spool.runs.lock(name).__enter__(), spool.checkpoints.steps, spool.served.get,
-            lambda name: submit(spool, run=name),
-        ],
-        "id": [
-            jobs.get, jobs.cancel_requested, spool.queue.cancel, spool.leases.get, spool.events.read, spool.job_lock,
-            paths.data_dir, paths.log_file, paths.events_file, lambda name: paths.work_dir(name, 1),
-            lambda name: spool.events.append(name, "step"), lambda name: submit(spool, name),
-        ],
-    }  # fmt: skip
-    for field, methods in calls.items():
-        for call in methods:
-            with refused(InvalidInput, field):
-                call(bad)
+    for call in (
+        spool.runs.get, lambda name: spool.runs.lock(name).__enter__(), spool.checkpoints.steps, spool.served.get,
+        lambda name: submit(spool, run=name),
+    ):  # fmt: skip
+        with refused(InvalidInput, "run"):
+            call(bad)
+    for call in (
+        jobs.get, jobs.cancel_requested, spool.queue.cancel, spool.leases.get, spool.events.read, spool.job_lock,
+        paths.data_dir, paths.log_file, paths.events_file, lambda name: paths.work_dir(name, 1),
+        lambda name: spool.events.append(name, "step"), lambda name: submit(spool, name),
+    ):  # fmt: skip
+        with refused(InvalidInput, "id"):
+            call(bad)
     assert tree(spool.root) == before
 
 

@@ -128,10 +128,7 @@ class Checkpoints:
         with fs.volume_errors(target):
             manifest = write_manifest(staged_dir, manifest, sha256)
             fs.fsync_tree(staged_dir)
-            try:
-                fs.rename_dir(staged_dir, target)
-            except FileExistsError as error:
-                raise Conflict(f"run {run!r} has a checkpoint {step} already", field="step") from error
+            fs.rename_dir(staged_dir, target)
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:

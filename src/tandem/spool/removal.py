@@ -27,15 +27,15 @@ log = Log("spool")
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs; returns the directory that the caller still has to remove (`shutil.rmtree`).
 
-    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole, some of its
-    ended jobs may be gone, and calling again does the rest.
+    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole without some of
+    its ended jobs, and calling again does the rest.
     """
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
-        complete_removals(spool)
         index = spool.jobs.index
         for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
             _remove_jobs(spool, directory, [key for key in index.keys(directory) if key.run == run])
+        complete_removals(spool)
         return _set_aside([spool.runs.directory(run)])[0]
 
 
@@ -62,10 +62,10 @@ def prune(spool: Spool, settings: Settings) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
-    complete_removals(spool)
     if limit is not None:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
+    complete_removals(spool)
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
@@ -155,7 +155,6 @@ def _prune_damaged(spool: Spool, limit: float) -> None:
                 fs.move_file(path, spool.paths.removed / f"{key.name}.json")
         else:  # another file of the job is whole
             fs.remove_file(path)
-    complete_removals(spool)
 
 
 def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
@@ -172,7 +171,6 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
         with fs.volume_errors(directory):
             fs.fsync_dir(spool.paths.removed)
             fs.fsync_dir(directory)
-        complete_removals(spool)
     fs.remove_empty(directory)
 
 

@@ -18,10 +18,8 @@ class _JobSpec(Record):
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
     data: PackedData
     optimizer: OptimizerSettings = OptimizerSettings()
-    # Most seconds that one attempt may take. The runner stops a longer one.
-    deadline_seconds: float = Field(default=3600.0, gt=0)
-    # The runner takes ranks for hung after this many seconds without a heartbeat.
-    stall_seconds: float = Field(default=600.0, gt=0)
+    deadline_seconds: float = Field(default=3600.0, gt=0)  # the runner stops an attempt that takes longer
+    stall_seconds: float = Field(default=600.0, gt=0)  # ranks without a heartbeat for so long are taken for hung
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 
