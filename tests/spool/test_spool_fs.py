@@ -12,8 +12,8 @@ from spool.spool_tools import commit, spool_with_run, start, submit
 from spool.volume_tools import full_disk, in_child, tree
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.listing import listing
 from tandem.spool.locks import LockHeldError, file_lock
+from tandem.spool.paths import listing
 
 
 def test_ulids_are_unique_and_sort_by_time():
@@ -45,40 +45,40 @@ def test_write_atomic_replaces_whole_and_cleans_up(tmp_path, monkeypatch, failin
 def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monkeypatch):
     """The order that makes a rename a commit: content, rename, directory."""
     log = []
-    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
 
-    def fsync(fd):
+    def fsync(fd, real=os.fsync):
         log.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
-        real["fsync"](fd)
+        real(fd)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    for name in ("replace", "rename"):
-
-        def move(source, target, name=name):
+    def moving(real):
+        def move(source, target):
             log.append(("rename", Path(target).name))
-            real[name](source, target)
+            real(source, target)
 
-        monkeypatch.setattr(os, name, move)
+        return move
+
+    for name, logged in (("fsync", fsync), ("replace", moving(os.replace)), ("rename", moving(os.rename))):
+        monkeypatch.setattr(os, name, logged)
     (tmp_path / "in").mkdir()
     fs.write_atomic(tmp_path / "in/file", b"x")
-    assert [kind for kind, _ in log] == ["fsync", "rename", "fsync"]
     assert log[0][1].startswith(".tmp-file")
-    assert log[1:] == [("rename", "file"), ("fsync", "in")]
+    assert [log[0][0], *log[1:]] == ["fsync", ("rename", "file"), ("fsync", "in")]
+
+    def committed(name: str, files: set[str]) -> list[tuple[str, str]]:
+        """What comes after the rename to `name`, before which all `files` were synced."""
+        moved = log.index(("rename", name))
+        assert {("fsync", file) for file in files} <= set(log[:moved])
+        return log[moved + 1 :]
 
     log.clear()
     spool = spool_with_run(tmp_path / "spool")
-    moved = log.index(("rename", "r"))
     files = {"run.json", "lock", "adapter_model.safetensors", "manifest.json", "00000000", "checkpoints"}
-    assert {("fsync", name) for name in files} <= set(log[:moved])
-    assert log[moved + 1 :] == [("fsync", "runs")]
-
+    assert committed("r", files) == [("fsync", "runs")]
     job = start(spool, "j")
     log.clear()
     commit(spool, job)
-    moved = log.index(("rename", "00000001"))
     files = {"adapter_model.safetensors", "adam.safetensors", "manifest.json", "optimizer", "checkpoint"}
-    assert {("fsync", name) for name in files} <= set(log[:moved])
-    assert log[moved + 1 :] == [("fsync", "checkpoints"), ("fsync", "1")]
+    assert committed("00000001", files) == [("fsync", "checkpoints"), ("fsync", "1")]
 
 
 def test_rename_dir_refuses_an_existing_target(tmp_path):
@@ -178,8 +178,7 @@ def test_no_number_of_settled_directories_is_too_many(memory_path, monkeypatch):
     for directory in directories:
         directory.mkdir()
     for _ in range(2):
-        for directory in directories:
-            listing(directory)
+        assert {listing(directory) for directory in directories} == {()}
         now += 3
     monkeypatch.setattr(os, "listdir", None)
     assert {listing(directory) for directory in directories} == {()}

@@ -79,14 +79,8 @@ def test_the_newest_every_mth_and_step_0_stay(spool):
     assert train_one(spool).spec.base_step == 0
 
 
-def queue_with_reference(spool: Spool) -> None:
-    spool.queue.submit(maker(loss=RLLoss(kl_coef=0.1, kl_reference=2)), run="r", job_id="j", fingerprint="f",
-                       base_step=None)  # fmt: skip
-
-
-def run_with_reference(spool: Spool) -> None:
-    queue_with_reference(spool)
-    assert spool.queue.claim("me").spec.id == "j"
+def queue_with_reference(spool: Spool, step: int = 2) -> None:
+    submit(spool, "j", loss=RLLoss(kl_coef=0.1, kl_reference=step))
 
 
 def stale_base(spool: Spool) -> None:
@@ -105,7 +99,7 @@ def stale_base(spool: Spool) -> None:
         (lambda spool: serve(spool, 2), {2}),
         (lambda spool: spool.checkpoints.pin("r", 2), {2}),
         (queue_with_reference, {2}),
-        (run_with_reference, {2}),
+        (lambda spool: queue_with_reference(spool) or spool.queue.claim("me"), {2}),
         (stale_base, {2, 3}),
     ],
     ids=["served", "pinned", "queued reference", "running reference", "base"],
@@ -146,8 +140,7 @@ def test_a_reference_that_was_removed_is_refused_at_the_door(spool):
     prune(spool, NEWEST)
     before = tree(spool.root)
     with refused(InvalidInput, "loss.kl_reference", "step 1"):
-        spool.queue.submit(maker(loss=RLLoss(kl_coef=0.1, kl_reference=1)), run="r", job_id="j", fingerprint="f",
-                           base_step=None)  # fmt: skip
+        queue_with_reference(spool, 1)
     assert tree(spool.root) == before
 
 
@@ -177,12 +170,13 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
         spool.jobs.get("old")
 
 
-def damage(spool: Spool, job_id: str, state: str) -> None:
-    """Damages a job's file, which is set aside then."""
+def damage(spool: Spool, job_id: str, state: str, hours: float) -> None:
+    """Damages a job's file, which was set aside so many hours ago then."""
     (path,) = spool.paths.jobs.glob(f"{state}/**/*,{job_id}.json")
     path.write_text("{")
     spool.jobs.list()
     assert not path.exists()
+    set_aside_hours_ago(spool, job_id, hours)
 
 
 def set_aside_hours_ago(spool: Spool, job_id: str, hours: float) -> None:
@@ -193,15 +187,13 @@ def set_aside_hours_ago(spool: Spool, job_id: str, hours: float) -> None:
 
 
 def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
-    for job_id in ("old", "young"):
+    for job_id, hours in (("old", 25), ("young", 23)):
         spool.queue.finish(start(spool, job_id), failed())
         spool.paths.log_file(job_id).write_text("printed")
-        damage(spool, job_id, "failed")
+        damage(spool, job_id, "failed", hours)
     submit(spool, "waits")
-    damage(spool, "waits", "queued")
+    damage(spool, "waits", "queued", 0)
     (spool.paths.damaged / "by-hand").touch()
-    set_aside_hours_ago(spool, "old", 25)
-    set_aside_hours_ago(spool, "young", 23)
     before = tree(spool.root)
     prune(spool, NEWEST)
     assert tree(spool.root) == before
@@ -217,30 +209,28 @@ def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
 
 
 def test_a_damaged_file_goes_alone_if_its_job_or_another_of_its_id_is_whole(spool):
-    queued = submit(spool, "twice")
+    submit(spool, "twice")
     path = spool.paths.job_file("queued", spool.jobs.find("twice"))
-    assert spool.queue.claim("me").spec.id == queued.spec.id
+    claimed = spool.queue.claim("me")
     path.parent.mkdir(parents=True)
-    path.write_text("{")  # a dead process left it, damaged
-    spool.queue.finish(spool.jobs.get("twice")[1], failed())
+    path.touch()  # a dead process left it
+    damage(spool, "twice", "queued", 25)
+    spool.queue.finish(claimed, failed())
     spool.queue.finish(start(spool, "again"), failed())
-    damage(spool, "again", "failed")
+    damage(spool, "again", "failed", 25)
     spool.queue.finish(start(spool, "again"), failed())
-    for job_id in ("twice", "again"):
-        set_aside_hours_ago(spool, job_id, 25)
     prune(spool, Settings(keep_days=1.0))
     assert spool.damage()["job"] == []
     for job_id in ("twice", "again"):
         assert spool.jobs.get(job_id)[0] == "failed"
-        assert [event.type for event in spool.events.read(job_id)][-1] == "failed"
+        assert spool.events.read(job_id)[-1].type == "failed"
 
 
 def test_a_removed_job_does_not_come_back_from_a_file_that_a_dead_process_left(spool):
-    queued = submit(spool, "j")
+    submit(spool, "j")
     path = spool.paths.job_file("queued", spool.jobs.find("j"))
     content = path.read_bytes()
-    assert spool.queue.claim("me").spec.id == queued.spec.id
-    spool.queue.finish(spool.jobs.get("j")[1], failed())
+    spool.queue.finish(spool.queue.claim("me"), failed())
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     prune(spool, NOW_OLD)
@@ -276,10 +266,7 @@ def test_a_deleted_run_leaves_nothing_and_another_of_its_name_is_new(spool):
     new = add_run(spool, "r")
     assert Spool(spool.root).runs.get("r") == spool.runs.get("r") == new
     assert spool.checkpoints.steps("r") == [0]
-    job, is_new = spool.queue.submit(maker(), run="r", job_id=ids[0], fingerprint="f", base_step=None)
-    assert is_new
-    assert job.spec.base_step == 0
-    spool.queue.claim("me")
+    assert start(spool, ids[0]).spec.base_step == 0
     assert [event.type for event in spool.events.read(ids[0])] == ["claimed"]
 
 

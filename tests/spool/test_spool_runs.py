@@ -7,7 +7,7 @@ import pytest
 
 from spool.spool_tools import (
     add_run,
-    commit,
+    failed,
     refused,
     run_spec,
     stage,
@@ -158,19 +158,16 @@ def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
 def test_rollback_is_refused_while_jobs_build_on_the_chain(spool):
     train_one(spool)
     submit(spool, "j")
-    before = tree(spool.root)
     for _ in ("queued", "running"):
+        before = tree(spool.root)
         with pytest.raises(Conflict, match="j "):
             spool.checkpoints.rollback("r", 0)
-        assert tree(spool.root).keys() >= {name for name in before if name.startswith("runs")}
-        job = spool.queue.claim("runner")
-    assert job is None
-    _, job = spool.jobs.get("j")
-    commit(spool, job)
-    spool.queue.finish(job, succeeded(job))
+        assert tree(spool.root) == before
+        spool.queue.claim("runner")
+    spool.queue.finish(spool.jobs.get("j")[1], failed())
     with pytest.raises(NotFound):
         spool.checkpoints.rollback("r", 5)
-    assert spool.checkpoints.rollback("r", 0) == [2, 1]
+    assert spool.checkpoints.rollback("r", 0) == [1]
 
 
 def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
@@ -181,14 +178,12 @@ def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
     new = spool.checkpoints.fork("r", 1, run_spec("fork", seed=3))
     assert new.forked_from == Origin(run="r", step=1)
     assert spool.runs.get("fork") == new
-    copied = tree(spool.checkpoints.path("fork", 0))
-    assert copied | {"manifest.json": None} == source | {"manifest.json": None}
+    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {"manifest.json": None}
     manifest: Manifest = spool.checkpoints.verify("fork", 0)
     assert (manifest.run, manifest.step, manifest.job, manifest.origin) == ("fork", 0, None, Origin(run="r", step=1))
     assert manifest.probe == PROBE
     assert tree(spool.checkpoints.path("r", 1)) == source
     assert train_one(spool, "fork").spec.base_step == 0
-    assert spool.checkpoints.newest("r") == 1
 
 
 def test_fork_refuses(spool):

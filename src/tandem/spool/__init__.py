@@ -11,10 +11,8 @@ from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
-from tandem.spool.listing import listing
-from tandem.spool.locks import file_lock
-from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
-from tandem.spool.paths import Paths
+from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock
+from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION

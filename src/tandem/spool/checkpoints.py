@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
 from tandem.spool.jobs import Jobs
-from tandem.spool.listing import listing, remembered
-from tandem.spool.paths import step_name
+from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
 

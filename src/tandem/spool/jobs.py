@@ -14,9 +14,8 @@ from pathlib import Path
 from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
-from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import BUCKET, Paths, is_run_name, rank_files
+from tandem.spool.paths import BUCKET, Paths, is_run_name, listing, rank_files
 from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 

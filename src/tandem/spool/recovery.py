@@ -7,8 +7,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
-from tandem.spool.listing import listing
-from tandem.spool.paths import is_job_id
+from tandem.spool.paths import is_job_id, listing
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.

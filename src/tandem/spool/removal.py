@@ -16,8 +16,7 @@ from pathlib import Path
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.listing import listing
-from tandem.spool.paths import HOUR_FORMAT
+from tandem.spool.paths import HOUR_FORMAT, listing
 from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
 

@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged
 from tandem.spool import fs
-from tandem.spool.listing import listing, remembered
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import Paths, is_run_name, step_name
+from tandem.spool.paths import Paths, is_run_name, listing, remembered, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.spool.schema.runs import FileEntry
 
