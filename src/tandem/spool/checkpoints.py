@@ -114,10 +114,8 @@ class Checkpoints:
     ) -> Manifest:
         """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if this fails, it stays
         where it was. `sha256`: hashes of files whose writer knows them. `details`: the manifest's other fields.
-
         Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
-        anything but plain files.
-        """
+        anything but plain files."""
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -131,11 +129,9 @@ class Checkpoints:
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:
-        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps.
-
-        Conflict (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash
-        half-way leaves a whole, shorter chain; calling again does the rest.
-        """
+        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps. Conflict
+        (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash half-way
+        leaves a whole, shorter chain; calling again does the rest."""
         with self._runs.lock(run):
             self.path(run, step)
             self._jobs.check_none_pending(run, "step")
@@ -155,11 +151,9 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-
-        Verifies the source before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if
-        `new` has another base model or LoRA shape; CheckpointDamaged; NotFound.
-        """
+        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included. Verifies the source
+        before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has another base
+        model or LoRA shape; CheckpointDamaged; NotFound."""
         with self._runs.lock(run):
             source = self._runs.get(run)
             for field in ("base_model", "lora"):

@@ -23,10 +23,8 @@ class Events:
         self._paths = paths
 
     def append(self, job_id: str, type: EventType, *, attempt: int = 0, **data: Any) -> Event:  # noqa: A002
-        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null.
-
-        Ends a line that a dead writer left unterminated. Raises SpoolUnusable, and then the file is as before.
-        """
+        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null. Ends a line that
+        a dead writer left unterminated. Raises SpoolUnusable, and then the file is as before."""
         path, lock = self._paths.events_file(job_id), file_lock(self._paths.job_lock(job_id))
         if not path.is_file() and (path.is_dir() or path.is_symlink()):
             fs.remove_file(path)  # damage, which must not keep the job from its end
@@ -54,9 +52,7 @@ class Events:
 
     def since(self, job_id: str, offset: int, limit: int | None = None) -> tuple[list[Event], int, int]:
         """Events of the complete lines from byte `offset` on, the offset to go on from, and where reading ended.
-
-        `limit`: reads this many bytes, or as many times as many as the first line needs.
-        """
+        `limit`: reads this many bytes, or as many times as many as the first line needs."""
         content = b""
         with suppress(FileNotFoundError, IsADirectoryError), self._paths.events_file(job_id).open("rb") as file:
             file.seek(offset)

@@ -104,11 +104,9 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
-
-    Not `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only,
-    no permission, …), and leaves no temporary file then.
-    """
+    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point. Not
+    `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only, no
+    permission, …), and leaves no temporary file then."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -169,20 +167,16 @@ def remove_empty(*directories: Path) -> None:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, replacing `target`. Makes the target's directory.
-
-    The file is durable at `target`; after a loss of power it may also be at `source` again.
-    """
+    """Moves a file within the volume, replacing `target`. Makes the target's directory. The file is durable at
+    `target`; after a loss of power it may also be at `source` again."""
     with volume_errors(target):
         in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
 
 
 def rename_dir(source: Path, target: Path) -> None:
-    """Moves a directory within the volume, durably. FileExistsError if `target` exists.
-
-    The content must be durable already (`fsync_tree`).
-    """
+    """Moves a directory within the volume, durably. FileExistsError if `target` exists. The content must be durable
+    already (`fsync_tree`)."""
     taken = FileExistsError(errno.EEXIST, "exists already", str(target))
     if exists(target):
         raise taken
@@ -211,10 +205,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
-
-    Renames it to a temporary name first, so that nobody finds half of it.
-    """
+    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped). Renames it to a
+    temporary name first, so that nobody finds half of it."""
     doomed = temporary_beside(directory)
     with suppress(OSError):
         directory.rename(doomed)
@@ -247,11 +239,9 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist.
-
-    `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a
-    link to itself the content is b"", which every reader takes for damage.
-    """
+    """The content of a file that others replace by rename; None if it does not exist. `sure`: list the directory before
+    saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a link to itself the content is
+    b"", which every reader takes for damage."""
     for more in (4, 3, 2, 1, 0):
         try:
             return path.read_bytes()

@@ -30,11 +30,9 @@ def _key(name: str) -> JobKey | None:
 
 
 class Index:
-    """Which jobs there are, from the names of their files alone; what is damaged never gets in the way.
-
-    Directories hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within one hour. One that has
-    not changed is not listed again (`listing`), so no answer costs more because there are many jobs.
-    """
+    """Which jobs there are, from the names of their files alone; what is damaged never gets in the way. Directories
+    hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within one hour. One that has not changed
+    is not listed again (`listing`), so no answer costs more because there are many jobs."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -195,10 +193,8 @@ class Jobs:
         return key
 
     def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
-        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`.
-
-        Reads the weakest directory first, so that a job that moves meanwhile is met later.
-        """
+        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`. Reads the weakest
+        directory first, so that a job that moves meanwhile is met later."""
         key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
         if key is None:
             return None

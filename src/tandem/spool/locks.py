@@ -58,11 +58,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
-    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor.
-
-    The same thread may take it again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the
-    volume is read-only or has no locks.
-    """
+    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same thread may take it
+    again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the volume is read-only or has no
+    locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -96,10 +94,8 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out.
-
-    The holder must not call this: the answer would be False, and closing the descriptor would drop its lock.
-    """
+    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out. The holder
+    must not call this: the answer would be False, and closing the descriptor would drop its lock."""
     fd = os.open(path, os.O_RDONLY)
     try:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -159,12 +155,9 @@ class Leases:
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now.
-
-    While the hold is *live*, nobody wakes vLLM, starts one, or loads anything into it. The hold is live while its
-    runner holds the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner
-    doesn't.
-    """
+    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now. While the
+    hold is *live*, nobody wakes vLLM, starts one, or loads anything into it. The hold is live while its runner holds
+    the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner doesn't."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths

@@ -124,12 +124,10 @@ class Queue:
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
-        """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job.
-
-        A run's jobs are claimed in the order of their base steps, and none after one in `waiting` (ids). When this
+        """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job. A
+        run's jobs are claimed in the order of their base steps, and none after one in `waiting` (ids). When this
         returns, the job is running, with one more attempt, a lease, a work directory and the event `claimed`. If this
-        raises, the job is still queued.
-        """
+        raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.running():
                 job = self._jobs.locate(key)
@@ -184,11 +182,9 @@ class Queue:
             return self._end(directory, job, _cancelled("cancelled before it started"))
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
-        """Ends an attempt without a result. Returns the new state:
-
-        `cancelled` if that was asked for; `failed` if `error` is not retriable or no attempt is left; else `queued`.
-        `counts` False: the runner was stopped, so this attempt does not count. A decided job keeps its result.
-        """
+        """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked for; `failed` if
+        `error` is not retriable or no attempt is left; else `queued`. `counts` False: the runner was stopped, so this
+        attempt does not count. A decided job keeps its result."""
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -214,8 +210,7 @@ class Queue:
 
     def finish(self, job: Job, result: JobResult) -> JobState:
         """Ends a running job; returns the terminal state. Idempotent: the first result stands, and this completes what
-        a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt.
-        """
+        a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt."""
         with self._spool.job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:

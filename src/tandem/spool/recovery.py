@@ -16,10 +16,8 @@ STALE_SECONDS = 3600.0
 
 def recover(spool: Spool, runner: str) -> JobList:
     """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the runner lock, and
-    has ended orphaned ranks. Returns the jobs that moved, with their new states.
-
-    A running job with a result is finished; one that made its checkpoint succeeded; the others are requeued.
-    """
+    has ended orphaned ranks. Returns the jobs that moved, with their new states. A running job with a result is
+    finished; one that made its checkpoint succeeded; the others are requeued."""
     moved = [_recover_job(spool, key.id, runner) for key in spool.jobs.index.running()]
     _remove_remains(spool)
     sweep(spool)

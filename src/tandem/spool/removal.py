@@ -25,10 +25,8 @@ log = Log("spool")
 
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs; returns the directory that the caller still has to remove (`shutil.rmtree`).
-
     Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole without some of
-    its ended jobs, and calling again does the rest.
-    """
+    its ended jobs, and calling again does the rest."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         index = spool.jobs.index

@@ -21,9 +21,7 @@ MANIFEST = "manifest.json"
 
 def write_manifest(directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None) -> Manifest:
     """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with `files` filled in.
-
-    InvalidInput (field: the file) if the directory holds anything but plain files and directories.
-    """
+    InvalidInput (field: the file) if the directory holds anything but plain files and directories."""
     paths = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -79,10 +77,8 @@ class Runs:
 
     def create(self, spec: RunSpec, write_files: Callable[[Path], None], **details: Any) -> RunSpec:
         """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `details`: more
-        fields of its manifest.
-
-        Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it does.
-        """
+        fields of its manifest. Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it
+        does."""
         manifest = Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}, **details)
         target = self._paths.run_dir(spec.name)
         taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")

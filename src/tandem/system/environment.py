@@ -28,19 +28,15 @@ def current_role() -> Role:
 
 
 def runtime_dir(root: Path, role: Role) -> Path:
-    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700.
-
-    It is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it.
-    """
+    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700. It
+    is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it."""
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
 def scratch_directory(name: str) -> Path:
-    """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-
-    `name`: one per user of the directory, who must be alone when it calls this: what is there is removed.
-    """
+    """An empty directory under TMPDIR for the temporary files of processes that may be killed. `name`: one per user of
+    the directory, who must be alone when it calls this: what is there is removed."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
@@ -81,8 +77,6 @@ def installed_version(package: str) -> str:
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other briefly and then
-    sleep; none where `environ` already says how they wait.
-
-    By default they spin 300 000 times, which took 40 times as long where another process used one of two cores.
-    """
+    sleep; none where `environ` already says how they wait. By default they spin 300 000 times, which took 40 times as
+    long where another process used one of two cores."""
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}

@@ -132,11 +132,9 @@ def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[st
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
     """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for its log. None
-    without GPUs, or where the driver does not answer.
-
-    NVLink needs both sides' GPUs visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without either
-    of the first two NCCL uses TCP, 60 times slower (docs/operations.md); the last two can't be seen from here.
-    """
+    without GPUs, or where the driver does not answer. NVLink needs both sides' GPUs visible on both sides, one
+    NCCL_HOSTID, one /dev/shm and one network. Without either of the first two NCCL uses TCP, 60 times slower
+    (docs/operations.md); the last two can't be seen from here."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:

@@ -115,11 +115,9 @@ class Driver:
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed.
-
-        `used` is nvidia-smi's, without what the driver reserves for itself (600 MiB on an H200). NVML's first version
-        of this call counts that as used, so there is no fallback to it.
-        """
+        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed. `used`
+        is nvidia-smi's, without what the driver reserves for itself (600 MiB on an H200). NVML's first version of this
+        call counts that as used, so there is no fallback to it."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)
