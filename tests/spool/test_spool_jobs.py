@@ -188,9 +188,8 @@ def test_requeue_until_an_error_lasts(spool):
 
 
 def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
-    job = submit(spool, "j")
     with pytest.raises(Conflict, match="queued"):
-        spool.queue.finish(job, failed())
+        spool.queue.finish(submit(spool, "j"), failed())
     job = spool.queue.claim("me")
     assert spool.queue.finish(job, failed("first")) == "failed"
     before = tree(spool.root)
@@ -198,57 +197,17 @@ def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
     assert tree(spool.root) == before
 
 
-def test_the_strongest_directory_counts(spool):
-    submit(spool, "j")
-    queued, running = job_path(spool, "queued", "j"), job_path(spool, "running", "j")
-    left = {queued: queued.read_bytes()}
-    job = spool.queue.claim("me")
-    left[running] = running.read_bytes()
-
-    def put_back(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(left[file])
-
-    put_back(queued)
-    assert spool.jobs.get("j") == ("running", job)
-    assert spool.jobs.list() == [("running", job)]
-    assert spool.jobs.list(states=["queued"]) == []
-    assert spool.queue.claim("me") is None
-    assert spool.queue.cancel("j") == "running"
-    spool.queue.finish(job, failed())
-    assert not queued.exists()
-    for file in left:
-        put_back(file)
-    assert spool.jobs.get("j")[0] == "failed"
-    assert spool.queue.claim("me") is None
-    recover(spool, "me")
-    assert places(spool, "j") == ["events", "failed"]
-
-
-def test_recover_puts_a_dead_runners_jobs_in_order(spool):
-    for run in ("a", "b", "c", "d"):
-        add_run(spool, run)
-    for job_id, run in (("lost", "r"), ("made", "a"), ("unwanted", "b"), ("last", "c"), ("other", "d")):
-        submit(spool, job_id, run=run, max_attempts=1 if job_id == "last" else 3)
-    jobs = {}
-    while (job := spool.queue.claim("dead")) is not None:
-        jobs[job.spec.id] = job
-    submit(spool, "waiting", run="r")
-    commit(spool, jobs["made"])
-    # A checkpoint that somebody else made does not count.
-    spool.checkpoints.commit(stage(spool, jobs["other"]), "d", 1, "somebody-else")
-    spool.queue.cancel("unwanted")
-    spool.leases.write(jobs["lost"], "dead", "training")
-    states = {job.spec.id: state for state, job in recover(spool, "new")}
-    expected = {"lost": "queued", "made": "succeeded", "unwanted": "cancelled", "last": "failed", "other": "queued"}
-    assert states == expected
-    assert spool.jobs.get("made")[1].result.step == 1
+def test_recover_says_what_was_lost(spool):
+    """(Random lives and deaths at each call show that it puts every job in order.)"""
+    add_run(spool, "q")
+    lost, other = start(spool, "lost"), start(spool, "other", "q")
+    spool.leases.write(lost, "dead", "training")
+    spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")  # which does not count
+    assert {job.spec.id: state for state, job in recover(spool, "new")} == {"lost": "queued", "other": "queued"}
     error = spool.jobs.get("lost")[1].last_error
     assert re.search("dead .*'training'", error.message)
-    assert error.type == spool.jobs.get("last")[1].result.error.type == "runner_lost"
-    assert spool.jobs.get("waiting")[0] == "queued"
+    assert error.type == "runner_lost"
     assert recover(spool, "new") == []
-    assert spool.queue.claim("new").spec.id == "lost"
 
 
 def test_sweep_of_old_remains_only(spool):
