@@ -69,18 +69,6 @@ def test_what_is_no_file_keeps_no_other_job_waiting(tmp_path: Path, name: str, d
     assert "other" in spool.runs.names()
 
 
-def test_a_job_that_was_submitted_at_no_time_is_set_aside(tmp_path: Path) -> None:
-    spool = spool_with_run(tmp_path)
-    submit(spool, "bad")
-    submit(spool, "good")
-    file = job_path(spool, "queued", "bad")
-    record = json.loads(file.read_text())
-    record["spec"]["created"] = 1e305
-    file.write_text(json.dumps(record))
-    assert [job.spec.id for _, job in spool.jobs.list()] == ["good"]
-    assert len(spool.damage()["job"]) == 1
-
-
 LONG = {"tokens": [1, 2, 3], "positions": [2, 1], "logprobs": [-1.0, -1.0]}
 PROBE = {"tokens": [[1, 2]], "logprobs": [[-1.0]], "previous": [[-1.0]], "base": [[-1.0]], "long": LONG}
 ENTRY = {"size": 1, "sha256": "0" * 64}

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from tandem.errors import SpoolUnusable, VolumeFull
 
 TEMPORARY = ".tmp-"
-CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 _NO_FILE = (errno.EISDIR, errno.ELOOP)
 _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
@@ -38,10 +38,11 @@ _REMEDIES = {
 }
 
 
-def new_ulid() -> str:
-    """A ULID: 26 characters of Crockford base32; 48 bits of Unix milliseconds, then 80 random bits."""
-    value = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
-    return "".join(CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
+def new_ulid(at: float | None = None) -> str:
+    """A ULID: 26 characters of Crockford base32; 48 bits of milliseconds (`at`: Unix seconds, by default now), then 80
+    random bits."""
+    value = (int((time.time() if at is None else at) * 1000) << 80) | int.from_bytes(os.urandom(10))
+    return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
 
 def temporary_beside(path: Path) -> Path:

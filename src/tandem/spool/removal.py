@@ -5,12 +5,11 @@ job into `jobs/removed/`. After a death at any point it is whole or gone for eve
 `complete_removals` remove what is left of it.
 """
 
+import re
 import shutil
 import time
-from calendar import timegm
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 
 from tandem.config import Settings
@@ -48,7 +47,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes what the settings `keep_*` don't keep."""
-    limit = None if settings.keep_days is None else time.time() - settings.keep_days * 86400
+    limit = None if settings.keep_days is None else max(0.0, time.time() - settings.keep_days * 86400)
     for run in spool.runs.names():
         try:
             doomed = _old_checkpoints(spool, run, settings, limit)
@@ -69,7 +68,7 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | 
     """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds."""
     checkpoints, doomed = spool.checkpoints, []
     if limit is not None:
-        doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
+        doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
             old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run).keys()
@@ -112,13 +111,11 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
     return doomed
 
 
-def _set_aside_at(path: Path) -> float:
-    """When a checkpoint was discarded or a damaged file set aside, Unix seconds, by the ULID at the end of its name.
-    Now, for another name."""
-    ulid = path.name[-26:]
-    if len(ulid) != 26 or not set(ulid) <= set(fs.CROCKFORD):
-        return time.time()
-    return reduce(lambda value, letter: value * 32 + fs.CROCKFORD.index(letter), ulid[:10], 0) / 1000
+def _set_aside_before(limit: float, path: Path) -> bool:
+    """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix seconds, by the ULID at the
+    end of its name. Names by hand stay."""
+    ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
+    return ulid is not None and ulid[1] < fs.new_ulid(limit)
 
 
 def _prune_jobs(spool: Spool, limit: float) -> None:
@@ -129,22 +126,16 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
             return (directory / f"{key.name}.json").stat().st_mtime  # it was last written then
         return time.time()
 
-    index = spool.jobs.index
-    for state in TERMINAL:
-        for directory in index.directories(state):
-            try:
-                hour = timegm(time.strptime(directory.name, HOUR_FORMAT))
-            except ValueError:  # `tandem doctor` names it
-                continue
-            if hour >= limit:  # the later ones were submitted later
-                break
+    index, last_hour = spool.jobs.index, time.strftime(HOUR_FORMAT, time.gmtime(limit))
+    for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
+        if directory.name <= last_hour:  # the jobs in others were submitted later
             _remove_jobs(spool, directory, [key for key in index.keys(directory) if ended(directory, key) < limit])
 
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
     """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
     for path in (spool.paths.damaged / name for name in listing(spool.paths.damaged)):
-        if _set_aside_at(path) >= limit:
+        if not _set_aside_before(limit, path):
             continue
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
         if key is not None and spool.jobs.locate(key) is None:
