@@ -5,6 +5,7 @@ job into `jobs/removed/`. After a death at any point it is whole or gone for eve
 `complete_removals` remove what is left of it.
 """
 
+import math
 import re
 import shutil
 import time
@@ -47,7 +48,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes what the settings `keep_*` don't keep."""
-    limit = None if settings.keep_days is None else max(0.0, time.time() - settings.keep_days * 86400)
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)
     for run in spool.runs.names():
         try:
             doomed = _old_checkpoints(spool, run, settings, limit)
@@ -58,17 +59,15 @@ def prune(spool: Spool, settings: Settings) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
-    if limit is not None:
-        _prune_jobs(spool, limit)
-        _prune_damaged(spool, limit)
+    _prune_jobs(spool, limit)
+    _prune_damaged(spool, limit)
     complete_removals(spool)
 
 
-def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
+def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
     """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds."""
-    checkpoints, doomed = spool.checkpoints, []
-    if limit is not None:
-        doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
+    checkpoints = spool.checkpoints
+    doomed = _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
             old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run).keys()
@@ -134,9 +133,8 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
     """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
-    for path in (spool.paths.damaged / name for name in listing(spool.paths.damaged)):
-        if not _set_aside_before(limit, path):
-            continue
+    paths = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
+    for path in (path for path in paths if _set_aside_before(limit, path)):
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
         if key is not None and spool.jobs.locate(key) is None:
             with spool.job_lock(key.id):
