@@ -2,14 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
-from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec, Served
 
@@ -101,10 +97,3 @@ def train_one(spool: Spool, run: str = "r") -> Job:
     commit(spool, job)
     spool.queue.finish(job, succeeded(job))
     return job
-
-
-@contextmanager
-def refused(kind: type[TandemError], field: str, match: str | None = None) -> Iterator[None]:
-    with pytest.raises(kind, match=match) as caught:
-        yield
-    assert caught.value.field == field

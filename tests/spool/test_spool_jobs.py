@@ -8,21 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import (
-    LOST,
-    add_run,
-    commit,
-    failed,
-    job_path,
-    maker,
-    refused,
-    stage,
-    start,
-    submit,
-    succeeded,
-    train_one,
-)
-from spool.volume_tools import temporary_names, tree
+from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
+from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import Spool, paths
 from tandem.spool.events import Events

@@ -8,20 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import (
-    add_run,
-    commit,
-    failed,
-    maker,
-    refused,
-    run_spec,
-    serve,
-    start,
-    submit,
-    succeeded,
-    train_one,
-)
-from spool.volume_tools import tree
+from spool.spool_tools import add_run, commit, failed, maker, run_spec, serve, start, submit, succeeded, train_one
+from spool.volume_tools import refused, tree
 from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool, fs, recovery

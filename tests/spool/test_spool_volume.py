@@ -10,19 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import (
-    LOST,
-    add_run,
-    commit,
-    failed,
-    refused,
-    run_spec,
-    spool_with_run,
-    submit,
-    succeeded,
-    train_one,
-)
-from spool.volume_tools import full_disk, in_child, mounted, read_only, temporary_names, tree
+from spool.spool_tools import LOST, add_run, commit, failed, run_spec, spool_with_run, submit, succeeded, train_one
+from spool.volume_tools import full_disk, in_child, mounted, read_only, refused, temporary_names, tree
 from tandem.errors import InvalidInput, SpoolUnusable
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
