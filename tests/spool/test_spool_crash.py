@@ -111,9 +111,9 @@ def prepare_chain(spool: Spool) -> None:
 
 def prepare_old(spool: Spool) -> None:
     add_run(spool, "logged")
-    for run in ("r", *4 * ["logged"]):
+    for run in ("r", *3 * ["logged"]):
         spool.paths.log_file(train_one(spool, run).spec.id).write_text("printed")
-    spool.checkpoints.rollback("logged", 3)
+    spool.checkpoints.rollback("logged", 2)
 
 
 def cancel(spool: Spool) -> None:
