@@ -145,7 +145,7 @@ class Leases:
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def write(self, job: Job, runner: str, phase: str) -> None:
-        """The heartbeat of the runner, which runs the job."""
+        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock, is the one writer."""
         lease = Lease(
             job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
             phase=phase, beat=time.time(),

@@ -135,8 +135,8 @@ class Runs:
                     raise RunDamaged(f"run {name!r} has no checkpoint, not even step 0: restore its directory")
             except RunDamaged as error:
                 found[name] = error.message
-            except NotFound:
-                pass
+            except NotFound:  # it is gone since
+                continue
         return found
 
     @contextmanager
