@@ -124,7 +124,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         claimed.append(end - claim_begin)
         own.append(claimed[-1] - sum(synced))
         between.append(end - begin)
-        renewed += timed(1, lambda job=job: spool.leases.renew(job.spec.id, "bench", "training"))  # type: ignore[misc]
+        renewed += timed(1, lambda job=job: spool.leases.write(job, "bench", "training"))  # type: ignore[misc]
     computed = time.process_time() - computed
     return {
         "claim, heartbeat and end CPU ms": 1000 * computed / count,

@@ -42,7 +42,7 @@ def test_an_rl_job_from_queue_to_served(client, server, run):
     assert client.get_run(run).pending == [job.id]
 
     claimed = claim(server.spool)
-    server.spool.leases.renew(job.id, "test-runner", "forward")
+    server.spool.leases.write(claimed, "test-runner", "forward")
     assert (client.get_job(job.id).state, client.get_job(job.id).phase) == ("running", "forward")
     api_server.work(server.spool, claimed)
     api_server.succeed(server.spool, claimed)

@@ -14,7 +14,7 @@ from tandem.inference.merged_model import TensorFile
 from tandem.inference.publisher import transports
 from tandem.inference.publisher.transports import MergedTransport
 from tandem.spool import Spool
-from tandem.spool.checkpoint_files import verify_files, write_manifest
+from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.vllm_client.client import InferenceRefused, VllmClient
 from tandem.vllm_client.names import MergedPhase

@@ -321,7 +321,7 @@ def test_the_exporter_does_not_parse_the_names_of_finished_jobs_again(volume: Sp
     made = make_collectors(Settings(root=volume.root, device="cpu"), ("trainer",))
     exported = Exported(next(collector for collector in made if collector.name == "jobs"))
     exported.collect()
-    monkeypatch.setattr("tandem.spool.index._key", None)
+    monkeypatch.setattr("tandem.spool.jobs._key", None)
     assert exported.works("jobs")
 
 

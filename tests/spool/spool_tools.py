@@ -2,16 +2,12 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
-from tandem.errors import TandemError
 from tandem.spool import Spool
-from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec
+from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec, Served
 
 LOST = JobError(type="runner_lost", message="gone", retriable=True)
 
@@ -82,6 +78,11 @@ def job_path(spool: Spool, state: JobState, job_id: str) -> Path:
     return spool.paths.job_file(state, spool.jobs.find(job_id))
 
 
+def serve(spool: Spool, step: int) -> None:
+    verified = {"verified": 1.0, "mean_abs_logprob_error": 0.0, "tokens_checked": 1}
+    spool.served.put("r", Served(step=step, model=f"r@{step}", checkpoint="ab", **verified))
+
+
 def succeeded(job: Job) -> JobResult:
     return JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
 
@@ -96,10 +97,3 @@ def train_one(spool: Spool, run: str = "r") -> Job:
     commit(spool, job)
     spool.queue.finish(job, succeeded(job))
     return job
-
-
-@contextmanager
-def refused(kind: type[TandemError], field: str, match: str | None = None) -> Iterator[None]:
-    with pytest.raises(kind, match=match) as caught:
-        yield
-    assert caught.value.field == field

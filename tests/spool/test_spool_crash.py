@@ -7,6 +7,7 @@ or a new runner does) completes it, to the same state as without the death.
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -17,16 +18,21 @@ from spool.spool_tools import (
     failed,
     job_path,
     run_spec,
+    serve,
     spool_with_run,
     submit,
     succeeded,
     train_one,
 )
-from spool.volume_tools import DiedError, dying_at
+from spool.volume_tools import DiedError, dying_at, tree
+from tandem.config import Settings
 from tandem.errors import Conflict, NotFound
-from tandem.spool import Spool
-from tandem.spool.recovery import recover
-from tandem.spool.schema import TERMINAL, Job, Served
+from tandem.spool import Spool, recovery
+from tandem.spool.recovery import recover, sweep
+from tandem.spool.removal import delete_run, prune
+from tandem.spool.runs import verify_files
+from tandem.spool.schema import TERMINAL, Job, Manifest
+from tandem.system.logs import Log
 
 
 def summary(spool: Spool) -> dict:
@@ -34,14 +40,18 @@ def summary(spool: Spool) -> dict:
     state: dict = {"runs": {}, "jobs": {}}
     for spec in spool.runs.list():
         steps = {step: spool.checkpoints.verify(spec.name, step).job for step in spool.checkpoints.steps(spec.name)}
-        assert list(steps) == list(range(len(steps)))  # a chain without gaps
-        state["runs"][spec.name] = steps, spool.served.get(spec.name) is not None
+        discarded = spool.checkpoints.discarded(spec.name)
+        for path in discarded:
+            verify_files(path, Manifest.model_validate_json((path / "manifest.json").read_bytes()))
+        state["runs"][spec.name] = steps, len(discarded), spool.served.get(spec.name) is not None
     for where, listed in spool.jobs.list():
         job_id = listed.spec.id
         assert spool.jobs.get(job_id) == (where, listed)
         assert spool.events.ended(job_id) is (where in TERMINAL)
         if where not in TERMINAL:
             assert (spool.paths.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
+        elif listed.spec.run == "logged":
+            assert spool.paths.log_file(job_id).exists()
         if where == "running":
             assert spool.leases.get(job_id).attempt in (listed.attempt, listed.attempt + 1)
         state["jobs"][job_id] = where, listed.attempt, listed.last_error is not None
@@ -97,6 +107,13 @@ def prepare_cancelling(spool: Spool) -> None:
 def prepare_chain(spool: Spool) -> None:
     for _ in range(3):
         train_one(spool)
+
+
+def prepare_old(spool: Spool) -> None:
+    add_run(spool, "logged")
+    for run in ("r", *3 * ["logged"]):
+        spool.paths.log_file(train_one(spool, run).spec.id).write_text("printed")
+    spool.checkpoints.rollback("logged", 2)
 
 
 def cancel(spool: Spool) -> None:
@@ -157,16 +174,24 @@ def commit_again(spool: Spool) -> None:
         commit(spool, job(spool))
 
 
-def put_served(spool: Spool) -> None:
-    served = Served(step=0, model="r@0", checkpoint="ab", verified=1.0, mean_abs_logprob_error=0.0, tokens_checked=1)
-    spool.served.put("r", served)
+def delete(spool: Spool) -> None:
+    try:
+        shutil.rmtree(delete_run(spool, "logged"))
+    except NotFound:
+        prune(spool, Settings())  # what the sweeper does
+    sweep(spool)
+
+
+def remove(spool: Spool, **kept: float) -> None:
+    prune(spool, Settings(**kept))
+    sweep(spool)
 
 
 CASES = {
     "create run": Case(lambda spool: None, create_run),
     "submit": Case(lambda spool: None, prepare_queued),
     "claim": Case(prepare_queued, lambda spool: spool.queue.claim("dead"), (recover_then_claim,)),
-    "renew lease": Case(prepare_running, lambda spool: spool.leases.renew("j", "dead", "training")),
+    "renew lease": Case(prepare_running, lambda spool: spool.leases.write(job(spool), "dead", "training")),
     "cancel queued": Case(prepare_queued, cancel, (cancel, recover_then_cancel)),
     "cancel running": Case(prepare_running, cancel),
     "requeue": Case(prepare_running, requeue, (requeue, recover_new), half_requeued),
@@ -181,14 +206,20 @@ CASES = {
         lambda spool: spool.checkpoints.rollback("r", 1),
         between=lambda state: list(state["runs"]["r"][0]) == [0, 1, 2],
     ),
+    "delete run": Case(prepare_old, delete, between=lambda state: True),
+    "remove checkpoints": Case(prepare_old, partial(remove, keep_checkpoints=1), between=lambda state: True),
+    "remove jobs and discarded": Case(prepare_old, partial(remove, keep_days=1e-9), between=lambda state: True),
     "fork": Case(prepare_chain, fork),
-    "served": Case(lambda spool: None, put_served),
+    "served": Case(lambda spool: None, lambda spool: serve(spool, 0)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dying_anywhere(memory_path, name):
+def test_dying_anywhere(memory_path, monkeypatch, name):
     case = CASES[name]
+    if case.prepare is prepare_old:
+        monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
+        monkeypatch.setattr(Log, "info", lambda *_, **__: None)  # the log's writes are none of the volume's
     template, undisturbed, dead, again = (memory_path / part for part in ("template", "undisturbed", "dead", "again"))
     case.prepare(spool_with_run(template))
     before = summary(Spool(template))
@@ -217,10 +248,12 @@ def test_dying_anywhere(memory_path, name):
             complete(spool)
             assert summary(spool) == after, count
             assert remains(spool) == [], count
+            if case.prepare is prepare_old:
+                assert tree(again).keys() == tree(undisturbed).keys(), count
             shutil.rmtree(again)
         shutil.rmtree(dead)
     else:
         pytest.fail("it never ended")
-    assert len(seen) > 3
+    assert len(seen) > 2
     assert seen[0] == before
     assert before == after or after in seen  # dying after the commit was tried too

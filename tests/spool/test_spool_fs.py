@@ -1,9 +1,12 @@
-"""Files on the volume: ids, atomic writes, the order of syncs, locks, and what an NFS client may forget."""
+"""Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may forget, and memory."""
 
 import errno
 import os
 import re
+import shutil
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from spool.spool_tools import commit, spool_with_run, start, submit
 from spool.volume_tools import full_disk, in_child, tree
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.listing import listing
 from tandem.spool.locks import LockHeldError, file_lock
+from tandem.spool.paths import listing
+from tandem.spool.schema import Event, Job
 
 
 def test_ulids_are_unique_and_sort_by_time():
@@ -45,40 +49,40 @@ def test_write_atomic_replaces_whole_and_cleans_up(tmp_path, monkeypatch, failin
 def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monkeypatch):
     """The order that makes a rename a commit: content, rename, directory."""
     log = []
-    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
 
-    def fsync(fd):
+    def fsync(fd, real=os.fsync):
         log.append(("fsync", Path(f"/proc/self/fd/{fd}").readlink().name))
-        real["fsync"](fd)
+        real(fd)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    for name in ("replace", "rename"):
-
-        def move(source, target, name=name):
+    def moving(real):
+        def move(source, target):
             log.append(("rename", Path(target).name))
-            real[name](source, target)
+            real(source, target)
 
-        monkeypatch.setattr(os, name, move)
+        return move
+
+    for name, logged in (("fsync", fsync), ("replace", moving(os.replace)), ("rename", moving(os.rename))):
+        monkeypatch.setattr(os, name, logged)
     (tmp_path / "in").mkdir()
     fs.write_atomic(tmp_path / "in/file", b"x")
-    assert [kind for kind, _ in log] == ["fsync", "rename", "fsync"]
     assert log[0][1].startswith(".tmp-file")
-    assert log[1:] == [("rename", "file"), ("fsync", "in")]
+    assert [log[0][0], *log[1:]] == ["fsync", ("rename", "file"), ("fsync", "in")]
+
+    def committed(name: str, files: set[str]) -> list[tuple[str, str]]:
+        """What comes after the rename to `name`, before which all `files` were synced."""
+        moved = log.index(("rename", name))
+        assert {("fsync", file) for file in files} <= set(log[:moved])
+        return log[moved + 1 :]
 
     log.clear()
     spool = spool_with_run(tmp_path / "spool")
-    moved = log.index(("rename", "r"))
     files = {"run.json", "lock", "adapter_model.safetensors", "manifest.json", "00000000", "checkpoints"}
-    assert {("fsync", name) for name in files} <= set(log[:moved])
-    assert log[moved + 1 :] == [("fsync", "runs")]
-
+    assert committed("r", files) == [("fsync", "runs")]
     job = start(spool, "j")
     log.clear()
     commit(spool, job)
-    moved = log.index(("rename", "00000001"))
     files = {"adapter_model.safetensors", "adam.safetensors", "manifest.json", "optimizer", "checkpoint"}
-    assert {("fsync", name) for name in files} <= set(log[:moved])
-    assert log[moved + 1 :] == [("fsync", "checkpoints"), ("fsync", "1")]
+    assert committed("00000001", files) == [("fsync", "checkpoints"), ("fsync", "1")]
 
 
 def test_rename_dir_refuses_an_existing_target(tmp_path):
@@ -178,8 +182,7 @@ def test_no_number_of_settled_directories_is_too_many(memory_path, monkeypatch):
     for directory in directories:
         directory.mkdir()
     for _ in range(2):
-        for directory in directories:
-            listing(directory)
+        assert {listing(directory) for directory in directories} == {()}
         now += 3
     monkeypatch.setattr(os, "listdir", None)
     assert {listing(directory) for directory in directories} == {()}
@@ -208,3 +211,44 @@ def test_a_listing_is_remembered_only_once_its_directory_has_settled(tmp_path, m
     (tmp_path / ".tmp-d").touch()
     assert listing(tmp_path) == ("a", "b", "c")
     assert listing(tmp_path / "none") == listing(tmp_path / "a") == ()
+
+
+NAME = "a-name-that-no-other-job-has"
+
+
+@pytest.mark.parametrize("kind", ["job", "event"])
+def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
+    spool = spool_with_run(tmp_path)
+    job = submit(spool, NAME)
+    event = spool.events.append(NAME, "step", attempt=1, of=NAME)
+    text, parse = (job.model_dump_json(), Job.model_validate_json) if kind == "job" else (
+        event.model_dump_json(), Event.model_validate_json)  # fmt: skip
+    assert growth(lambda number: parse(text.replace(NAME, f"{kind}-{number:026d}"))) < 20_000
+
+
+def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) -> None:
+    spool = spool_with_run(memory_path)
+    top = str(spool.paths.state_dir("failed"))
+
+    def list_an_hour(number: int) -> None:
+        os.mkdir(directory := f"{top}/hour-{number}")  # noqa: PTH102 (pathlib keeps the names)
+        for job in range(5):
+            os.close(os.open(f"{directory}/{job:016d},00000000,r,job-{number}-{job}.json", os.O_CREAT))
+        assert spool.jobs.index.count("failed") == 5
+        shutil.rmtree(directory)
+
+    assert growth(list_an_hour) < 1_000_000
+
+
+def growth(read: Callable[[int], object]) -> int:
+    """Bytes that stay of 2,000 records with names of their own."""
+    for number in range(200):
+        read(number)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(200, 2200):
+            read(number)
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()

@@ -1,5 +1,6 @@
 """The life of a job."""
 
+import json
 import os
 import re
 import time
@@ -7,26 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import (
-    LOST,
-    add_run,
-    commit,
-    failed,
-    job_path,
-    maker,
-    refused,
-    stage,
-    start,
-    submit,
-    succeeded,
-    train_one,
-)
-from spool.volume_tools import temporary_names, tree
+from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
+from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, NotFound, SpoolUnusable
-from tandem.spool import Spool, index, paths
+from tandem.spool import Spool, paths
 from tandem.spool.events import Events
 from tandem.spool.recovery import recover
-from tandem.spool.schema import JobError, JobResult, RankProcess
+from tandem.spool.schema import JobError, JobResult
 
 
 def types(spool: Spool, job_id: str) -> list[str]:
@@ -49,7 +37,6 @@ def test_the_whole_way(spool):
     assert spool.jobs.get("j") == ("queued", job)
     assert job.spec.data.path == "jobs/data/j"
     assert (spool.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
-    assert spool.leases.get("j") is None
     claimed = spool.queue.claim("me")
     assert (claimed.attempt, claimed.spec) == (1, job.spec)
     assert spool.jobs.get("j") == ("running", claimed)
@@ -57,35 +44,30 @@ def test_the_whole_way(spool):
     lease = spool.leases.get("j")
     assert (lease.runner, lease.pid, lease.host, lease.attempt) == ("me", os.getpid(), os.uname().nodename, 1)
     assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
-    assert spool.queue.claim("me") is None
     commit(spool, claimed)
     spool.paths.log_file("j").write_text("a log")
     assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
     state, done = spool.jobs.get("j")
     assert (state, done.result.step) == ("succeeded", 1)
     assert places(spool, "j") == ["events", "logs", "succeeded"]
-    assert types(spool, "j") == ["claimed", "succeeded"]
-    assert spool.events.read("j")[1].data["step"] == 1
+    assert [(event.type, event.data.get("step")) for event in spool.events.read("j")] == [
+        ("claimed", None), ("succeeded", 1)]  # fmt: skip
     assert temporary_names(spool.root) == []
 
 
 def test_the_same_id_twice_is_one_job(spool):
-    first = submit(spool, "j")
-
-    def unwanted(*args):
-        pytest.fail("nothing must be packed again")
+    add_run(spool, "q")
 
     def again(**changed):
         arguments = {"run": "r", "job_id": "j", "fingerprint": "f", "base_step": 0} | changed
-        return spool.queue.submit(unwanted, **arguments)
+        return spool.queue.submit(lambda *_: pytest.fail("nothing must be packed again"), **arguments)
 
+    first = submit(spool, "j")
     assert again() == (first, False)
     claimed = spool.queue.claim("me")
     assert again() == (claimed, False)
-    commit(spool, claimed)
-    spool.queue.finish(claimed, succeeded(claimed))
+    spool.queue.finish(claimed, failed())
     assert again() == (spool.jobs.get("j")[1], False)
-    add_run(spool, "q")
     before = tree(spool.root)
     for changed in ({"fingerprint": "g"}, {"run": "q"}):
         with refused(Conflict, "id", match="in use"):
@@ -115,61 +97,42 @@ def test_the_chain_of_base_steps(spool):
     assert spool.queue.next_base("r") == 1
 
 
-@pytest.mark.parametrize("change", ["id", "run", "base_step", "fingerprint", "raise"])
-def test_a_submission_that_fails_leaves_no_trace(spool, change):
+def test_a_submission_that_fails_leaves_no_trace(spool):
     before = tree(spool.root)
 
     def make(job_id, base_step, directory):
-        spec = maker()(job_id, base_step, directory)
-        if change == "raise":
-            raise RuntimeError("packing failed")
-        return spec.model_copy(update={change: 9 if change == "base_step" else "other"})
+        maker()(job_id, base_step, directory)
+        raise RuntimeError("packing failed")
 
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises(RuntimeError):
         spool.queue.submit(make, run="r", job_id=None, fingerprint="f", base_step=None)
     assert tree(spool.root) == before
 
 
 def test_claims_are_oldest_first_and_one_per_run(spool):
+    """In a run the lower base step is the older job, also where a second controller's clock is an hour behind."""
     add_run(spool, "q")
-    for job_id, run in (("r1", "r"), ("r2", "r"), ("q1", "q"), ("q2", "q")):
-        submit(spool, job_id, run=run)
-        time.sleep(0.002)
+    now = time.time()
+    for job_id, run, at in (("r1", "r", now), ("r2", "r", now - 3600), ("q1", "q", now + 1), ("q2", "q", now + 2)):
+        submit(spool, job_id, run=run, created=at)
     first, second = spool.queue.claim("me"), spool.queue.claim("me")
     assert (first.spec.id, second.spec.id, spool.queue.claim("me")) == ("r1", "q1", None)
     spool.queue.finish(second, failed())
     assert spool.queue.claim("me").spec.id == "q2"
-    assert [job.spec.id for _, job in spool.jobs.list()] == ["r1", "r2", "q1", "q2"]
-    assert [job.spec.id for _, job in spool.jobs.list("q")] == ["q1", "q2"]
-    assert [job.spec.id for _, job in spool.jobs.list(states=["failed"])] == ["q1"]
     assert [job.spec.id for _, job in spool.jobs.list("r", ["queued"])] == ["r2"]
 
 
-def test_clocks_that_disagree_do_not_break_the_chain(spool):
-    """Two controllers, the second an hour behind: the job of the lower base step goes first."""
-
-    submit(spool, "first")
-    submit(spool, "second", created=time.time() - 3600)
-    assert spool.queue.claim("me").spec.id == "first"
-
-
-def test_a_lease_is_renewed_by_its_runner_while_the_job_runs(spool):
-    submit(spool, "j")
-    with pytest.raises(Conflict, match="not running"):
-        spool.leases.renew("j", "me", "x")
-    job = spool.queue.claim("me")
+def test_a_lease_lasts_while_the_job_runs(spool):
+    job = start(spool, "j")
     before = spool.leases.get("j")
-    ranks = [RankProcess(pid=7, start_time=123.0)]
-    spool.leases.renew("j", "me", "loading", ranks)
-    spool.leases.renew("j", "me", "training")
+    spool.leases.write(job, "me", "training")
     lease = spool.leases.get("j")
-    assert (lease.phase, lease.ranks) == ("training", ranks)
+    assert lease == before.model_copy(update={"phase": "training", "beat": lease.beat})
     assert lease.beat > before.beat
-    with pytest.raises(Conflict, match="run by me"):
-        spool.leases.renew("j", "you", "x")
+    # As an earlier version wrote it:
+    spool.paths.lease_file("j").write_text(json.dumps(lease.model_dump() | {"ranks": [{"pid": 7, "start_time": 1.0}]}))
+    assert spool.leases.get("j") == lease
     spool.queue.finish(job, failed())
-    with pytest.raises(Conflict, match="not running"):
-        spool.leases.renew("j", "me", "x")
     assert spool.leases.get("j") is None
 
 
@@ -182,18 +145,6 @@ def test_heartbeats_are_read_while_ranks_write_the_next_ones(spool):
     assert list(spool.jobs.beats("j", 1)) == list(range(8))
 
 
-def test_a_queued_job_is_cancelled_at_once(spool):
-    submit(spool, "j")
-    for _ in range(2):
-        assert spool.queue.cancel("j") == "cancelled"
-        state, job = spool.jobs.get("j")
-        assert (state, job.result.state, job.result.error.type) == ("cancelled", "cancelled", "cancelled")
-        assert types(spool, "j") == ["cancelled"]
-        assert places(spool, "j") == ["cancelled", "events"]
-    assert spool.queue.claim("me") is None
-    assert spool.queue.next_base("r") == 0
-
-
 def test_a_job_that_does_not_exist_is_not_found(spool):
     job = submit(spool, "j")
     unknown = job.model_copy(update={"spec": job.spec.model_copy(update={"id": "nope"})})
@@ -202,8 +153,8 @@ def test_a_job_that_does_not_exist_is_not_found(spool):
             call()
 
 
-def test_requeue_until_the_attempts_are_used_up(spool):
-    job = start(spool, "j", max_attempts=2)
+def test_requeue_until_an_error_lasts(spool):
+    job = start(spool, "j")
     (spool.paths.work_dir("j", 1) / "staged").write_text("x")
     for _ in range(2):
         assert spool.queue.requeue(job, LOST) == "queued"
@@ -215,24 +166,17 @@ def test_requeue_until_the_attempts_are_used_up(spool):
     for end in (lambda: spool.queue.requeue(job, LOST), lambda: spool.queue.finish(job, failed())):
         with pytest.raises(Conflict, match="the end of attempt 1 is ignored"):
             end()
+    lasting = JobError(type="checkpoint_damaged", message="adapter missing", log_tail="tail")
     for _ in range(2):
-        assert spool.queue.requeue(again, LOST) == "failed"
-        assert spool.jobs.get("j")[1].result.error == LOST
+        assert spool.queue.requeue(again, lasting) == "failed"
+        assert spool.jobs.get("j")[1].result.error == lasting
     assert types(spool, "j") == ["claimed", "requeued", "claimed", "failed"]
     assert places(spool, "j") == ["events", "failed"]
 
 
-def test_a_lasting_error_is_not_retried(spool):
-    submit(spool, "j")
-    error = JobError(type="checkpoint_damaged", message="adapter missing", log_tail="tail")
-    assert spool.queue.requeue(spool.queue.claim("me"), error) == "failed"
-    assert spool.jobs.get("j")[1].result.error == error
-
-
 def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
-    job = submit(spool, "j")
     with pytest.raises(Conflict, match="queued"):
-        spool.queue.finish(job, failed())
+        spool.queue.finish(submit(spool, "j"), failed())
     job = spool.queue.claim("me")
     assert spool.queue.finish(job, failed("first")) == "failed"
     before = tree(spool.root)
@@ -240,84 +184,43 @@ def test_finish_needs_a_running_job_and_its_first_result_stands(spool):
     assert tree(spool.root) == before
 
 
-def test_the_strongest_directory_counts(spool):
-    submit(spool, "j")
-    queued = job_path(spool, "queued", "j")
-    running = job_path(spool, "running", "j")
-    content = queued.read_bytes()
-    job = spool.queue.claim("me")
-
-    def put_back(file, content):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-
-    put_back(queued, content)
-    assert spool.jobs.get("j") == ("running", job)
-    assert [(state, found.attempt) for state, found in spool.jobs.list()] == [("running", 1)]
-    assert spool.jobs.list(states=["queued"]) == []
-    assert spool.queue.claim("me") is None
-    assert spool.queue.cancel("j") == "running"
-    contents = {queued: content, running: running.read_bytes()}
-    spool.queue.finish(job, failed())
-    assert not queued.exists()
-    for file, content in contents.items():
-        put_back(file, content)
-    assert spool.jobs.get("j")[0] == "failed"
-    assert spool.queue.claim("me") is None
-    recover(spool, "me")
-    assert places(spool, "j") == ["events", "failed"]
-
-
-def test_recover_puts_a_dead_runners_jobs_in_order(spool):
-    for run in ("a", "b", "c", "d"):
-        add_run(spool, run)
-    for job_id, run in (("lost", "r"), ("made", "a"), ("unwanted", "b"), ("last", "c"), ("other", "d")):
-        submit(spool, job_id, run=run, max_attempts=1 if job_id == "last" else 3)
-    jobs = {}
-    while (job := spool.queue.claim("dead")) is not None:
-        jobs[job.spec.id] = job
-    submit(spool, "waiting", run="r")
-    commit(spool, jobs["made"])
-    # A checkpoint that somebody else made does not count.
-    spool.checkpoints.commit(stage(spool, jobs["other"]), "d", 1, "somebody-else")
-    spool.queue.cancel("unwanted")
-    spool.leases.renew("lost", "dead", "training")
-    states = {job.spec.id: state for state, job in recover(spool, "new")}
-    expected = {"lost": "queued", "made": "succeeded", "unwanted": "cancelled", "last": "failed", "other": "queued"}
-    assert states == expected
-    assert spool.jobs.get("made")[1].result.step == 1
+def test_recover_says_what_was_lost(spool):
+    """(Random lives and deaths at each call show that it puts every job in order.)"""
+    add_run(spool, "q")
+    lost, other = start(spool, "lost"), start(spool, "other", "q")
+    spool.leases.write(lost, "dead", "training")
+    spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")  # which does not count
+    assert {job.spec.id: state for state, job in recover(spool, "new")} == {"lost": "queued", "other": "queued"}
     error = spool.jobs.get("lost")[1].last_error
     assert re.search("dead .*'training'", error.message)
-    assert error.type == spool.jobs.get("last")[1].result.error.type == "runner_lost"
-    assert spool.jobs.get("waiting")[0] == "queued"
+    assert error.type == "runner_lost"
     assert recover(spool, "new") == []
-    assert spool.queue.claim("new").spec.id == "lost"
 
 
 def test_sweep_of_old_remains_only(spool):
-    train = train_one(spool)
+    ended = spool.paths.data_dir(train_one(spool).spec.id)
+    ended.mkdir()
     submit(spool, "queued")
     spool.checkpoints.pin("r", 1)
     (spool.root / "runs/r/merged").mkdir()
-    jobs = spool.root / "jobs"
-    remains = [jobs / "data/crashed", jobs / "data/.tmp-01ABC", jobs / "work/crashed", spool.root / "runs/.tmp-01ABC"]
-    for directory in remains:
-        directory.mkdir()
-        (directory / "file").write_text("x")
-    for name in ("jobs/queued/.tmp-x.json.01ABC", "jobs/.tmp-hold.json.01ABC", "jobs/leases/crashed.json",
+    remains = []
+    for name in ("jobs/data/crashed/", "jobs/data/.tmp-01ABC/", "jobs/work/crashed/", "runs/.tmp-01ABC/",
+                 "jobs/queued/.tmp-x.json.01ABC", "jobs/.tmp-hold.json.01ABC", "jobs/leases/crashed.json",
                  ".tmp-probe.01ABC", "runs/r/.tmp-x", "runs/r/checkpoints/.tmp-x", "runs/r/pinned/.tmp-x",
                  "runs/r/merged/.tmp-x", "jobs/cancel/crashed"):  # fmt: skip
-        remains.append(spool.root / name)
-        remains[-1].write_text("x")
-    ended = jobs / "data" / train.spec.id
-    ended.mkdir()
+        remains.append(path := spool.root / name)
+        if name.endswith("/"):
+            path.mkdir()
+            (path / "file").write_text("x")
+        else:
+            path.write_text("x")
     for age in (0, 3000, 3700):
-        for path in [*remains, jobs / "data/queued"]:
+        for path in [*remains, spool.paths.data_dir("queued")]:
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
         assert not ended.exists()
-    assert (jobs / "data/queued/tokens.npy").exists()  # its job is there, however old
+    assert (spool.paths.data_dir("queued") / "tokens.npy").exists()  # its job is there, however old
     assert temporary_names(spool.root) == []
 
 
@@ -368,24 +271,21 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
             patch.setattr(Path, "read_bytes", lambda path: read.append(path) or real_read(path))
             submit(spool, f"more-{time.time()}", run="q")
             job = spool.queue.claim("me")
-            spool.leases.renew(job.spec.id, "me", "training")
+            spool.leases.write(job, "me", "training")
             spool.queue.requeue(job, LOST, counts=False)
         return len(listed), len(read)
 
-    submit(spool, "first")
+    first, ended = submit(spool, "first"), submit(spool, "ended", run="q")
     cost()
     few = cost()
-    original, ended = job_path(spool, "queued", "first"), submit(spool, "ended", run="q")
     for step in range(1, 2500):
-        for state, job, run in (("queued", spool.jobs.get("first")[1], "r"), ("failed", ended, "q")):
-            job_id = f"{state}-{step}"
-            spec = job.spec.model_copy(update={"id": job_id, "base_step": step, "run": run})
-            key = (copied := job.model_copy(update={"spec": spec})).key
-            spool.paths.id_file(job_id).write_text(key.name)
-            file = spool.paths.job_file(state, key)
+        for state, job in (("queued", first), ("failed", ended)):
+            spec = job.spec.model_copy(update={"id": f"{state}-{step}", "base_step": step})
+            copied = job.model_copy(update={"spec": spec})
+            spool.paths.id_file(spec.id).write_text(copied.key.name)
+            file = spool.paths.job_file(state, copied.key)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(copied.model_dump_json())
-    assert original.exists()
     assert spool.queue.next_base("r") == 2500
     many = cost()
     assert many[1] <= few[1] + 2
@@ -394,7 +294,7 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
 
 def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
     monkeypatch.setattr(paths, "BUCKET", 3)
-    monkeypatch.setattr(index, "BUCKET", 3)
+    monkeypatch.setattr("tandem.spool.jobs.BUCKET", 3)
     jobs = [submit(spool) for _ in range(10)]
     assert [job.spec.base_step for job in jobs] == list(range(10))
     assert [job.spec.base_step for _, job in spool.jobs.pending("r")] == list(range(10))
@@ -409,10 +309,11 @@ def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
     assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == ["00001", "00002", "00003"]
 
 
-def test_a_damaged_job_is_set_aside_only_with_its_end(spool, monkeypatch):
-    """A full volume takes no event: then the file stays for the next reader."""
+def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spool, monkeypatch):
+    add_run(spool, "q")
     submit(spool, "j")
-    (path := job_path(spool, "queued", "j")).write_text("{")
+    submit(spool, "k", run="q")
+    (file := job_path(spool, "queued", "j")).write_text("{")
 
     def full(*arguments, **data):
         raise SpoolUnusable("the volume is full")
@@ -420,23 +321,12 @@ def test_a_damaged_job_is_set_aside_only_with_its_end(spool, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", full)
         assert spool.jobs.locate("j") is None
-        assert spool.queue.claim("me") is None
-    assert path.exists()
-    assert spool.jobs.locate("j") is None
-    assert not path.exists()
-    assert [event.type for event in spool.events.read("j")] == ["failed"]
-
-
-def test_a_damaged_queued_job_is_set_aside_and_the_rest_goes_on(spool):
-    add_run(spool, "q")
-    submit(spool, "j")
-    submit(spool, "k", run="q")
-    (file := job_path(spool, "queued", "j")).write_text("{")
+        assert file.exists()  # no end can be written: the file stays for the next reader
     assert spool.queue.claim("me").spec.id == "k"
     assert not file.exists()
     assert [path.read_text() for path in spool.paths.damaged.iterdir()] == ["{"]
-    assert types(spool, "j") == ["failed"]  # who waits for the job is told
-    assert spool.events.read("j")[0].data["error"]["type"] == "job_damaged"
+    (event,) = spool.events.read("j")  # who waits for the job is told
+    assert (event.type, event.data["error"]["type"]) == ("failed", "job_damaged")
     with refused(NotFound, "id", match="damaged"):
         spool.jobs.get("j")
     assert [job.spec.id for _, job in spool.jobs.list()] == ["k"]
@@ -444,22 +334,20 @@ def test_a_damaged_queued_job_is_set_aside_and_the_rest_goes_on(spool):
     assert any("queued," in problem for problem in spool.damage()["job"])
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]"])
-def test_a_damaged_ended_job_disturbs_no_list(spool, content):
-    job = start(spool, "j")
-    spool.queue.finish(job, failed())
-    other = start(spool, "other")
-    spool.queue.finish(other, failed())
-    job_path(spool, "failed", "j").write_bytes(content)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("(?s).*", ""), ("(?s).*", "{"), ("(?s).*", "\udcff"), ("(?s).*", "[]"), ('"id": "j"', '"id": "other"'),
+     ('"created": [0-9.]+', '"created": 1e305')],
+)  # fmt: skip
+def test_a_damaged_ended_job_disturbs_no_list(spool, old, new):
+    for job_id in ("j", "other"):
+        spool.queue.finish(start(spool, job_id), failed())
+    content = (file := job_path(spool, "failed", "j")).read_text()
+    assert re.search(old, content)
+    file.write_bytes(re.sub(old, new, content, count=1).encode(errors="surrogateescape"))
     assert [job.spec.id for _, job in spool.jobs.list()] == ["other"]
     assert types(spool, "j") == ["claimed", "failed"]
     assert len(spool.damage()["job"]) == 1
-
-
-def test_a_job_file_that_belongs_to_another_job_is_damaged(spool):
-    first, _ = submit(spool, "j"), submit(spool, "k")
-    job_path(spool, "queued", "k").write_text(first.model_dump_json())
-    assert [job.spec.id for _, job in spool.jobs.list()] == ["j"]
 
 
 def test_junk_among_the_jobs_is_ignored_and_named(spool):

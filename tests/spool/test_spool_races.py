@@ -104,7 +104,7 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
                     return
                 continue
             assert spool.jobs.list(job.spec.run, ["running"]) == [("running", job)]
-            spool.leases.renew(job.spec.id, f"runner {os.getpid()}", "training")
+            spool.leases.write(job, f"runner {os.getpid()}", "training")
             chance = choice.random()
             if chance < 0.3:
                 spool.queue.requeue(job, LOST)

@@ -1,4 +1,4 @@
-"""Runs and checkpoints."""
+"""Runs, checkpoints, and whole weights on the volume."""
 
 import os
 import shutil
@@ -6,22 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import (
-    add_run,
-    commit,
-    job_path,
-    refused,
-    run_spec,
-    stage,
-    start,
-    submit,
-    succeeded,
-    train_one,
-    write_adapter,
-)
-from spool.volume_tools import full_disk, temporary_names, tree
+from spool.spool_tools import add_run, run_spec, serve, stage, start, succeeded, train_one, write_adapter
+from spool.volume_tools import full_disk, refused, temporary_names, tree
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged, SpoolUnusable
-from tandem.spool import Spool
+from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe
 
@@ -70,16 +58,19 @@ def test_what_is_not_ours_is_not_listed(spool):
         (spool.root / name).mkdir()
     for name in ("jobs/queued/.nfs1", "jobs/queued/note.txt", "jobs/running/a b.json", "jobs/data/a b"):
         (spool.root / name).write_text("")
-    assert [spec.name for spec in spool.runs.list()] == ["r"]
+    assert spool.runs.names() == ["r"]
     assert spool.checkpoints.steps("r") == [0]
-    assert spool.jobs.list() == []
+    assert spool.jobs.list() == recover(spool, "runner") == []
     assert spool.queue.claim("runner") is None
-    assert recover(spool, "runner") == []
 
 
-def test_commit_says_all_that_the_manifest_holds(spool):
-    job = start(spool, "j")
-    staged = stage(spool, job)
+def test_commit_says_all_that_the_manifest_holds_and_makes_only_the_next_step(spool):
+    staged = stage(spool, start(spool, "j"))
+    before = tree(spool.root)
+    for step in (0, 2):
+        with refused(Conflict, "step", match="next is 1"):
+            spool.checkpoints.commit(staged, "r", step, "j")
+    assert tree(spool.root) == before
     manifest = spool.checkpoints.commit(
         staged, "r", 1, "j", topology={"tp": 2}, versions={"torch": "2"}, metrics={"loss": 0.5}, probe=PROBE
     )
@@ -88,42 +79,30 @@ def test_commit_says_all_that_the_manifest_holds(spool):
     assert spool.checkpoints.manifest("r", 1) == spool.checkpoints.verify("r", 1) == manifest
     assert (manifest.job, manifest.topology, manifest.metrics, manifest.probe) == ("j", {"tp": 2}, {"loss": 0.5}, PROBE)
     assert sorted(manifest.files) == ["adapter_model.safetensors", "optimizer/adam.safetensors"]
-    assert spool.checkpoints.newest("r") == 1
-
-
-@pytest.mark.parametrize("step", [0, 1, 3])
-def test_commit_of_anything_but_the_next_step_is_a_conflict(spool, step):
-    train_one(spool)
-    staged = stage(spool, start(spool, "j"))
-    before = tree(spool.root)
-    with refused(Conflict, "step", match="next is 2"):
-        spool.checkpoints.commit(staged, "r", step, "j")
-    assert tree(spool.root) == before
 
 
 def test_a_step_that_is_not_there(spool):
-    for step in (1, -1, 10**9):
+    for step in (1, -1, 10**8, 10**400):
+        assert not spool.checkpoints.has("r", step, "sha")
         for call in (spool.checkpoints.path, spool.checkpoints.manifest, spool.checkpoints.verify):
             with refused(NotFound, "step", match="0 to 0"):
                 call("r", step)
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer/adam.safetensors"])
-def test_verify_names_each_damaged_file_and_how(spool, name):
+def test_verify_names_each_damaged_file_and_how(spool):
     train_one(spool)
-    directory = spool.checkpoints.path("r", 1)
-    file = directory / name
-    good = file.read_bytes()
-    altered = (good + b"x", bytes([good[0] ^ 1]) + good[1:])
-    for how, contents in {"missing": [None], "truncated": [good[:-1], b""], "altered": altered}.items():
-        for content in contents:
+    directory, names = spool.checkpoints.path("r", 1), ("adapter_model.safetensors", "optimizer/adam.safetensors")
+    for name in names:
+        good = (file := directory / name).read_bytes()
+        for how, content in [("missing", None), ("truncated", good[:-1]), ("truncated", b""), ("altered", good + b"x"),
+                             ("altered", bytes([good[0] ^ 1]) + good[1:])]:  # fmt: skip
             file.unlink() if content is None else file.write_bytes(content)
             with pytest.raises(CheckpointDamaged, match=f"{name} is {how}"):
                 spool.checkpoints.verify("r", 1)
             file.write_bytes(good)
             spool.checkpoints.verify("r", 1)
-    for damaged in ("adapter_model.safetensors", "optimizer/adam.safetensors"):
-        (directory / damaged).write_bytes(b"")
+    for name in names:
+        (directory / name).write_bytes(b"")
     with pytest.raises(CheckpointDamaged, match=r"adapter_model.*truncated.*adam.*truncated"):
         spool.checkpoints.verify("r", 1)
 
@@ -143,11 +122,6 @@ def test_a_damaged_manifest(spool):
         spool.checkpoints.verify("r", 1)
 
 
-def test_a_record_that_is_withdrawn_meanwhile_was_never_written(spool, monkeypatch):
-    monkeypatch.setattr(Path, "exists", lambda path, **_: True)
-    assert spool.served.changed("r") is None
-
-
 def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
     for _ in range(3):
         train_one(spool)
@@ -155,6 +129,8 @@ def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
     assert spool.checkpoints.rollback("r", 1) == [3, 2]
     assert spool.checkpoints.steps("r") == [0, 1]
     assert spool.checkpoints.rollback("r", 1) == []
+    with refused(NotFound, "step"):
+        spool.checkpoints.rollback("r", 5)
     discarded = sorted(path.name[:9] for path in (spool.root / "runs/r/discarded").iterdir())
     assert discarded == ["00000002-", "00000003-"]
     job = train_one(spool)
@@ -162,31 +138,6 @@ def test_rollback_takes_the_newest_out_and_the_chain_goes_on(spool):
     assert spool.checkpoints.manifest("r", 2).job == job.spec.id != old.job
     assert spool.checkpoints.rollback("r", 1) == [2]  # the name of a discarded step is not taken
     assert len(list((spool.root / "runs/r/discarded").iterdir())) == 3
-
-
-def test_rollback_is_refused_while_jobs_build_on_the_chain(spool):
-    train_one(spool)
-    submit(spool, "j")
-    before = tree(spool.root)
-    for _ in ("queued", "running"):
-        with pytest.raises(Conflict, match="j "):
-            spool.checkpoints.rollback("r", 0)
-        assert tree(spool.root).keys() >= {name for name in before if name.startswith("runs")}
-        job = spool.queue.claim("runner")
-    assert job is None
-    _, job = spool.jobs.get("j")
-    commit(spool, job)
-    spool.queue.finish(job, succeeded(job))
-    with pytest.raises(NotFound):
-        spool.checkpoints.rollback("r", 5)
-    assert spool.checkpoints.rollback("r", 0) == [2, 1]
-
-
-def test_a_damaged_job_does_not_keep_its_run_from_a_rollback(spool):
-    train_one(spool)
-    submit(spool, "j")
-    job_path(spool, "queued", "j").write_text("{")
-    assert spool.checkpoints.rollback("r", 0) == [1]
 
 
 def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
@@ -197,29 +148,25 @@ def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
     new = spool.checkpoints.fork("r", 1, run_spec("fork", seed=3))
     assert new.forked_from == Origin(run="r", step=1)
     assert spool.runs.get("fork") == new
-    copied = tree(spool.checkpoints.path("fork", 0))
-    assert copied | {"manifest.json": None} == source | {"manifest.json": None}
+    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {"manifest.json": None}
     manifest: Manifest = spool.checkpoints.verify("fork", 0)
     assert (manifest.run, manifest.step, manifest.job, manifest.origin) == ("fork", 0, None, Origin(run="r", step=1))
     assert manifest.probe == PROBE
     assert tree(spool.checkpoints.path("r", 1)) == source
     assert train_one(spool, "fork").spec.base_step == 0
-    assert spool.checkpoints.newest("r") == 1
 
 
 def test_fork_refuses(spool):
     train_one(spool)
     before = tree(spool.root)
-    with refused(Conflict, "name"):
-        spool.checkpoints.fork("r", 1, run_spec("r"))
-    for field, spec in (
-        ("lora", run_spec("n", lora=LoraShape(rank=3))),
-        ("base_model", run_spec("n").model_copy(update={"base_model": "other"})),
+    for kind, field, step, spec in (
+        (Conflict, "name", 1, run_spec("r")),
+        (InvalidInput, "lora", 1, run_spec("n", lora=LoraShape(rank=3))),
+        (InvalidInput, "base_model", 1, run_spec("n").model_copy(update={"base_model": "other"})),
+        (NotFound, "step", 2, run_spec("n")),
     ):
-        with refused(InvalidInput, field):
-            spool.checkpoints.fork("r", 1, spec)
-    with pytest.raises(NotFound):
-        spool.checkpoints.fork("r", 2, run_spec("n"))
+        with refused(kind, field):
+            spool.checkpoints.fork("r", step, spec)
     assert tree(spool.root) == before
 
 
@@ -263,3 +210,84 @@ def test_rollback_of_many_steps_syncs_once(spool, monkeypatch):
     assert spool.checkpoints.rollback("r", 100) == list(range(300, 100, -1))
     assert len(synced) == 2
     assert spool.checkpoints.steps("r") == list(range(101))
+
+
+def of_step(step: int, job: str) -> Manifest:
+    return Manifest(run="r", step=step, job=job, created=float(step), files={})
+
+
+def write_merged(spool: Spool, manifest: Manifest) -> int:
+    staged = spool.root / "jobs/work/whole"
+    staged.mkdir()
+    (staged / "model.safetensors").write_bytes(b"weights" * 100)
+    return spool.merged.commit(staged, manifest)
+
+
+def merged_steps(spool: Spool) -> list[str]:
+    return sorted(path.name for path in (spool.root / "runs/r/merged").iterdir())
+
+
+def test_merged_weights_of_the_newest_and_the_served_step_stay(spool: Spool) -> None:
+    for step in (1, 2, 3):
+        assert write_merged(spool, of_step(step, f"job-{step}")) == 700
+        if step == 1:
+            serve(spool, 1)
+    assert merged_steps(spool) == ["00000001", "00000003"]
+    serve(spool, 3)
+    write_merged(spool, of_step(4, "job-4"))
+    assert merged_steps(spool) == ["00000003", "00000004"]
+
+
+def test_merged_weights_belong_to_one_checkpoint(spool: Spool) -> None:
+    first = of_step(1, "first")
+    assert spool.merged.find(first) is None
+    write_merged(spool, first)
+    directory = spool.merged.find(first)
+    assert directory is not None
+    assert (directory / "model.safetensors").read_bytes() == b"weights" * 100
+    again = of_step(1, "again")  # after a rollback
+    assert spool.merged.find(again) is None
+    write_merged(spool, again)
+    assert spool.merged.find(again) == directory
+    assert spool.merged.find(first) is None
+
+
+def test_damage_of_merged_weights_is_found(spool: Spool) -> None:
+    manifest = of_step(1, "job")
+    write_merged(spool, manifest)
+    directory = spool.merged.find(manifest)
+    assert directory is not None
+    (directory / "model.safetensors").write_bytes(b"wEights" * 100)
+    with pytest.raises(CheckpointDamaged, match="altered"):
+        spool.merged.find(manifest)
+    (directory / "manifest.json").write_text("{")
+    assert spool.merged.find(manifest) is None
+
+
+def test_merged_weights_that_a_newer_step_removes_meanwhile_are_damaged(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = of_step(1, "job")
+    write_merged(spool, manifest)
+    real = fs.read_record
+
+    def removed_after(path: Path, model: type[Manifest], *, sure: bool) -> Manifest | None:
+        record = real(path, model, sure=sure)
+        fs.remove_tree(path.parent)
+        return record
+
+    monkeypatch.setattr(fs, "read_record", removed_after)
+    with pytest.raises(CheckpointDamaged, match="missing"):
+        spool.merged.find(manifest)
+
+
+def test_merged_weights_that_cannot_be_committed_leave_the_step_before(spool: Spool) -> None:
+    manifest = of_step(1, "job")
+    write_merged(spool, manifest)
+    staged = spool.root / "jobs/work/whole"
+    staged.mkdir()
+    (staged / "link").symlink_to("/nowhere")
+    with pytest.raises(Exception, match="plain file"):
+        spool.merged.commit(staged, of_step(2, "next"))
+    assert staged.is_dir()
+    assert merged_steps(spool) == ["00000001"]

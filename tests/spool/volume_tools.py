@@ -1,4 +1,4 @@
-"""Volumes: what is on them, full and read-only ones, and processes that die while they write."""
+"""Volumes: what is on them and what they refuse, full and read-only ones, and processes that die while they write."""
 
 import errno
 import io
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from tandem.errors import TandemError
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
@@ -96,3 +98,10 @@ def read_only(directory: Path) -> Iterator[None]:
     """The directory, bind-mounted onto itself read-only."""
     with mounted(directory, "--bind", str(directory)), mounted(directory, "-o", "remount,bind,ro"):
         yield
+
+
+@contextmanager
+def refused(kind: type[TandemError], field: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert caught.value.field == field

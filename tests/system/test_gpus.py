@@ -101,31 +101,21 @@ def test_a_driver_in_trouble_is_never_a_machine_without_gpus(three):
         devices(device="auto")
 
 
-@pytest.fixture
-def linked(nvml, monkeypatch):
-    nvml.set(gpu(A, nvlinks=[B]), gpu(B, nvlinks=[A]), gpu(C))
-    monkeypatch.setenv("NCCL_HOSTID", "tandem")
-
-
 def describe(trainer: str, inference: str, side: str = "trainer") -> str | None:
     return nccl_path(Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side)
 
 
-def test_the_path_between_visible_gpus(linked):
+def test_the_path_of_nccl(nvml, monkeypatch):
+    assert describe("", "") is None
+    nvml.set(nvmlInit=TIMEOUT)
+    assert describe("", "") is None
+    nvml.set(gpu(A, nvlinks=[B]), gpu(B, nvlinks=[A]), gpu(C))
+    monkeypatch.setenv("NCCL_HOSTID", "tandem")
     assert describe("0", "1").startswith("NCCL to inference goes by NVLink, ")
     assert describe("GPU-aa", "1", "inference").startswith("NCCL to trainer goes by NVLink, ")
     assert describe("0,1", "2").startswith("NCCL to inference goes by PCIe, ")
-
-
-def test_gpus_that_are_not_visible_and_another_host_id_mean_tcp(linked, monkeypatch):
     for inference in ("", "7", "GPU-7777"):
         path = describe("0", inference)
         assert path.startswith("NCCL to inference would go over TCP: the GPUs of inference are not visible here; ")
     monkeypatch.delenv("NCCL_HOSTID")
     assert describe("0", "1").startswith("NCCL to inference would go over TCP: NCCL_HOSTID is not")
-
-
-def test_nothing_is_said_without_gpus(nvml):
-    assert describe("", "") is None
-    nvml.set(nvmlInit=TIMEOUT)
-    assert describe("", "") is None

@@ -35,10 +35,10 @@ def test_python_keeps_each_name() -> None:
     assert growth("") > 300_000
 
 
-PROGRAMS = ["controller/__main__.py", "trainer/runner/__main__.py", "inference/publisher/__main__.py",
-            "metrics/exporter.py", "trainer/rank/worker.py", "trainer/launch/forkserver.py"]  # fmt: skip
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    ["controller/__main__", "trainer/runner/__main__", "inference/publisher/__main__", "metrics/exporter",
+     "trainer/rank/worker", "trainer/launch/forkserver"],
+)  # fmt: skip
 def test_each_program_that_handles_jobs_calls_it(program: str) -> None:
-    assert "    free_path_names()\n" in (Path(__file__).parents[2] / "src/tandem" / program).read_text()
+    assert "    free_path_names()\n" in (Path(__file__).parents[2] / f"src/tandem/{program}.py").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.errors import InvalidInput
-from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest
 
 

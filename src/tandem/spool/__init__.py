@@ -1,18 +1,18 @@
 """The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access goes through it."""
 
 import json
+import os
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
-from tandem.spool.listing import listing
-from tandem.spool.locks import file_lock
-from tandem.spool.ownership import HoldRecord, Leases, hold_runner_lock
-from tandem.spool.paths import Paths
+from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock
+from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION
@@ -31,34 +31,25 @@ class Spool:
         self.events = Events(self.paths)
         self.jobs = Jobs(self.paths, self.events)
         self.checkpoints = Checkpoints(self.runs, self.jobs)
-        self.leases = Leases(self.paths, self.jobs)
+        self.leases = Leases(self.paths)
         self.hold = HoldRecord(self.paths)
         self.queue = Queue(self)
         self.check()
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes what a spool lacks, and opens it. SpoolUnusable, leaving no trace, if it can't."""
+        """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from there."""
         paths = Paths(Path(root).absolute())
-        made: list[Path] = []
-        try:
-            with fs.volume_errors(paths.root):
-                for directory in (*reversed(paths.root.parents), paths.root, *paths.directories):
-                    if not directory.is_dir():
-                        with suppress(FileExistsError):  # another process makes it at the same moment
-                            directory.mkdir()
-                            made.append(directory)
-                for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
-                    if not fs.exists(file):
-                        file.touch()
-                        made.append(file)
-                if not fs.exists(paths.version_file):
-                    fs.write_atomic(paths.version_file, json.dumps({"schema_version": SCHEMA_VERSION}).encode())
-        except BaseException:
-            for path in reversed(made):
-                with suppress(OSError):
-                    path.rmdir() if path.is_dir() else path.unlink()
-            raise
+        with fs.volume_errors(paths.root):
+            for directory in (*reversed(paths.root.parents), paths.root, *paths.directories):
+                if not directory.is_dir():
+                    with suppress(FileExistsError):  # another process makes it at the same moment
+                        directory.mkdir()
+            for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
+                if not fs.exists(file):
+                    file.touch()
+            if not fs.exists(paths.version_file):
+                fs.write_atomic(paths.version_file, json.dumps({"schema_version": SCHEMA_VERSION}).encode())
         return cls(paths.root)
 
     def check(self) -> None:
@@ -83,14 +74,9 @@ class Spool:
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
-        path = fs.temporary_beside(self.root / "probe")
-        try:
-            fs.write_atomic(path, b"\0" * 4096)
-        except SpoolUnusable as error:
-            raise type(error)(str(error).replace(str(path), str(self.root))) from error
-        finally:
-            with suppress(OSError):
-                path.unlink()
+        with fs.volume_errors(self.root), TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file:
+            fs.write_all(file.fileno(), b"\0" * 4096)
+            os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
         """What is damaged and left out, by kind: `job` (files that were set aside), `name` (names among the jobs' files

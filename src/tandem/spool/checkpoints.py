@@ -16,11 +16,9 @@ from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.spool import fs
-from tandem.spool.checkpoint_files import MANIFEST, verify_files, write_manifest
 from tandem.spool.jobs import Jobs
-from tandem.spool.listing import listing, remembered
-from tandem.spool.paths import step_name
-from tandem.spool.runs import Runs, ServedRecords
+from tandem.spool.paths import listing, remembered, step_name
+from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
@@ -44,19 +42,18 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes of the files of all checkpoints of the run, discarded ones too. Reads only what is new since it was
-        asked last; NotFound without the run."""
+        """Bytes of the files of all checkpoints of the run, discarded ones too; NotFound without the run."""
         chain = self._dir(run)
         return sum(_bytes_of_all(directory) or 0 for directory in (chain, chain.parent / "discarded"))
 
     def pin(self, run: str, step: int) -> None:
-        """Keeps a checkpoint from being removed by age; NotFound. A rollback that discards the step ends it."""
+        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it; NotFound."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
 
     def unpin(self, run: str, step: int) -> None:
-        """Ends `pin`; also for a step that is not pinned."""
+        """Ends `pin`, if the step is pinned."""
         fs.remove_file(self._pins(run) / step_name(step))
 
     def pinned(self, run: str) -> list[int]:
@@ -102,11 +99,9 @@ class Checkpoints:
 
     def has(self, run: str, step: int, sha256: str) -> bool:
         """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its manifest."""
-        try:
-            manifest = self.manifest(run, step)
-        except (NotFound, CheckpointDamaged):
-            return False
-        return manifest.weights_sha256 == sha256
+        with suppress(NotFound, CheckpointDamaged):
+            return self.manifest(run, step).weights_sha256 == sha256
+        return False
 
     def verify(self, run: str, step: int) -> Manifest:
         """The manifest, after comparing every file with it. CheckpointDamaged names each damaged file."""
@@ -117,13 +112,10 @@ class Checkpoints:
     def commit(
         self, staged_dir: Path, run: str, step: int, job: str, sha256: Mapping[str, str] | None = None, **details: Any
     ) -> Manifest:
-        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename. `sha256`: hashes of files
-        whose writer knows them; the others are read. `details`: the manifest's other fields (`topology`, `versions`,
-        `metrics`, `probe`).
-
+        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if this fails, it stays
+        where it was. `sha256`: hashes of files whose writer knows them. `details`: the manifest's other fields.
         Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
-        anything but plain files. If this fails, the staged directory stays where it was.
-        """
+        anything but plain files."""
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -131,20 +123,15 @@ class Checkpoints:
             raise Conflict(f"{problem}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
         manifest = Manifest(run=run, step=step, job=job, created=time.time(), files={}, **details)
         with fs.volume_errors(target):
-            manifest = write_manifest(staged_dir, manifest, sha256 or {})
+            manifest = write_manifest(staged_dir, manifest, sha256)
             fs.fsync_tree(staged_dir)
-            try:
-                fs.rename_dir(staged_dir, target)
-            except FileExistsError as error:
-                raise Conflict(f"run {run!r} has a checkpoint {step} already", field="step") from error
+            fs.rename_dir(staged_dir, target)
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:
-        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps.
-
-        Conflict (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash
-        half-way leaves a whole, shorter chain; calling again does the rest.
-        """
+        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps. Conflict
+        (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash half-way
+        leaves a whole, shorter chain; calling again does the rest."""
         with self._runs.lock(run):
             self.path(run, step)
             self._jobs.check_none_pending(run, "step")
@@ -164,11 +151,9 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-
-        Verifies the source before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if
-        `new` has another base model or LoRA shape; CheckpointDamaged; NotFound.
-        """
+        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included. Verifies the source
+        before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has another base
+        model or LoRA shape; CheckpointDamaged; NotFound."""
         with self._runs.lock(run):
             source = self._runs.get(run)
             for field in ("base_model", "lora"):

@@ -23,19 +23,14 @@ class Events:
         self._paths = paths
 
     def append(self, job_id: str, type: EventType, *, attempt: int = 0, **data: Any) -> Event:  # noqa: A002
-        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null.
-
-        Ends a line that a dead writer left unterminated; readers skip that line. Raises SpoolUnusable, and then the
-        file is as before.
-        """
-        path = self._paths.events_file(job_id)
-        lock = file_lock(self._paths.job_lock(job_id))
+        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null. Ends a line that
+        a dead writer left unterminated. Raises SpoolUnusable, and then the file is as before."""
+        path, lock = self._paths.events_file(job_id), file_lock(self._paths.job_lock(job_id))
         if not path.is_file() and (path.is_dir() or path.is_symlink()):
             fs.remove_file(path)  # damage, which must not keep the job from its end
         with lock, fs.volume_errors(path), path.open("a+b", buffering=0) as file:
             fd, size = file.fileno(), file.tell()
-            last, terminated = _last_event(fd, size)
-            seq = 0 if last is None else last.seq + 1
+            seq, terminated = _next_seq(fd, size)
             event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
             # ASCII only: many readers end a line at U+2028 and its like.
             content = json.dumps(json.loads(event.model_dump_json()))
@@ -57,19 +52,14 @@ class Events:
 
     def since(self, job_id: str, offset: int, limit: int | None = None) -> tuple[list[Event], int, int]:
         """Events of the complete lines from byte `offset` on, the offset to go on from, and where reading ended.
-
-        `limit`: reads this many bytes, or as many times as many as the first line needs.
-        """
+        `limit`: reads this many bytes, or as many times as many as the first line needs."""
         content = b""
-        try:
-            with self._paths.events_file(job_id).open("rb") as file:
-                file.seek(offset)
-                while part := file.read(-1 if limit is None else limit):
-                    content += part
-                    if b"\n" in part:
-                        break
-        except (FileNotFoundError, IsADirectoryError):
-            pass
+        with suppress(FileNotFoundError, IsADirectoryError), self._paths.events_file(job_id).open("rb") as file:
+            file.seek(offset)
+            while part := file.read(-1 if limit is None else limit):
+                content += part
+                if b"\n" in part:
+                    break
         return _parse(content), offset + content.rfind(b"\n") + 1, offset + len(content)
 
     def ended(self, job_id: str) -> bool:
@@ -86,11 +76,12 @@ def _parse(content: bytes) -> list[Event]:
     return events
 
 
-def _last_event(fd: int, size: int) -> tuple[Event | None, bool]:
-    """The last whole event, and whether the file ends with a newline. A whole event without its newline counts."""
+def _next_seq(fd: int, size: int) -> tuple[int, bool]:
+    """The number after the last whole event's, and whether the file ends with a newline. A whole event without its
+    newline counts."""
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")
         if events := _parse(content if terminated else content + b"\n"):
-            return events[-1], terminated
-    return None, terminated
+            return events[-1].seq + 1, terminated
+    return 0, terminated

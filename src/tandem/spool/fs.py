@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from tandem.errors import SpoolUnusable, VolumeFull
 
 TEMPORARY = ".tmp-"
-CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 _NO_FILE = (errno.EISDIR, errno.ELOOP)
 _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
@@ -38,10 +38,11 @@ _REMEDIES = {
 }
 
 
-def new_ulid() -> str:
-    """A ULID: 26 characters of Crockford base32; 48 bits of Unix milliseconds, then 80 random bits."""
-    value = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
-    return "".join(CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
+def new_ulid(at: float | None = None) -> str:
+    """A ULID: 26 characters of Crockford base32; 48 bits of milliseconds (`at`: Unix seconds, by default now), then 80
+    random bits."""
+    value = (int((time.time() if at is None else at) * 1000) << 80) | int.from_bytes(os.urandom(10))
+    return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
 
 def temporary_beside(path: Path) -> Path:
@@ -61,8 +62,7 @@ def volume_errors(path: Path) -> Iterator[None]:
 
 
 def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
-    """The SpoolUnusable that an OSError about the state of the volume means: the same call can succeed later. None for
-    another OSError."""
+    """The SpoolUnusable that an OSError about the state of the volume means; None for another OSError."""
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
@@ -105,11 +105,9 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point.
-
-    Not `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only,
-    no permission, …), and leaves no temporary file then.
-    """
+    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point. Not
+    `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only, no
+    permission, …), and leaves no temporary file then."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -133,7 +131,7 @@ def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> 
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new empty directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
+    """A new directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
         directory.mkdir()
@@ -148,12 +146,9 @@ def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
     it at the same moment because it is empty."""
     with volume_errors(directory):
         for _ in range(20):
-            try:
+            with suppress(FileNotFoundError):
                 _make_dir(directory)
                 return action()
-            except FileNotFoundError:
-                if directory.is_dir():
-                    break
         return action()
 
 
@@ -173,20 +168,16 @@ def remove_empty(*directories: Path) -> None:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, replacing `target`. Makes the target's directory.
-
-    The file is durable at `target`; after a loss of power it may also be at `source` again.
-    """
+    """Moves a file within the volume, replacing `target`. Makes the target's directory. The file is durable at
+    `target`; after a loss of power it may also be at `source` again."""
     with volume_errors(target):
         in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
 
 
 def rename_dir(source: Path, target: Path) -> None:
-    """Moves a directory within the volume, durably. FileExistsError if `target` exists.
-
-    The content must be durable already (`fsync_tree`).
-    """
+    """Moves a directory within the volume, durably. FileExistsError if `target` exists. The content must be durable
+    already (`fsync_tree`)."""
     taken = FileExistsError(errno.EEXIST, "exists already", str(target))
     if exists(target):
         raise taken
@@ -194,12 +185,11 @@ def rename_dir(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process made it since
+            if error.errno == errno.ENOTEMPTY:  # another process made it since
                 raise taken from error
             raise
-        fsync_dir(target.parent)
-        if source.parent != target.parent:
-            fsync_dir(source.parent)
+        for parent in dict.fromkeys((target.parent, source.parent)):
+            fsync_dir(parent)
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
@@ -216,10 +206,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
-
-    Renames it to a temporary name first, so that nobody finds half of it.
-    """
+    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped). Renames it to a
+    temporary name first, so that nobody finds half of it."""
     doomed = temporary_beside(directory)
     with suppress(OSError):
         directory.rename(doomed)
@@ -236,11 +224,11 @@ def exists(path: Path) -> bool:
         return False
     try:
         os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+        return True
     except FileNotFoundError:
         return False
     finally:
         os.close(fd)
-    return True
 
 
 def open_dir(directory: Path) -> int | None:
@@ -252,11 +240,9 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist.
-
-    `sure`: list the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a
-    link to itself the content is b"", which every reader takes for damage.
-    """
+    """The content of a file that others replace by rename; None if it does not exist. `sure`: list the directory before
+    saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a link to itself the content is
+    b"", which every reader takes for damage."""
     for more in (4, 3, 2, 1, 0):
         try:
             return path.read_bytes()
@@ -272,16 +258,16 @@ def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
     return None
 
 
-def read_record[R: BaseModel](path: Path, model: type[R]) -> R | None:
+def read_record[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
     """The record in a file; None if the file does not exist. Raises pydantic's ValidationError."""
-    content = read_bytes(path)
+    content = read_bytes(path, sure=sure)
     return None if content is None else model.model_validate_json(content)
 
 
-def read_undamaged[R: BaseModel](path: Path, model: type[R]) -> R | None:
+def read_undamaged[R: BaseModel](path: Path, model: type[R], *, sure: bool = True) -> R | None:
     """The record in a file; None if the file does not exist or is damaged."""
     with suppress(ValidationError):
-        return read_record(path, model)
+        return read_record(path, model, sure=sure)
     return None
 
 

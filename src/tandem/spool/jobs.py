@@ -6,19 +6,16 @@ and has ended once its terminal event is written. A damaged file is moved to `jo
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import groupby, islice
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
-from tandem.spool.index import Index
-from tandem.spool.listing import listing
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import Paths, rank_files
+from tandem.spool.paths import BUCKET, Paths, is_run_name, listing, rank_files
 from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 
@@ -26,6 +23,92 @@ _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
 JobList = list[tuple[JobState, Job]]
 
 log = Log("spool")
+
+
+def _key(name: str) -> JobKey | None:
+    return JobKey.parse(name.removesuffix(".json")) if name.endswith(".json") else None
+
+
+class Index:
+    """Which jobs there are, from the names of their files alone; what is damaged never gets in the way. Directories
+    hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within one hour. One that has not changed
+    is not listed again (`listing`), so no answer costs more because there are many jobs."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+
+    def keys(self, directory: Path) -> tuple[JobKey, ...]:
+        """The jobs in a directory, by submission; the very same tuple as long as it has not changed."""
+        names = listing(directory)
+        if names.parsed is None:
+            names.parsed = tuple(key for name in names if (key := _key(name)) is not None)
+        return names.parsed
+
+    def directories(self, state: JobState, run: str | None = None) -> list[Path]:
+        """The directories that hold the state's jobs, oldest jobs first; of queued jobs also by run."""
+        top = self._paths.state_dir(state)
+        if state == "running":
+            return [top]
+        if state in TERMINAL:
+            return [top / name for name in listing(top)]
+        runs = self.queued_runs() if run is None else [run]
+        return [top / name / bucket for name in runs for bucket in listing(top / name)]
+
+    def count(self, state: JobState, run: str | None = None) -> int:
+        """How many jobs are in one state; `run`: of this run."""
+        if state == "queued":
+            return sum(len(self.keys(directory)) for directory in self.directories(state, run))
+        return sum(1 for _ in self.newest_first(state, run))
+
+    def newest_first(self, state: JobState, run: str | None = None) -> Iterator[JobKey]:
+        """The jobs in one state, newest first, listed as they are needed."""
+        if state == "queued" and run is None:
+            return heapq.merge(*(self.newest_first(state, name) for name in self.queued_runs()), reverse=True)
+        # Within a run, a later base step was submitted later, whatever the clocks say.
+        directories = reversed(self.directories(state, run))
+        keys = (key for directory in directories for key in reversed(self.keys(directory)))
+        return keys if run is None else (key for key in keys if key.run == run)
+
+    def queued_runs(self) -> list[str]:
+        """Runs that have, or had, queued jobs."""
+        return [name for name in listing(self._paths.state_dir("queued")) if is_run_name(name)]
+
+    def queued(self, run: str) -> Iterator[JobKey]:
+        """The run's queued jobs in the order of their base steps, listed as they are needed."""
+        for directory in self.directories("queued", run):
+            yield from sorted(self.keys(directory), key=lambda key: (key.base_step, key))
+
+    def heads(self) -> Iterator[JobKey]:
+        """The queued job with the lowest base step of each run, listed as they are needed."""
+        for run in self.queued_runs():
+            yield from islice(self.queued(run), 1)
+
+    def running(self, run: str | None = None) -> list[JobKey]:
+        """The running jobs, by submission."""
+        return [key for key in self.keys(self._paths.state_dir("running")) if run in (None, key.run)]
+
+    def first_gap(self, run: str, step: int, running: Mapping[int, bool]) -> int:
+        """The first base step from `step` on that no job takes. `running`: whether the run's running jobs take theirs,
+        by base step; then the queue does not count, which a decided job's file may not have left yet."""
+        while True:
+            queued = {key.base_step for key in self.keys(self._paths.queue_dir(run, step))}
+            end = (step // BUCKET + 1) * BUCKET
+            for gap in range(step, end):
+                if not running.get(gap, gap in queued):
+                    return gap
+            step = end
+
+    def junk(self) -> list[Path]:
+        """Names among the jobs' files that belong to no job."""
+        top = self._paths.state_dir("queued")
+        found = [top / name for name in listing(top) if not is_run_name(name) or not (top / name).is_dir()]
+        for state in ("queued", "running", *TERMINAL):
+            for directory in self.directories(state):
+                if not directory.is_dir():
+                    found.append(directory)
+                elif len(names := listing(directory)) > len(self.keys(directory)):
+                    found += [directory / name for name in names if _key(name) is None]
+        return found
 
 
 class Jobs:
@@ -43,18 +126,14 @@ class Jobs:
         return self._state(*located), located[1]
 
     def list(
-        self,
-        run: str | None = None,
-        states: Collection[JobState] | None = None,
-        *,
-        limit: int | None = None,
+        self, run: str | None = None, states: Collection[JobState] | None = None, *, limit: int | None = None,
         before: str | None = None,
-    ) -> JobList:
+    ) -> JobList:  # fmt: skip
         """Jobs of one run or all, in some states or all, oldest first; only the newest `limit`, only those submitted
         before the job `before`. NotFound (field `before`) if there is no such job."""
-        wanted = frozenset(_STATES if states is None else states)
-        bound = None if before is None else self.find(before)
-        if before is not None and bound is None:
+        wanted = frozenset(states or _STATES)
+        bound = None
+        if before is not None and (bound := self.find(before)) is None:
             raise NotFound(f"there is no job {before!r}", field="before")
         found: JobList = []
         for key in self._candidates(run, wanted):
@@ -73,11 +152,7 @@ class Jobs:
         # and running/ jobs move in both directions.
         running = self.index.running(run)
         others = [self.index.newest_first(state, run) for state in _STATES if state in wanted - {"running"}]
-        last: JobKey | None = None
-        for key in heapq.merge(sorted(running, reverse=True), *others, reverse=True):
-            if key != last:
-                yield key
-            last = key
+        yield from (key for key, _ in groupby(heapq.merge(sorted(running, reverse=True), *others, reverse=True)))
         yield from (key for key in self.index.running(run) if key not in running and wanted != {"queued"})
 
     def pending(self, run: str) -> JobList:
@@ -91,7 +166,7 @@ class Jobs:
             raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field=field)
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest job of the run that failed or was cancelled on this base step."""
+        """State and id of the newest job of the run that failed, else was cancelled, on this base step."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -104,10 +179,10 @@ class Jobs:
     def beats(self, job_id: str, attempt: int) -> dict[int, Beat]:
         """The last heartbeat of each rank that has a readable one."""
         beats: dict[int, Beat] = {}
-        for rank, path in rank_files(self._paths.work_dir(job_id, attempt), "beat").items():
-            with suppress(ValidationError):
-                beats[rank] = Beat.model_validate_json(fs.read_bytes(path, sure=False) or b"")
-        return dict(sorted(beats.items()))
+        for rank, path in sorted(rank_files(self._paths.work_dir(job_id, attempt), "beat").items()):
+            if (beat := fs.read_undamaged(path, Beat, sure=False)) is not None:
+                beats[rank] = beat
+        return beats
 
     def find(self, job_id: str, *, sure: bool = True) -> JobKey | None:
         """The job's key, or None. `sure` as in `fs.read_bytes`."""
@@ -118,21 +193,21 @@ class Jobs:
         return key
 
     def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
-        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`.
-
-        Reads the weakest directory first, so that a job that moves meanwhile is met later.
-        """
+        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`. Reads the weakest
+        directory first, so that a job that moves meanwhile is met later."""
         key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
         if key is None:
             return None
         located: tuple[JobState, Job] | None = None
         for directory in _STATES:
             path = self._paths.job_file(directory, key)
-            if (content := fs.read_bytes(path, sure=sure)) is not None:
-                try:
-                    located = directory, _parse(content, key)
-                except ValueError as error:
-                    self._set_aside(directory, key, path, error)
+            try:
+                if (read := fs.read_record(path, Job, sure=sure)) is not None:
+                    if read.key != key:
+                        raise ValueError(f"it is the file of {read.key.name}")
+                    located = directory, read
+            except ValueError as error:
+                self._set_aside(directory, key, path, error)
         return located
 
     def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
@@ -164,11 +239,3 @@ class Jobs:
         if job.result is None or not self._events.ended(job.spec.id):
             return "queued" if job.result is not None and not job.attempt else directory
         return job.result.state
-
-
-def _parse(content: bytes, key: JobKey) -> Job:
-    """The job in a file with this key. Raises ValueError for a damaged one."""
-    job = Job.model_validate_json(content)
-    if job.key != key:
-        raise ValueError(f"it is the file of {job.key.name}")
-    return job

@@ -1,20 +1,25 @@
-"""Locks between processes and threads: fcntl record locks, which the kernel frees when their holder dies.
+"""Locks between processes and threads, and what a runner holds: the runner lock, leases, and the hold of shared GPUs.
 
-A record lock belongs to the process. It doesn't keep two threads apart, and closing *any* descriptor of the file drops
-it. So each lock file has a thread lock beside it, and only this module opens it.
+Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs to the process. It
+doesn't keep two threads apart, and closing *any* descriptor of the file drops it. So each lock file has a thread lock
+beside it, and only this module opens it.
 """
 
 import errno
 import fcntl
 import os
+import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tandem.spool.fs import volume_errors
+from tandem.errors import SpoolUnusable
+from tandem.spool import fs
+from tandem.spool.paths import Paths
+from tandem.spool.schema import Hold, Job, Lease, RunnerInfo
 
 # `struct flock` of Linux on 64 bits: type, whence, start, length, pid.
 _FLOCK = "hhqqi4x"
@@ -28,13 +33,13 @@ class LockHeldError(Exception):
         self.content = content
 
 
-@dataclass
 class _ProcessLock:
     """The state of one lock file in this process."""
 
-    thread_lock: threading.RLock = field(default_factory=threading.RLock)
-    depth: int = 0  # how often its thread holds it
-    fd: int = -1
+    def __init__(self) -> None:
+        self.thread_lock = threading.RLock()
+        self.depth = 0  # how often its thread holds it
+        self.fd = -1
 
 
 _process_locks: dict[str, _ProcessLock] = {}
@@ -53,11 +58,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
-    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor.
-
-    The same thread may take it again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the
-    volume is read-only or has no locks.
-    """
+    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same thread may take it
+    again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the volume is read-only or has no
+    locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -77,7 +80,7 @@ def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
 
 
 def _open_locked(path: Path, blocking: bool) -> int:
-    with volume_errors(path):
+    with fs.volume_errors(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,10 +94,8 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out.
-
-    The holder must not call this: the answer would be False, and closing the descriptor would drop its lock.
-    """
+    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out. The holder
+    must not call this: the answer would be False, and closing the descriptor would drop its lock."""
     fd = os.open(path, os.O_RDONLY)
     try:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -102,3 +103,86 @@ def is_locked(path: Path) -> bool:
         return kind != fcntl.F_UNLCK
     finally:
         os.close(fd)
+
+
+@contextmanager
+def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
+    """Holds `jobs/runner.lock` with the runner's name in it. SpoolUnusable names another holder."""
+    path = paths.runner_lock
+    with ExitStack() as stack:
+        try:
+            fd = stack.enter_context(file_lock(path, blocking=False))
+        except LockHeldError as error:
+            raise SpoolUnusable(
+                f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one runner; stop that one "
+                "first, or give this one a TANDEM_ROOT of its own"
+            ) from error
+        info = RunnerInfo(runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time())
+        with fs.volume_errors(path):
+            os.pwrite(fd, info.model_dump_json().encode().ljust(512) + b"\n", 0)
+            os.ftruncate(fd, 513)
+            os.fsync(fd)
+        yield
+
+
+def _holder(content: bytes) -> str:
+    try:
+        info = RunnerInfo.model_validate_json(content)
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.since))
+    except (ValueError, OverflowError, OSError):
+        return "an unknown runner"
+    return f"{info.runner}, pid {info.pid} on host {info.host}, since {since}"
+
+
+class Leases:
+    """`jobs/leases/<id>.json`: who runs a job."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+
+    def get(self, job_id: str) -> Lease | None:
+        """The job's lease; None if nobody runs the job, or if the file is damaged."""
+        return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
+
+    def write(self, job: Job, runner: str, phase: str) -> None:
+        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock, is the one writer."""
+        lease = Lease(
+            job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
+            phase=phase, beat=time.time(),
+        )  # fmt: skip
+        # A loss of power ends the runner too, and a lease without a runner says nothing.
+        fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
+
+
+class HoldRecord:
+    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now. While the
+    hold is *live*, nobody wakes vLLM, starts one, or loads anything into it. The hold is live while its runner holds
+    the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner doesn't."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+
+    def lock(self, *, blocking: bool = True) -> AbstractContextManager[int]:
+        """Held while the hold changes, and by whoever needs vLLM awake. Not blocking: LockHeldError."""
+        return file_lock(self._paths.gpus_lock, blocking=blocking)
+
+    def get(self) -> Hold | None:
+        """The hold; None without one, or if the file is damaged."""
+        return fs.read_undamaged(self._paths.hold, Hold)
+
+    def put(self, hold: Hold) -> None:
+        fs.write_json_atomic(self._paths.hold, hold)
+
+    def clear(self) -> None:
+        fs.remove_file(self._paths.hold)
+
+    def live(self) -> Hold | None:
+        """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
+        hold, path = self.get(), self._paths.runner_lock
+        if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
+            with suppress(OSError):
+                runner = fs.read_undamaged(path, RunnerInfo)
+                # A runner that started after the hold was written is another one, even with the same name.
+                if runner is not None and is_locked(path) and runner.since <= hold.since:
+                    return hold
+        return None

@@ -1,28 +1,21 @@
-"""Where jobs and locks lie on the volume, and which names may become paths. (Inside a run: `runs`, `checkpoints`.)"""
+"""Where jobs and locks lie on the volume (inside a run: `runs`, `checkpoints`), and what is read often and seldom
+changes: listings of directories, and what is computed from files."""
 
 import hashlib
+import os
 import re
 import time
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from tandem.errors import InvalidInput
+from tandem.spool import fs
 from tandem.spool.schema import PENDING, TERMINAL, JobKey, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
-_JOB_DIRECTORIES = (
-    *PENDING,
-    *TERMINAL,
-    "ids",
-    "leases",
-    "cancel",
-    "data",
-    "work",
-    "events",
-    "logs",
-    "locks",
-    "removed",
-)
+_DIRECTORIES = (*PENDING, *TERMINAL, "ids", "leases", "cancel", "data", "work", "events", "logs", "locks", "removed")
 HOUR_FORMAT = "%Y-%m-%dT%H"
 """Names of the directories of ended jobs: the UTC hour of their submission."""
 BUCKET = 250
@@ -53,7 +46,7 @@ def error_file(work: Path, rank: int) -> Path:
 
 
 def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank. Other names are left out."""
+    """The files of this kind that exist, by rank."""
     paths = {path.name.removeprefix(f"{kind}.").removesuffix(".json"): path for path in work.glob(f"{kind}.*")}
     return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
@@ -74,12 +67,12 @@ class Paths:
         self.hold = self.jobs / "hold.json"
         self.damaged = self.jobs / "damaged"
         self.removed = self.jobs / "removed"
-        self.directories = [self.runs, self.jobs, self.damaged, *(self.jobs / name for name in _JOB_DIRECTORIES)]
+        self.directories = [self.runs, self.jobs, self.damaged, *(self.jobs / name for name in _DIRECTORIES)]
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
         self.gpus_lock = self.jobs / "locks/gpus"
-        self._job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
-        self.locks = [self.runner_lock, self.claim_lock, self.gpus_lock, *self._job_locks]
+        job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
+        self.locks = [self.runner_lock, self.claim_lock, self.gpus_lock, *job_locks]
 
     def run_dir(self, run: str) -> Path:
         if not is_run_name(run):
@@ -91,16 +84,15 @@ class Paths:
         """Below it are the files of the jobs in one state."""
         return self.jobs / state
 
-    def queue_dir(self, run: str, bucket: int | None = None) -> Path:
-        """The run's queued jobs; `bucket`: only those with base steps from `bucket * BUCKET` on."""
-        directory = self.jobs / "queued" / run
-        return directory if bucket is None else directory / f"{bucket:05d}"
+    def queue_dir(self, run: str, base_step: int) -> Path:
+        """The run's queued jobs with this base step and those next to it."""
+        return self.jobs / "queued" / run / f"{base_step // BUCKET:05d}"
 
     def job_file(self, state: JobState, key: JobKey) -> Path:
         """Queued jobs lie by run and base step, ended ones by the hour of their submission."""
         directory = self.state_dir(state)
         if state == "queued":
-            directory = self.queue_dir(key.run, key.base_step // BUCKET)
+            directory = self.queue_dir(key.run, key.base_step)
         elif state in TERMINAL:
             directory /= time.strftime(HOUR_FORMAT, time.gmtime(key.created // 1_000_000))
         return directory / f"{key.name}.json"
@@ -115,7 +107,7 @@ class Paths:
 
     def work_dir(self, job_id: str, attempt: int) -> Path:
         """The files of one attempt; made by `claim`, removed when the attempt ends."""
-        return self._of_job("work", job_id) / str(attempt)
+        return self.all_work_dirs(job_id) / str(attempt)
 
     def all_work_dirs(self, job_id: str) -> Path:
         return self._of_job("work", job_id)
@@ -136,14 +128,70 @@ class Paths:
 
     def job_lock(self, job_id: str) -> Path:
         """All jobs share sixteen lock files."""
-        return self._job_locks[hashlib.sha256(_checked(job_id).encode()).digest()[0] >> 4]
+        return self._of_job("locks", job_id).with_name(hashlib.sha256(job_id.encode()).hexdigest()[0])
 
     def _of_job(self, kind: str, job_id: str, suffix: str = "") -> Path:
-        return self.jobs / kind / f"{_checked(job_id)}{suffix}"
+        if not is_job_id(job_id):
+            rule = "a job's id is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or digit"
+            raise InvalidInput(f"{job_id!r:.100} is refused: {rule}", field="id")
+        return self.jobs / kind / f"{job_id}{suffix}"
 
 
-def _checked(job_id: str) -> str:
-    if not is_job_id(job_id):
-        rule = "a job's id is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or digit"
-        raise InvalidInput(f"{job_id!r:.100} is refused: {rule}", field="id")
-    return job_id
+class Names(tuple[str, ...]):
+    """Sorted names in a directory; `parsed` is what their reader made of them."""
+
+    parsed: tuple[Any, ...] | None = None
+
+
+class _Listing(NamedTuple):
+    directory: tuple[int, int, int]  # device, inode, mtime (ns)
+    since: float  # monotonic, when this mtime was first seen
+    listed: float  # monotonic
+    names: Names
+
+
+_listings: dict[str, _Listing] = {}
+_SETTLED_SECONDS = 2.5
+"""A change this long after another one changes a directory's mtime, on every file system."""
+
+
+def listing(directory: Path) -> Names:
+    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The very same object as
+    long as the directory has not changed."""
+    # Opening a directory makes an NFS client ask the server for its mtime.
+    if (fd := fs.open_dir(directory)) is None:
+        _listings.pop(str(directory), None)
+        return Names()
+    try:
+        status, now = os.fstat(fd), time.monotonic()
+        identity = status.st_dev, status.st_ino, status.st_mtime_ns
+        known = _listings.get(str(directory)) or _Listing(identity, now, now, Names())
+        if known.directory == identity and known.listed - known.since > _SETTLED_SECONDS:
+            return known.names
+        names = Names(sorted(name for name in os.listdir(fd) if not name.startswith(".")))  # noqa: PTH208
+    finally:
+        os.close(fd)
+    if known.names == names:
+        names = known.names
+    for gone in set(known.names).difference(names):
+        _listings.pop(f"{directory}/{gone}", None)
+    since = known.since if known.directory == identity else now
+    _listings[str(directory)] = _Listing(identity, since, now, names)
+    return names
+
+
+def remembered[T](compute: Callable[[Path], T]) -> Callable[[Path], T | None]:
+    """`compute(path)`, computed again only after the path's inode or mtime has changed; None where there is no path."""
+
+    @lru_cache(maxsize=2**14)
+    def known(path: Path, _inode: int, _mtime: int) -> T:
+        return compute(path)
+
+    def of(path: Path) -> T | None:
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return known(path, status.st_ino, status.st_mtime_ns)
+
+    return of

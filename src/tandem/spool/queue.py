@@ -47,22 +47,20 @@ class Queue:
         `next_base(run)`: Conflict (field `base_step`). Any failure, also one of `make`, leaves no trace.
         """
         spec_of_run = self._spool.runs.get(run)
-        if job_id is not None and (known := self._known(job_id, run, fingerprint)) is not None:
+        if job_id is None:
+            job_id = fs.new_ulid()
+        elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        new_id = fs.new_ulid() if job_id is None else job_id
         # A refusal comes before the work; which step it really is, is known once the data is there.
         expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
-        data = self._paths.data_dir(new_id)
+        data = self._paths.data_dir(job_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
-            spec = make(new_id, expected, staged)
-            made = (spec.id, spec.run, spec.base_step, spec.fingerprint)
-            if made != (new_id, run, expected, fingerprint):
-                raise ValueError(f"make() gave a job for {made}, not for {(new_id, run, expected, fingerprint)}")
+            spec = make(job_id, expected, staged)
             fs.fsync_tree(staged)
             placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
-            with self._spool.runs.lock(run), self._spool.job_lock(new_id):
+            with self._spool.runs.lock(run), self._spool.job_lock(job_id):
                 # Another request may have taken the client's id since.
-                if job_id is not None and (known := self._known(new_id, run, fingerprint)) is not None:
+                if (known := self._known(job_id, run, fingerprint)) is not None:
                     return known, False
                 if self._spool.runs.get(run) != spec_of_run:
                     raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")
@@ -84,11 +82,9 @@ class Queue:
 
     def _check_reference(self, spec: JobSpec) -> None:
         """InvalidInput if the loss refers to a checkpoint that will not exist when the job starts."""
-        if (reference := spec.loss.reference_step) is None:
-            return
-        problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
-        steps = self._spool.checkpoints.steps(spec.run)
-        if reference > spec.base_step or (reference < steps[-1] and reference not in steps):
+        reference, steps = spec.loss.reference_step, self._spool.checkpoints.steps(spec.run)
+        if reference is not None and (reference > spec.base_step or (reference < steps[-1] and reference not in steps)):
+            problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
             raise InvalidInput(problem, field=spec.loss.reference_field)
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
@@ -128,12 +124,10 @@ class Queue:
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
-        """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job.
-
-        `waiting`: ids of jobs that are not claimed now. Later jobs of their runs are not claimed either.
-        A run's jobs are claimed in the order of their base steps. When this returns, the job is running, with one more
-        attempt, a lease, a work directory and the event `claimed`. If this raises, the job is still queued.
-        """
+        """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job. A
+        run's jobs are claimed in the order of their base steps, and none after one in `waiting` (ids). When this
+        returns, the job is running, with one more attempt, a lease, a work directory and the event `claimed`. If this
+        raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.running():
                 job = self._jobs.locate(key)
@@ -164,7 +158,7 @@ class Queue:
             with fs.volume_errors(work):
                 fs.remove_tree(work)
                 work.mkdir(parents=True)
-            self._spool.leases.write(job, runner, "claimed", [])
+            self._spool.leases.write(job, runner, "claimed")
             fs.write_json_atomic(running, job)  # from here on the job is claimed
             self._events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
         except BaseException:
@@ -188,11 +182,9 @@ class Queue:
             return self._end(directory, job, _cancelled("cancelled before it started"))
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
-        """Ends an attempt without a result. Returns the new state:
-
-        `cancelled` if that was asked for; `failed` if `error` is not retriable or no attempt is left; else `queued`.
-        `counts` False: the runner was stopped, so this attempt does not count. A decided job keeps its result.
-        """
+        """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked for; `failed` if
+        `error` is not retriable or no attempt is left; else `queued`. `counts` False: the runner was stopped, so this
+        attempt does not count. A decided job keeps its result."""
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -213,15 +205,12 @@ class Queue:
                     reason = error.model_dump(exclude={"log_tail"})
                     self._events.append(job_id, "requeued", attempt=current.attempt, error=reason, counts=counts)
                 fs.move_file(running, self._paths.job_file("queued", key))
-            _remove(self._paths.lease_file(job_id))
-            fs.remove_tree(self._paths.all_work_dirs(job_id))
+            self.clear_attempts(job_id)
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
-        """Ends a running job: writes its result and the terminal event, renames its file, removes its data, work,
-        lease and cancel marker. Returns the terminal state. Idempotent: the first result stands, and this completes
-        what a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt.
-        """
+        """Ends a running job; returns the terminal state. Idempotent: the first result stands, and this completes what
+        a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt."""
         with self._spool.job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
@@ -251,9 +240,14 @@ class Queue:
         """Removes what a job needs only until it ends. A later `recover` removes what can't go now."""
         _remove(self._paths.job_file("running", key))
         self._remove_queued(key)
-        _remove(self._paths.cancel_file(key.id), self._paths.lease_file(key.id))
+        _remove(self._paths.cancel_file(key.id))
         fs.remove_tree(self._paths.data_dir(key.id))
-        fs.remove_tree(self._paths.all_work_dirs(key.id))
+        self.clear_attempts(key.id)
+
+    def clear_attempts(self, job_id: str) -> None:
+        """Removes what a job needs only while an attempt runs."""
+        _remove(self._paths.lease_file(job_id))
+        fs.remove_tree(self._paths.all_work_dirs(job_id))
 
 
 def _remove(*paths: Path) -> None:

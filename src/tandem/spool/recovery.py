@@ -7,8 +7,7 @@ from pathlib import Path
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
-from tandem.spool.listing import listing
-from tandem.spool.paths import is_job_id
+from tandem.spool.paths import is_job_id, listing
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.
@@ -16,11 +15,9 @@ STALE_SECONDS = 3600.0
 
 
 def recover(spool: Spool, runner: str) -> JobList:
-    """Settles the jobs of a dead runner. The caller holds the runner lock, and has ended orphaned ranks.
-
-    A running job with a result is finished; one that made its checkpoint succeeded; the others are requeued (see
-    `Queue.requeue`). Returns the jobs that moved, with their new states. Removes what dead processes left.
-    """
+    """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the runner lock, and
+    has ended orphaned ranks. Returns the jobs that moved, with their new states. A running job with a result is
+    finished; one that made its checkpoint succeeded; the others are requeued."""
     moved = [_recover_job(spool, key.id, runner) for key in spool.jobs.index.running()]
     _remove_remains(spool)
     sweep(spool)
@@ -64,34 +61,27 @@ def sweep(spool: Spool) -> None:
     directories = [spool.root, spool.paths.runs, spool.paths.jobs, *spool.paths.jobs.glob("[!.]*"), *queue]
     for run in spool.paths.runs.glob("[!.]*"):
         directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
-    stale = [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]
-    for path in stale:
+    for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)
 
 
 def _remove_remains(spool: Spool) -> None:
-    """Removes files of ended jobs, and stale files that belong to no job."""
+    """Removes files that ended and waiting jobs don't need, and stale files that belong to no job."""
     queued = {key.id for key in spool.jobs.index.newest_first("queued")}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
         for name in listing(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
-            if is_job_id(job_id) and (kind != "data" or job_id not in queued):
-                with spool.job_lock(job_id):
-                    _remove_remains_of(spool, job_id, directory / name)
-
-
-def _remove_remains_of(spool: Spool, job_id: str, path: Path) -> None:
-    try:
-        state, job = spool.jobs.get(job_id)
-    except NotFound:
-        _remove_if_stale(path)
-        return
-    if state in TERMINAL:
-        spool.queue.clear(job.key)
-    elif state == "queued" and path.parent.name in ("work", "leases"):
-        fs.remove_tree(spool.paths.all_work_dirs(job_id))
-        fs.remove_file(spool.paths.lease_file(job_id))
+            if not is_job_id(job_id) or (kind == "data" and job_id in queued):
+                continue
+            with spool.job_lock(job_id):
+                located = spool.jobs.locate(job_id)
+                if located is None:
+                    _remove_if_stale(directory / name)
+                elif located[0] in TERMINAL:
+                    spool.queue.clear(located[1].key)
+                elif located[0] == "queued":
+                    spool.queue.clear_attempts(job_id)
 
 
 def _remove_if_stale(path: Path) -> None:

@@ -5,19 +5,18 @@ job into `jobs/removed/`. After a death at any point it is whole or gone for eve
 `complete_removals` remove what is left of it.
 """
 
+import math
+import re
 import shutil
 import time
-from calendar import timegm
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.listing import listing
-from tandem.spool.paths import HOUR_FORMAT
+from tandem.spool.paths import HOUR_FORMAT, listing
 from tandem.spool.schema import PENDING, TERMINAL, JobKey
 from tandem.system.logs import Log
 
@@ -26,38 +25,30 @@ log = Log("spool")
 
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs; returns the directory that the caller still has to remove (`shutil.rmtree`).
-
-    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole, some of its
-    ended jobs may be gone, and calling again does the rest.
-    """
+    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole without some of
+    its ended jobs, and calling again does the rest."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
-        complete_removals(spool)
         index = spool.jobs.index
         for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
             _remove_jobs(spool, directory, [key for key in index.keys(directory) if key.run == run])
+        complete_removals(spool)
         return _set_aside([spool.runs.directory(run)])[0]
 
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound; Conflict if it is step
     0, the newest, pinned or served, or if a job that is not done needs it."""
-    checkpoints = spool.checkpoints
     with spool.runs.lock(run):
-        directory, needed = checkpoints.path(run, step), _needed(spool, run)
-        for why, steps in {
-            "is the beginning of its run": {0}, "is the newest": {checkpoints.newest(run)},
-            "is pinned": checkpoints.pinned(run), "is served, or a job or the newest step needs it": needed,
-        }.items():  # fmt: skip
-            if step in steps:
-                raise Conflict(f"{run}@{step} stays: it {why}", field="step")
+        directory = spool.checkpoints.path(run, step)
+        if why := _needed(spool, run).get(step):
+            raise Conflict(f"{run}@{step} stays: {why}", field="step")
         return _set_aside([directory])[0]
 
 
 def prune(spool: Spool, settings: Settings) -> None:
-    """Removes what the settings `keep_*` don't keep. Lists no directory that has not changed, except those with
-    something to go."""
-    limit = None if settings.keep_days is None else time.time() - settings.keep_days * 86400
+    """Removes what the settings `keep_*` don't keep."""
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)
     for run in spool.runs.names():
         try:
             doomed = _old_checkpoints(spool, run, settings, limit)
@@ -68,21 +59,18 @@ def prune(spool: Spool, settings: Settings) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
+    _prune_jobs(spool, limit)
+    _prune_damaged(spool, limit)
     complete_removals(spool)
-    if limit is not None:
-        _prune_jobs(spool, limit)
-        _prune_damaged(spool, limit)
 
 
-def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float | None) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds; returns
-    their directories."""
-    checkpoints, doomed = spool.checkpoints, []
-    if limit is not None:
-        doomed += _set_aside([path for path in checkpoints.discarded(run) if _set_aside_at(path) < limit])
+def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
+    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds."""
+    checkpoints = spool.checkpoints
+    doomed = _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, forks or submits now
-            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run)
+            old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
 
@@ -92,19 +80,19 @@ def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
     return set() if newest is None else {step for step in steps[:-newest] if step and (every is None or step % every)}
 
 
-def _needed(spool: Spool, run: str) -> set[int]:
-    """The steps that are pinned or served, that queued or running jobs start from, make or refer to, and the one whose
-    optimizer state goes with the newest."""
-    checkpoints = spool.checkpoints
-    needed = set(checkpoints.pinned(run))
-    if (state := checkpoints.manifest(run, checkpoints.newest(run)).optimizer_state) is not None:
-        needed.add(state)
+def _needed(spool: Spool, run: str) -> dict[int, str]:
+    """The steps that stay, and why."""
+    newest = spool.checkpoints.newest(run)
+    needed = {0: "it is the beginning of its run", newest: "it is the newest"}
+    needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
+    if (state := spool.checkpoints.manifest(run, newest).optimizer_state) is not None:
+        needed.setdefault(state, "the newest step needs its optimizer state")
     if (served := spool.served.get(run)) is not None:
-        needed.add(served.step)
+        needed.setdefault(served.step, "it is served")
     for _, job in spool.jobs.pending(run):
-        needed |= {job.spec.base_step, job.spec.base_step + 1}
-        if job.spec.loss.reference_step is not None:
-            needed.add(job.spec.loss.reference_step)
+        for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
+            if step is not None:
+                needed.setdefault(step, f"job {job.spec.id} needs it")
     return needed
 
 
@@ -122,49 +110,37 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
     return doomed
 
 
-def _set_aside_at(path: Path) -> float:
-    """When a checkpoint was discarded or a damaged file set aside, Unix seconds, by the ULID at the end of its name.
-    Now, for another name."""
-    ulid = path.name[-26:]
-    if len(ulid) != 26 or not set(ulid) <= set(fs.CROCKFORD):
-        return time.time()
-    return reduce(lambda value, letter: value * 32 + fs.CROCKFORD.index(letter), ulid[:10], 0) / 1000
+def _set_aside_before(limit: float, path: Path) -> bool:
+    """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix seconds, by the ULID at the
+    end of its name. Names by hand stay."""
+    ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
+    return ulid is not None and ulid[1] < fs.new_ulid(limit)
 
 
 def _prune_jobs(spool: Spool, limit: float) -> None:
     """Removes the jobs that ended before `limit`, Unix seconds."""
-    index = spool.jobs.index
-    for state in TERMINAL:
-        for directory in index.directories(state):
-            try:
-                hour = timegm(time.strptime(directory.name, HOUR_FORMAT))
-            except ValueError:  # `tandem doctor` names it
-                continue
-            if hour >= limit:  # the later ones were submitted later
-                break
-            _remove_jobs(spool, directory, [key for key in index.keys(directory) if _ended(directory, key) < limit])
+
+    def ended(directory: Path, key: JobKey) -> float:
+        with suppress(FileNotFoundError):
+            return (directory / f"{key.name}.json").stat().st_mtime  # it was last written then
+        return time.time()
+
+    index, last_hour = spool.jobs.index, time.strftime(HOUR_FORMAT, time.gmtime(limit))
+    for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
+        if directory.name <= last_hour:  # the jobs in others were submitted later
+            _remove_jobs(spool, directory, [key for key in index.keys(directory) if ended(directory, key) < limit])
 
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
     """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
-    for path in (spool.paths.damaged / name for name in listing(spool.paths.damaged)):
-        if _set_aside_at(path) >= limit:
-            continue
+    paths = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
+    for path in (path for path in paths if _set_aside_before(limit, path)):
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
         if key is not None and spool.jobs.locate(key) is None:
             with spool.job_lock(key.id):
                 fs.move_file(path, spool.paths.removed / f"{key.name}.json")
         else:  # another file of the job is whole
             fs.remove_file(path)
-    complete_removals(spool)
-
-
-def _ended(directory: Path, key: JobKey) -> float:
-    """When the job ended: its file was last written then."""
-    try:
-        return (directory / f"{key.name}.json").stat().st_mtime
-    except FileNotFoundError:
-        return time.time()
 
 
 def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
@@ -181,7 +157,6 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
         with fs.volume_errors(directory):
             fs.fsync_dir(spool.paths.removed)
             fs.fsync_dir(directory)
-        complete_removals(spool)
     fs.remove_empty(directory)
 
 

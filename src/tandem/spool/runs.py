@@ -1,20 +1,66 @@
-"""Runs: `runs/<run>/`, made whole by one rename, and what vLLM serves of them."""
+"""Runs: `runs/<run>/`, made whole by one rename; the manifests of their checkpoints; and what vLLM serves of them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from tandem.errors import Conflict, NotFound, RunDamaged
+from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged
 from tandem.spool import fs
-from tandem.spool.checkpoint_files import write_manifest
-from tandem.spool.listing import listing, remembered
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import Paths, is_run_name, step_name
+from tandem.spool.paths import Paths, is_run_name, listing, remembered, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
+from tandem.spool.schema.runs import FileEntry
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None) -> Manifest:
+    """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with `files` filled in.
+    InvalidInput (field: the file) if the directory holds anything but plain files and directories."""
+    paths = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise InvalidInput(f"{path} is not a plain file, so it can't be part of a checkpoint", field=name)
+        if path.is_file() and name != MANIFEST:
+            paths[name] = path
+    known = sha256 or {}
+    hashes = {**known, **_hashes({name: path for name, path in paths.items() if name not in known})}
+    files = {name: FileEntry(size=path.stat().st_size, sha256=hashes[name]) for name, path in paths.items()}
+    manifest = manifest.model_copy(update={"files": files})
+    fs.write_json_atomic(directory / MANIFEST, manifest)
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Compares every file with the manifest; CheckpointDamaged names each that is missing, truncated or altered."""
+    paths = {name: directory / name for name in manifest.files}
+    sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    hashes = _hashes({name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size})
+    damage = []
+    for name, entry in manifest.files.items():
+        if name not in sizes:
+            damage.append(f"{name} is missing")
+        elif (size := sizes[name]) < entry.size:
+            damage.append(f"{name} is truncated ({size} of {entry.size} bytes)")
+        elif size > entry.size:
+            damage.append(f"{name} is altered ({size} bytes instead of {entry.size})")
+        elif hashes[name] != entry.sha256:
+            damage.append(f"{name} is altered (its sha256 differs)")
+    if damage:
+        remedy = "Restore it from a copy, or roll the run back"
+        raise CheckpointDamaged(f"checkpoint {directory}: {'; '.join(damage)}. {remedy}")
+
+
+def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each file, several at a time; half of the cores stay for others."""
+    with ThreadPoolExecutor(min(8, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
+        return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
 
 
 class Runs:
@@ -31,10 +77,8 @@ class Runs:
 
     def create(self, spec: RunSpec, write_files: Callable[[Path], None], **details: Any) -> RunSpec:
         """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `details`: more
-        fields of its manifest.
-
-        Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it does.
-        """
+        fields of its manifest. Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it
+        does."""
         manifest = Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}, **details)
         target = self._paths.run_dir(spec.name)
         taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")
@@ -73,13 +117,11 @@ class Runs:
 
     def list(self) -> list[RunSpec]:
         """All runs that can be read, by name."""
-        return [spec for spec in (self._get(name) for name in listing(self._paths.runs)) if spec is not None]
-
-    def _get(self, name: str) -> RunSpec | None:
-        try:
-            return self.get(name) if is_run_name(name) else None
-        except (RunDamaged, NotFound):  # it is named by `damaged`; or it is gone since
-            return None
+        specs = []
+        for name in filter(is_run_name, listing(self._paths.runs)):
+            with suppress(RunDamaged, NotFound):  # `damaged` names it; or it is gone since
+                specs.append(self.get(name))
+        return specs
 
     def damaged(self) -> dict[str, str]:
         """Names below `runs/` that are no whole run, and what is wrong with each."""
@@ -93,8 +135,8 @@ class Runs:
                     raise RunDamaged(f"run {name!r} has no checkpoint, not even step 0: restore its directory")
             except RunDamaged as error:
                 found[name] = error.message
-            except NotFound:
-                pass
+            except NotFound:  # it is gone since
+                continue
         return found
 
     @contextmanager
@@ -132,15 +174,14 @@ class ServedRecords:
         return fs.read_undamaged(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
-        """Replaces the record, durably."""
         fs.write_json_atomic(self._path(run), served)
 
     def withdraw(self, run: str) -> None:
-        """Remove the record, durably: vLLM has none of the run's steps now."""
+        """Removes the record: vLLM has none of the run's steps now."""
         fs.remove_file(self._path(run))
 
     def changed(self, run: str) -> float | None:
-        """When the record was last written, Unix seconds by the volume's clock; None without one."""
+        """When the record was written, Unix seconds by the volume's clock; None without one."""
         with suppress(FileNotFoundError):
             return self._path(run).stat().st_mtime
         return None

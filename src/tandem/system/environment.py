@@ -28,31 +28,28 @@ def current_role() -> Role:
 
 
 def runtime_dir(root: Path, role: Role) -> Path:
-    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700.
-
-    It is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it.
-    """
-    parents = [Path(value) for value in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if value]
-    parent = next((path for path in parents if path.is_dir() and len(str(path)) <= _LONGEST_PARENT), Path("/tmp"))
+    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700. It
+    is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it."""
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
-    return private_directory(parent / f"tandem-{os.getuid()}-{key}")
+    return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
 def scratch_directory(name: str) -> Path:
-    """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-
-    `name`: one per user of the directory, who must be alone when it calls this: what is there is removed.
-    """
-    parent = Path(tempfile.gettempdir())
-    # Sockets in it must keep below the 107 bytes of a path.
-    parent = parent if len(str(parent)) <= _LONGEST_PARENT else Path("/tmp")
-    directory = private_directory(parent / f"tandem-{os.getuid()}-{name}")
+    """An empty directory under TMPDIR for the temporary files of processes that may be killed. `name`: one per user of
+    the directory, who must be alone when it calls this: what is there is removed."""
+    directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
 
 
+def _own_directory(name: str, *parents: str | None) -> Path:
+    """This user's directory in the first of `parents` that is there and short enough for sockets, else in /tmp."""
+    short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
+    return private_directory(next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}")
+
+
 def empty_directory(directory: Path) -> None:
-    """Remove what is in `directory`, as far as that is possible."""
+    """Removes what is in `directory`, as far as that is possible."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -62,7 +59,7 @@ def empty_directory(directory: Path) -> None:
 
 
 def private_directory(directory: Path) -> Path:
-    """Create a directory for this user alone, if it does not exist. SpoolUnusable if another user owns or reads it."""
+    """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user owns or reads it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -80,9 +77,6 @@ def installed_version(package: str) -> str:
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other briefly and then
-    sleep; none where `environ` already says how they wait.
-
-    By default they spin 300 000 times. Where another process uses their core, that delays every operation: training a
-    tiny model on two cores, one of them busy, took 40 times as long.
-    """
+    sleep; none where `environ` already says how they wait. By default they spin 300 000 times, which took 40 times as
+    long where another process used one of two cores."""
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}

@@ -29,8 +29,8 @@ class Devices:
     """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
-        """`most`: take only so many, the first ones. Raises InvalidInput where the settings name GPUs that this machine
-        does not have, DriverFailed where the driver does not tell which GPUs there are."""
+        """`most`: take only so many, the first ones. InvalidInput where the settings name GPUs that this machine does
+        not have; DriverFailed where the driver does not tell which there are."""
         self.uuids: tuple[str, ...] = ()
         self._failure = ""
         if settings.device == "cpu":
@@ -72,13 +72,12 @@ class Devices:
         return used
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices that are not free, or do not answer, as in `used`. `floor`: bytes that may stay in use, by UUID:
-        of a sleeping vLLM, of resident ranks."""
+        """The devices that are not free, or don't answer. `floor`: bytes that may stay in use, by UUID."""
         return over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """`used` as soon as every device is free, or after `timeout` seconds. The driver frees a process's memory a
-        little after the process has ended."""
+        """`used` as soon as every device is free, which is a little after its processes have ended, or after `timeout`
+        seconds."""
         end = time.monotonic() + timeout
         while over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -86,19 +85,19 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """Raise InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU: jobs would wait
-    for ever until vLLM gives it back. A driver that does not answer is no reason to refuse."""
+    """InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU: jobs would wait for
+    ever. A driver that does not answer is no reason to refuse."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
         trainer = Devices(settings, "trainer")
         inference = Devices(settings, "inference", most=settings.inference_tensor_parallel)
         if both := ", ".join(uuid for uuid in trainer.uuids if uuid in inference.uuids):
-            problem = f"dedicated, but trainer and vLLM would both use {both}"
-            remedy = (
-                "set TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared"
+            raise InvalidInput(
+                f"dedicated, but trainer and vLLM would both use {both}; set TANDEM_TRAINER_DEVICES and "
+                "TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared",
+                field="TANDEM_GPU_MODE",
             )
-            raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_GPU_MODE")
 
 
 def over(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
@@ -132,18 +131,16 @@ def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[st
 
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
-    """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for its log.
-
-    NVLink needs both sides' GPUs visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without either
-    of the first two NCCL uses TCP, 60 times slower (measured: docs/operations.md); the last two can't be seen from
-    here. None without GPUs, or where the driver does not answer.
-    """
+    """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for its log. None
+    without GPUs, or where the driver does not answer. NVLink needs both sides' GPUs visible on both sides, one
+    NCCL_HOSTID, one /dev/shm and one network. Without either of the first two NCCL uses TCP, 60 times slower
+    (docs/operations.md); the last two can't be seen from here."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:
         own = set(Devices(settings, side).uuids)
         if getattr(settings, f"{other}_devices"):
-            with suppress(InvalidInput):  # the settings name GPUs that this container does not have
+            with suppress(InvalidInput):  # this container does not have those GPUs
                 theirs = set(Devices(settings, other).uuids) - own
         with closing(Driver()) as driver:
             paths = {"NVLink" if driver.has_nvlink(a, b) else "PCIe" for a in own for b in theirs}

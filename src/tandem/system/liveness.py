@@ -1,6 +1,5 @@
-"""Signs of life: whether a program's main loop still turns.
+"""Signs of life: a program touches a file in TANDEM_ALIVE_DIR, which `tandem up` names, in every turn of its main loop.
 
-`tandem up` names a directory in TANDEM_ALIVE_DIR, and a program touches a file there in every turn of its main loop.
 The liveness probe reads these files, because an open port does not prove that a program works, and a model that loads
 or a job that trains is no hang.
 """
@@ -15,12 +14,9 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
 LONGEST_SECONDS = {
-    # Its loop waits for nothing.
-    "up": 60.0,
-    # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
-    "runner": 600.0,
-    # In one turn it hashes and copies one step's files, has vLLM load them, and has vLLM score the probe.
-    "publisher": 1800.0,
+    "up": 60.0,  # it waits for nothing
+    "runner": 600.0,  # ending ranks takes half a minute, removing a job's data from a slow volume longer
+    "publisher": 1800.0,  # it hashes and copies one step's files, has vLLM load them, and has vLLM score the probe
 }
 """How long one turn of a program's loop may take."""
 
@@ -34,12 +30,11 @@ def beat(program: str) -> None:
 
 def silence(program: str, directory: Path) -> str | None:
     """A message if `program`'s loop has not turned for too long; None if it has, or has not begun."""
-    try:
-        age = time.time() - (directory / f"{program}.alive").stat().st_mtime
-    except FileNotFoundError:
-        return None
     longest = LONGEST_SECONDS[program]
-    return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})" if age > longest else None
+    with suppress(FileNotFoundError):
+        if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
+            return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})"
+    return None
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:

@@ -16,7 +16,7 @@ from typing import override
 
 
 class TextFormatter(logging.Formatter):
-    """`extra={"fields": {...}}` of a record becomes ` key=value` after the message; values with spaces are quoted."""
+    """A record's fields become ` key=value` after the message; values with spaces are quoted."""
 
     @override
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -25,8 +25,6 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record, on one line."""
-
     @override
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -56,12 +54,11 @@ def _quoted(value: object) -> str:
 
 
 def as_json() -> bool:
-    """Whether TANDEM_LOG_FORMAT asks for JSON."""
     return os.environ.get("TANDEM_LOG_FORMAT") == "json"
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Send this program's log to stderr in Tandem's format."""
+    """Sends this program's log to stderr in Tandem's format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)

@@ -48,10 +48,10 @@ class Gpu:
 
 
 class Driver:
-    """NVML from construction to `close`; handles are valid in between. Without a driver every answer is None."""
+    """NVML from construction, which raises DriverFailed, to `close`; handles are valid in between. Without a driver
+    every answer is None."""
 
     def __init__(self) -> None:
-        """Raises DriverFailed."""
         self.nvml: Any = None
         try:
             nvml: Any = import_module("pynvml")  # has no types
@@ -115,11 +115,9 @@ class Driver:
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed.
-
-        `used` is nvidia-smi's: a free GPU has 0, since what the driver reserves for itself (600 MiB on an H200) is not
-        part of it. NVML's first version of this call counts that as used, so there is no fallback to it.
-        """
+        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed. `used`
+        is nvidia-smi's, without what the driver reserves for itself (600 MiB on an H200). NVML's first version of this
+        call counts that as used, so there is no fallback to it."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)

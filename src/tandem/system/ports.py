@@ -3,12 +3,11 @@
 A port that is only looked up can be taken before its program listens. Here a socket stays bound to it, without
 listening, until its holder closes it:
 
-- the kernel gives a bound port to no process that asks for "any port", neither for listening nor for connecting;
+- the kernel gives a bound port to no process that asks for "any port";
 - a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then allows it while no
   socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's TCPStore) set it, so the program that was given
-  the number binds and listens beside the holder, and from then on no other process can;
-- an abstract Unix socket whose name has the number keeps two Tandem processes with the same number apart. Such names
-  belong to the network namespace, as ports do.
+  the number listens beside the holder, and from then on no other process can;
+- an abstract Unix socket of the network namespace, with the number in its name, keeps two Tandem processes apart.
 """
 
 import socket
@@ -24,10 +23,8 @@ class HeldPort(ExitStack):
 
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
-    """Hold `preferred`, or a free port if it is 0, for a program that is about to listen on it.
-
-    Raises Conflict (field `name`) when another process listens on it or holds it.
-    """
+    """Holds `preferred`, or a free port if it is 0, for a program that is about to listen on it. Conflict (field
+    `name`) when another process listens on it or holds it."""
     while True:
         held = HeldPort()
         tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))

@@ -1,12 +1,11 @@
-"""Process trees on Linux: finding a process's descendants, dying with the parent, ending a whole tree within a bound.
+"""Process trees on Linux.
 
 torchrun starts every rank in a session of its own, so a signal to a process group does not reach the ranks. These do:
 
 - `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link ends the rest;
 - `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses its parent stays a
   descendant, which `descendants` finds;
-- `marked`: an environment variable that children inherit across sessions and double forks, by which a later process
-  finds those that a dead one left.
+- `marked`: an environment variable that children inherit across sessions and double forks.
 """
 
 import ctypes
@@ -35,18 +34,14 @@ class Process:
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `sig` when its parent dies.
-
-    `parent`: the pid that the caller expects as its parent. If that process died before this call, the kernel would
-    never send the signal, so this process gets it at once.
-    """
+    """Has the kernel send this process `sig` when its parent dies; at once if that is not `parent` (a pid) any more."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies."""
+    """Makes this process the parent of every descendant whose own parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -57,7 +52,6 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def read(pid: int) -> Process | None:
-    """The process `pid`, or None where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
@@ -99,7 +93,7 @@ def marked(variable: str, value: str) -> list[Process]:
 
 
 def reap_orphans(known: Collection[int] = ()) -> None:
-    """Collect the exit status of adopted children. `known`: children that other code waits for."""
+    """Collects the exit status of adopted children. `known`: children that other code waits for."""
     with suppress(ChildProcessError):
         # Cheap where there is nothing to do: a container does this several times a second.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -110,11 +104,8 @@ def reap_orphans(known: Collection[int] = ()) -> None:
 
 
 def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()) -> list[Process]:
-    """SIGKILL the processes that `find` returns until none of them is alive (one may fork while it is being killed).
-
-    Returns those that still live after `timeout` seconds: processes in uninterruptible sleep, which no signal ends.
-    `known`: children that other code waits for.
-    """
+    """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it is being killed).
+    Returns those that still live after `timeout` seconds, in uninterruptible sleep. `known`: as for `reap_orphans`."""
     end = time.monotonic() + timeout
     while True:
         alive = [process for process in find() if not process.zombie]
@@ -133,7 +124,7 @@ def alive(process: Process) -> bool:
 
 
 def send(process: Process, sig: signal.Signals) -> None:
-    """Signal `process` if it is alive."""
+    """Signals `process` if it is alive."""
     if alive(process):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, sig)

@@ -28,26 +28,23 @@ class Tail:
                 file.seek(0)  # it was truncated
             while chunk := file.read(_CHUNK):
                 *complete, self._partial = (self._partial + chunk).split(b"\n")
-                lines += [line.decode(errors="replace").rstrip("\r") for line in complete]
                 if len(self._partial) > _LONGEST_LINE:
-                    lines.append(self._take_partial())
+                    complete, self._partial = [*complete, self._partial], b""
+                lines += [line.decode(errors="replace").rstrip("\r") for line in complete]
             with suppress(OSError):
                 if not os.path.samestat(self.path.stat(), os.fstat(file.fileno())):
                     self.close()  # it was rotated
                     continue
             break
         if final and self._partial:
-            lines.append(self._take_partial())
+            lines.append(self._partial.decode(errors="replace"))
+            self._partial = b""
         return lines
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _take_partial(self) -> str:
-        text, self._partial = self._partial.decode(errors="replace"), b""
-        return text
 
     def _open(self) -> BinaryIO | None:
         if self._file is None:

@@ -26,7 +26,7 @@ from tandem.families.model_config import model_directory
 from tandem.inference.merged_model import SpotCheck
 from tandem.inference.server.command import serving_dtype
 from tandem.spool import Spool
-from tandem.spool.checkpoint_files import verify_files
+from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.environment import private_directory

@@ -1,4 +1,4 @@
-"""Records of a job: its specification, its state, its result and its events."""
+"""Records of a job: its specification, state, result and events, and what its runner and ranks write as they run it."""
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -18,10 +18,8 @@ class _JobSpec(Record):
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
     data: PackedData
     optimizer: OptimizerSettings = OptimizerSettings()
-    # Most seconds that one attempt may take. The runner stops a longer one.
-    deadline_seconds: float = Field(default=3600.0, gt=0)
-    # The runner takes ranks for hung after this many seconds without a heartbeat.
-    stall_seconds: float = Field(default=600.0, gt=0)
+    deadline_seconds: float = Field(default=3600.0, gt=0)  # the runner stops an attempt that takes longer
+    stall_seconds: float = Field(default=600.0, gt=0)  # ranks without a heartbeat for so long are taken for hung
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 
@@ -117,3 +115,75 @@ class Event(BaseModel):
     type: EventType
     attempt: int = 0
     data: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunnerInfo(BaseModel):
+    """The content of `jobs/runner.lock`: the runner that holds, or last held, it."""
+
+    runner: str
+    host: str
+    pid: int
+    since: float  # Unix seconds
+
+
+class Lease(BaseModel):
+    """`jobs/leases/<id>.json`: the runner that runs the job. The runner rewrites it while the attempt runs. Leases of
+    earlier versions also name the ranks' processes."""
+
+    schema_version: Literal[1] = 1
+    job: JobId
+    runner: str
+    host: str
+    pid: int  # of the runner
+    attempt: int
+    phase: str
+    beat: float  # Unix seconds, by the runner's clock
+
+
+class RankMemory(BaseModel):
+    """What one rank held at the end of each phase of an attempt, in the order of the phases' first ends.
+
+    Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used` on the whole device
+    by all processes, `host_pinned`, and `peak`, the most allocated within the phase. On the CPU `allocated`,
+    `reserved` and `peak` are the resident set, `device_used` is the machine's memory, and `host_pinned` is 0.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    uuid: str | None = None  # of the rank's device; "cpu" without a device
+    phases: dict[str, dict[str, int]] = Field(default_factory=dict)  # when the phase last ended
+    highest: dict[str, dict[str, int]] = Field(default_factory=dict)  # over all its ends, if it ended more than once
+
+
+class Beat(RankMemory):
+    """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes. `memory` holds the
+    counters of torch's allocator by the metrics catalogue's names; on the CPU only `allocated` and `reserved`, both the
+    resident set. `*_peak` is since the attempt began."""
+
+    time: float  # Unix seconds
+    phase: str
+    step: int = 0  # optimizer steps done
+    steps: int = 0  # optimizer steps of the job; 0: not known yet
+    memory: dict[str, int] = Field(default_factory=dict)
+    step_floor: int | None = None  # allocated right after zero_grad
+    device_used: int | None = None  # in use on the whole device, by all processes
+    device_used_peak: int | None = None  # the most that this rank saw
+
+
+HoldPhase = Literal["sleeping", "training", "releasing", "waking"]
+
+
+class Hold(Record):
+    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM."""
+
+    schema_version: Literal[1] = 1
+    runner: str
+    job: JobId
+    attempt: int
+    phase: HoldPhase
+    since: float  # Unix seconds by the runner's clock, as are `beat` and `deadline`
+    beat: float
+    lease: float  # the runner counts as lost after this many seconds without a beat
+    deadline: float  # if the runner is lost, vLLM may be woken after this time whatever is in use
+    # Bytes in use per device UUID while vLLM sleeps and no rank runs; empty until measured: no rank started yet.
+    floor: dict[str, int] = Field(default_factory=dict)

@@ -1,10 +1,12 @@
-"""The record of a run: its base model, what of it is trained, and its origin."""
+"""Records of a run, of its checkpoints' manifests with their probes, and of what vLLM serves."""
 
+from hashlib import sha256
+from itertools import pairwise
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tandem.spool.schema.base import Record, RunName
+from tandem.spool.schema.base import STEPS, Record, RunName
 
 Serving = Literal["adapter", "merged"]
 """How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into vLLM's own weights."""
@@ -55,3 +57,100 @@ class RunSpec(Record):
         if (self.lora is None) != (self.trainable == "full"):
             raise ValueError("trainable=full needs lora=null, and trainable=lora needs a LoRA shape")
         return self
+
+
+class FileEntry(Record):
+    size: int = Field(ge=0, lt=2**63)  # bytes
+    sha256: str  # lower-case hex
+
+
+class LongProbe(Record):
+    """The trainer's log-probs of a few tokens of one long sequence, in nats at temperature 1.
+
+    `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint; `positions` ascends.
+    What differs between trainer and vLLM only after many tokens (a sliding window, a scaled RoPE) shows here.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    logprobs: list[float]
+
+    @model_validator(mode="after")
+    def _positions_are_tokens(self) -> Self:
+        bounds = [0, *self.positions, len(self.tokens)]
+        if any(a >= b for a, b in pairwise(bounds)):
+            raise ValueError(f"positions must ascend from 1 or more to less than {len(self.tokens)}")
+        return self
+
+
+class Probe(Record):
+    """The trainer's log-probs of fixed token sequences, with which the publisher compares vLLM's.
+
+    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint, at temperature 1;
+    `previous` is the same under the checkpoint before it, `base` with the adapter switched off; where all weights are
+    trained, as `previous`. The trainer computes all three, so that the rounding that vLLM doesn't share cancels out of
+    their differences.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    previous: list[list[float]]
+    base: list[list[float]]
+    long: LongProbe | None = None  # None where the job's rows are no longer than the other sequences
+
+
+class Manifest(Record):
+    """`manifest.json`: written last, before the rename that makes the checkpoint exist."""
+
+    schema_version: Literal[1] = 1
+    run: RunName
+    step: int = Field(ge=0)
+    job: str | None  # None: step 0
+    created: float  # Unix seconds
+    files: dict[str, FileEntry]  # by path relative to the checkpoint's directory
+    topology: dict[str, int] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
+    probe: Probe | None = None  # None: step 0, which must equal the base model
+    origin: Origin | None = None
+    optimizer_state: int | None = None
+    """The step whose optimizer state goes with these weights, where the checkpoint has none of its own (0: none was
+    ever written). None: it has its own, or was never trained."""
+
+    @property
+    def weights_files(self) -> dict[str, FileEntry]:
+        """Those of the weights: the adapter's file, or the files of a whole model; none: the base model's weights."""
+        return {name: entry for name, entry in self.files.items() if name.endswith(".safetensors") and "/" not in name}
+
+    @property
+    def weights_sha256(self) -> str:
+        """Names the weights' content: the hash of their file; of several or none, the hash of their hashes."""
+        hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
+        return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
+
+    @field_validator("files")
+    @classmethod
+    def _files_are_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            if "\0" in name or len(name) > 255 or {"", ".."} & set(name.split("/")):
+                raise ValueError(f"{name!r:.100} is no path below the checkpoint")
+        return files
+
+
+class Served(Record):
+    """`runs/<run>/served.json`: the step that vLLM serves, and how the publisher verified it."""
+
+    step: int = Field(ge=0, lt=STEPS)
+    model: str  # "<run>@<step>"
+    weights: Serving = "adapter"
+    transport: str = "lora"  # how the weights reached vLLM
+    checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
+    verified: float  # Unix seconds
+    mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
+    tokens_checked: int
+    # By part: copy, load (of merged weights: stage, drain and swap are in it), verify; since_checkpoint is from the
+    # commit to `verified`, so it is long where a publisher or vLLM has started since.
+    seconds: dict[str, float] = Field(default_factory=dict)
+    # The newest checkpoint that the publisher refused, and why; the older step stays served.
+    refused_step: int | None = None
+    refused_reason: str | None = None

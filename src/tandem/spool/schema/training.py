@@ -12,7 +12,6 @@ class RLLoss(Record):
     """The policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
-
     policy: Literal["cispo", "ppo", "gspo"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
@@ -38,8 +37,7 @@ class RLLoss(Record):
     tis_cap: float | None = Field(default=None, gt=0)
     tis_mask_low: float | None = Field(default=None, ge=0)
     tis_mask_high: float | None = Field(default=None, gt=0)
-    # Divide the advantages by their mean absolute value over the job's items.
-    advantage_scale: Literal["none", "mean_abs"] = "none"
+    advantage_scale: Literal["none", "mean_abs"] = "none"  # mean_abs: divide by the mean |advantage| of the job's items
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     # A penalty in the loss, or part of each token's advantage (there it is the log-ratio, whatever the estimator).
@@ -48,11 +46,9 @@ class RLLoss(Record):
     kl_correction: bool = False
     # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
     kl_reference: Literal["base"] | int = "base"
-    # Measure the KL to the reference even where kl_coef is 0 (costs one more forward pass without gradients).
-    kl_metric: bool = False
+    kl_metric: bool = False  # measure the KL even where kl_coef is 0: costs one more forward pass without gradients
     entropy_coef: float = Field(default=0.0, ge=0)
-    # The trajectories' sampling temperature; logits are divided by it.
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)  # the trajectories' sampling temperature; logits are divided by it
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -114,7 +110,6 @@ class SFTLoss(Record):
     either sign need the sum, since their mean may divide by 0."""
 
     reference_field: ClassVar[str] = ""
-
     normalisation: Literal["token", "trajectory", "sum"] = "token"
 
     @property
@@ -131,8 +126,7 @@ class PreferenceLoss(Record):
 
     reference_field: ClassVar[str] = "loss.reference"
     kind: Literal["dpo", "ipo", "simpo"] = "dpo"
-    # None: 0.1 for DPO and IPO, 2 for SimPO.
-    beta: float | None = Field(default=None, gt=0)
+    beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
     # DPO and SimPO: the share of pairs that are taken to be the wrong way round.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # SimPO: by how much the chosen answer's reward is to exceed the rejected one's. None: 0.5.
@@ -159,8 +153,7 @@ class PreferenceLoss(Record):
 
     @property
     def mean_over(self) -> Literal["group"]:
-        """Every pair is a group and counts once."""
-        return "group"
+        return "group"  # of which every pair is one
 
     @property
     def reference_step(self) -> int | None:
@@ -217,8 +210,7 @@ class OptimizerSettings(Record):
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
     # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those of one step.
     batch_size: int | None = Field(default=None, ge=1)
-    # Passes over the job's rows, in an order drawn from the run's seed and the base step.
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in an order of its own
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

@@ -10,11 +10,11 @@ from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import made_checkpoint
-from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory, RankProcess
+from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
 from tandem.system import liveness
 from tandem.system.logs import Log
 from tandem.system.processes import Process
-from tandem.trainer.launch.launcher import Handle, Launcher
+from tandem.trainer.launch.launcher import Launcher
 from tandem.trainer.runner.failure import Heartbeats, RankProgress, failure
 from tandem.trainer.runner.gpus import JobGpus
 from tandem.trainer.runner.joblog import JobLog
@@ -171,7 +171,7 @@ class JobRun:
                 self._log.say(f"stopping the ranks: {reason.type}: {reason.message}")
                 handle.terminate()
                 kill_time = now + TERMINATE_SECONDS
-            self._beat("stopping" if reason else ranks[-1].phase, handle)
+            self._beat("stopping" if reason else ranks[-1].phase)
             time.sleep(0.1)
         survivors = handle.kill_all(KILL_SECONDS)
         self._log.collect(final=True)
@@ -199,7 +199,7 @@ class JobRun:
             return JobError(type="rank_hung", message=message, retriable=True)
         return None
 
-    def _beat(self, phase: str, handle: Handle) -> None:
+    def _beat(self, phase: str) -> None:
         """Renew the job's lease and the hold, every `heartbeat_seconds`."""
         if time.monotonic() < self._next_beat:
             return
@@ -207,8 +207,7 @@ class JobRun:
         liveness.beat("runner")
         if self.gpus.shared is not None:
             self.gpus.shared.beat()
-        ranks = [RankProcess(pid=process.pid, start_time=process.started) for process in handle.processes()]
-        _or_none(lambda: self.spool.leases.renew(self.job.spec.id, self.runner, phase, ranks))
+        _or_none(lambda: self.spool.leases.write(self.job, self.runner, phase))
 
     def _release_gpus(self, survivors: list[Process]) -> None:
         """Measure what the ranks left on the devices."""
