@@ -3,9 +3,11 @@
 A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
 """
 
+import ctypes
+import gc
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -101,8 +103,15 @@ async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
 
 
 def remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
-    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set."""
+    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set.
+
+    Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own allocator keeps a MiB as
+    long as a byte of it is in use, and uses it again for the next streams.
+    """
     while not stop.wait(SWEEP_SECONDS):
+        gc.collect()
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
         try:
             spool.check()
             prune(spool, settings)
