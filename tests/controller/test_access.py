@@ -6,7 +6,7 @@ import pytest
 
 from api_server import Process, Server, make_root, rl_request, tree
 from tandem.config import Settings
-from tandem.controller.access import check_bind
+from tandem.controller.middleware import check_bind
 from tandem.errors import Unauthorized
 
 

@@ -1,7 +1,4 @@
-"""The FastAPI application: its routes, its middleware from the outside in, and its OpenAPI document.
-
-A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
-"""
+"""The FastAPI application: its routes, its middleware, its own `/metrics`, and its OpenAPI document."""
 
 import ctypes
 import gc
@@ -10,19 +7,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings
 from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, routes_train
-from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
-from tandem.controller.metrics import install_metrics
+from tandem.controller.middleware import Authentication, BodyLimit, CountRequests
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
+from tandem.metrics.collector import Page
+from tandem.metrics.container import BuildCollector, VolumesCollector
+from tandem.metrics.controller import QueueCollector
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
 from tandem.spool.removal import prune
@@ -49,10 +49,7 @@ log = Log("controller")
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application of one deployment.
-
-    Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
-    """
+    """The application of one deployment. Raises as `Deployment` does."""
     app = FastAPI(
         title="Tandem",
         version=tandem.__version__,
@@ -80,12 +77,32 @@ def create_app(settings: Settings) -> FastAPI:
         deployment.spool.check_writable()
         return Health(version=tandem.__version__)
 
-    # The middleware added last is the outermost.
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    _install_metrics(app, app.state.deployment)
+    # The middleware added last is the outermost, which counts refused requests too.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.api_keys)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    install_metrics(app, app.state.deployment)
+    app.add_middleware(CountRequests, counts=app.state.deployment.counts)
     return app
+
+
+def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
+    def spool() -> Spool:
+        return deployment.spool
+
+    app.state.collectors = BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {})
+    page = Page(app.state.collectors, deployment.counts)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        """For Prometheus. Needs no key, and contains no names of runs or jobs."""
+        return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    for path, methods in app.openapi()["paths"].items():
+        for method in methods:
+            for status_class in ("2xx", "4xx", "5xx"):  # increase() misses the first request of a series without a 0
+                labels = {"route": path, "method": method.upper(), "status_class": status_class}
+                deployment.counts.inc("tandem_http_requests_total", 0, **labels)
 
 
 @asynccontextmanager

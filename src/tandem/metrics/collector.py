@@ -8,6 +8,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -16,8 +17,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from tandem.errors import TandemError
-from tandem.metrics.metric import ALL, STALE_SECONDS, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import ALL, STALE_SECONDS, Metric, Samples
 from tandem.spool import Spool
 from tandem.system.logs import Log
 
@@ -66,10 +66,16 @@ class Collector(abc.ABC):
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
         """Calls `action` for every item, also after an error: whatever one file holds, the others are collected."""
         for item in items:
-            try:
+            with self.part(item):
                 action(item)
-            except Exception as error:
-                self.errors.append(f"{item}: {error if isinstance(error, TandemError) else repr(error)}")
+
+    @contextmanager
+    def part(self, what: object) -> Iterator[None]:
+        """An exception in this part of a collection is one of its errors, and the other parts go on."""
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(f"{what}: {error if isinstance(error, TandemError) else repr(error)}")
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"collect-{self.name}", daemon=True).start()

@@ -5,8 +5,7 @@ from functools import partial
 from typing import Literal
 
 from tandem.metrics.collector import Collector
-from tandem.metrics.metric import BOTH, OPEN, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import BOTH, OPEN, Metric, Samples
 from tandem.system.nvml import Driver, DriverFailed, Gpu
 
 _THROTTLE_REASONS = {
