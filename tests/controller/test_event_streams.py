@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from api_server import KEY, claim, rl_request, run_one, succeed, work
-from tandem.client import AsyncTandem, Tandem
+from tandem.client import AsyncTandem
 from tandem.controller import event_streams, routes_jobs
 from tandem.controller.event_streams import PART_BYTES, EventStreams
-from tandem.errors import NotFound, Unreachable
+from tandem.errors import NotFound
 
 
 def blocks(text: str) -> list[dict[str, str]]:
@@ -30,7 +30,7 @@ def job(client, server, run):
     return job
 
 
-def test_the_bytes_of_a_stream(http, job):
+def test_the_bytes_of_a_stream_which_is_resumed_also_behind_the_terminal_event(http, job, server):
     answer = http.get(f"/v1/jobs/{job.id}/events")
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
@@ -41,8 +41,6 @@ def test_the_bytes_of_a_stream(http, job):
     assert [json.loads(e["data"])["type"] for e in events] == [e["event"] for e in events]
     assert json.loads(events[3]["data"])["data"]["metrics"] == {"loss": 1.0}
 
-
-def test_a_stream_is_resumed_also_behind_the_terminal_event(http, job, server):
     def resumed(**how: dict[str, str]) -> list[str]:
         return [event["id"] for event in blocks(http.get(f"/v1/jobs/{job.id}/events", **how).text)]
 
@@ -146,14 +144,6 @@ def test_async_client(server, run):
             return last + [event.type for event in await tandem.job_events(job.id, after=5)]
 
     assert asyncio.run(scene()) == ["checkpoint", "succeeded", "succeeded"]
-
-
-def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
-    with Tandem("http://127.0.0.1:9", KEY, patience=0.5) as lost:
-        with pytest.raises(Unreachable, match="TANDEM_URL"):
-            list(lost.events("job"))
-        with pytest.raises(Unreachable):
-            lost.get_run("run")
 
 
 @pytest.fixture
