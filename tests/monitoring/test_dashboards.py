@@ -42,21 +42,6 @@ def test_a_dashboard_is_portable(name):
     assert any("tandem_jobs_finished_total" in note.get("expr", "") for note in board["annotations"]["list"])
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_panels_lie_side_by_side(name):
-    board = DASHBOARDS[name]
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken: dict[tuple[int, int], str] = {}
-    for panel in board["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        for x in range(place["x"], place["x"] + place["w"]):
-            for y in range(place["y"], place["y"] + place["h"]):
-                assert (x, y) not in taken, f"{panel['title']} covers {taken[x, y]}"
-                taken[x, y] = panel["title"]
-
-
 @pytest.mark.parametrize(
     ("name", "panel"), panels(), ids=lambda value: value["title"] if isinstance(value, dict) else value
 )
