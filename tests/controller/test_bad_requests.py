@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api_server import Server, make_root, rl_request, sft_request, tree
+from api_server import Server, make_root, rl_request, tree
 from spool.volume_tools import full_disk
 
 JSON = {"Content-Type": "application/json"}
@@ -29,8 +29,8 @@ def nothing_changes(root, idle_run):
 
 
 def changed(path: str, value: object) -> dict:
-    """`rl_request()`, or for examples `sft_request()`, with one value replaced."""
-    request = sft_request() if path == "examples" else rl_request()
+    """`rl_request()` with one value replaced."""
+    request = rl_request()
     *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
     inner = request
     for parent in parents:
@@ -48,25 +48,16 @@ BAD_VALUES = {
     "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
     "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
     "advantage that vanishes in float32": (f"{T}.advantage", 1e-50),
-    "weight that vanishes": (
-        "examples",
-        [{"token_ids": [1, 2], "trainable": [False, True], "weight": 1e-50}],
-        "examples.0.weight",
-    ),
     "unknown policy": ("loss.policy", "reinforce"),
-    "negative reference step": ("loss.kl_reference", -1, "loss"),
     "reference step yet to come": ("loss.kl_reference", 1),
-    "reference step that is a list": ("loss.kl_reference", [1]),
     "learning rate 0": ("optimizer.learning_rate", 0),
     "row longer than the model": ("packing.sequence_length", 8192),
     "trajectory longer than a row": ("packing.sequence_length", 3, "groups.0.trajectories.0"),
     "id that is no name": ("id", "../x"),
     "no attempts": ("max_attempts", 0),
     "more seconds than ranks can count": ("stall_seconds", 1e300),
-    "an attempt without end": ("deadline_seconds", 1e300),
     "negative base step": ("base_step", -1),
     "unknown kind": ("kind", "ppo", None),
-    "no examples": ("examples", []),
 }
 
 

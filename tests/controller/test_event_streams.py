@@ -3,13 +3,12 @@
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import httpx
 import pytest
 
-from api_server import KEY, claim, rl_request, run_one, succeed, work
+from api_server import KEY, rl_request, run_one
 from tandem.client import AsyncTandem
 from tandem.controller import event_streams, routes_jobs
 from tandem.controller.event_streams import PART_BYTES, EventStreams
@@ -51,18 +50,6 @@ def test_the_bytes_of_a_stream_which_is_resumed_also_behind_the_terminal_event(h
     assert resumed(headers={"Last-Event-ID": "6"}) == ["7"]
     answer = http.get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": "x"})
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "last-event-id")
-
-
-def test_events_arrive_as_they_happen(client, server, run):
-    job = client.train(run, rl_request())
-    with ThreadPoolExecutor() as threads:
-        events = client.events(job.id)
-        claimed = claim(server.spool)
-        assert threads.submit(next, events).result(timeout=20).type == "claimed"
-        work(server.spool, claimed)
-        rest = threads.submit(lambda: [event.type for event in events])
-        succeed(server.spool, claimed)
-        assert rest.result(timeout=20) == ["started", "loaded", "step", "step", "checkpoint", "succeeded"]
 
 
 def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, run, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from api_server import claim, fail, rl_request, run_one, serve
 from spool.spool_tools import refused
 from tandem.controller.schemas import LISTED_PENDING
-from tandem.errors import NotFound, NotServed, RunDamaged
+from tandem.errors import NotFound, NotServed
 
 
 def test_lists_come_in_pages(client, server, run, http, monkeypatch):
@@ -70,22 +70,3 @@ def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
         client.wait_served(run, 1, timeout=0)
     serve(server.spool, run, 1)
     assert client.wait_served(run, 1, timeout=0).step == 1
-
-
-def test_damage_stays_with_what_is_damaged(client, server, run, http):
-    (server.spool.root / "runs/empty").mkdir()
-    job = client.train(run, rl_request()).id
-    key = server.spool.jobs.find(job)
-    server.spool.paths.job_file("queued", key).write_text('{"spec": ')
-    try:
-        assert run in [status.spec.name for status in client.list_runs()]
-        with pytest.raises(RunDamaged, match=r"run\.json"):
-            client.get_run("empty")
-        assert http.get("/v1/jobs").status_code == 200
-        with pytest.raises(NotFound, match="damaged"):
-            client.wait_job(job, timeout=5)
-        other = client.train(run, rl_request())
-        assert other.spec.base_step == 0
-        assert run_one(server.spool).spec.id == other.id
-    finally:
-        (server.spool.root / "runs/empty").rmdir()

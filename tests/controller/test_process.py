@@ -74,17 +74,6 @@ def test_every_line_of_a_json_log_is_an_object(process):
     assert all(line["message"] for line in lines)
 
 
-def test_a_text_log_says_why_as_well(tmp_path):
-    root = make_root(tmp_path / "spool")
-    with Process(root) as process:
-        (root / "spool.json").rename(root / "moved.json")
-        httpx.get(f"{process.url}/healthz", trust_env=False)
-        lines = until("it is logged", lambda: [at for at in process.output().splitlines() if "collector=queue" in at])
-    assert "WARNING" in lines[0]
-    assert "is not a spool" in lines[0]
-    assert process.output().count("GET /healthz") == 1
-
-
 def test_a_second_controller_on_the_port_fails_visibly(process, root):
     second = Process(root, TANDEM_CONTROLLER_PORT=str(process.port))
     assert second.popen.wait(timeout=60) == 3

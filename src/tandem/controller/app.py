@@ -108,18 +108,16 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
     """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
-    deployment, collectors, stop = app.state.deployment, app.state.collectors, threading.Event()
+    deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
-    threading.Thread(target=remove_regularly, args=arguments, name="sweep", daemon=True).start()
-    for thread in collectors:
-        thread.start()
+    threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
+    for collector in app.state.collectors:
+        collector.start(stop)
     yield
     stop.set()
-    for thread in collectors:
-        thread.stop()
 
 
-def remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
+def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
     """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set.
 
     Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own allocator keeps a MiB as

@@ -47,7 +47,6 @@ class Collector(abc.ABC):
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
         self.errors: list[str] = []  # what a collection could not collect
-        self._stop = threading.Event()
         self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic, as is _began
         self._began: float | None = None  # while a collection runs
@@ -77,17 +76,15 @@ class Collector(abc.ABC):
         except Exception as error:
             self.errors.append(f"{what}: {error if isinstance(error, TandemError) else repr(error)}")
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name=f"collect-{self.name}", daemon=True).start()
+    def start(self, stop: threading.Event) -> None:
+        """Collects in a thread until `stop` is set. Nobody waits for its end, because a collection may hang."""
 
-    def stop(self) -> None:
-        """Ends the thread after its current collection. Does not wait, because that collection may hang."""
-        self._stop.set()
+        def run() -> None:
+            while not stop.is_set():
+                self.collect_once()
+                stop.wait(self.interval)
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.collect_once()
-            self._stop.wait(self.interval)
+        threading.Thread(target=run, name=f"collect-{self.name}", daemon=True).start()
 
     def collect_once(self) -> None:
         """Never raises."""

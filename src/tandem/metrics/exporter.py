@@ -122,7 +122,7 @@ def main() -> int:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
     for collector in collectors:
-        collector.start()
+        collector.start(stop)
     server.serve_in_background()
     names = ", ".join(collector.name for collector in collectors)
     log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)

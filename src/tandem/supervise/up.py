@@ -132,7 +132,6 @@ class Stack:
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
     def run(self) -> int:
-        """Returns the exit status."""
         processes.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
