@@ -28,8 +28,8 @@ from bench.many_jobs import KEY, Controller, deployment, fill, request
 from bench.report import report
 from tandem.metrics.controller import QueueCollector
 from tandem.metrics.jobs import JobsCollector
+from tandem.metrics.metric import Samples
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.samples import Samples
 from tandem.spool import Spool
 from tandem.spool.schema import Event, Job, JobError, JobResult
 

@@ -1,5 +1,6 @@
 """Settings: the ancestor's names are understood, secrets come from files, and every variable is documented."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,17 @@ from tandem.errors import InvalidInput
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
 
-@pytest.mark.parametrize("field", sorted(Settings.model_fields))
-def test_every_setting_is_documented(field):
-    assert f"`TANDEM_{field.upper()}`" in DOCUMENT
-
-
-def test_every_documented_variable_exists():
-    words = {
-        w.strip("`,") for line in DOCUMENT.splitlines() if line.startswith("| `") for w in line.split("|")[1].split()
+def test_settings_and_their_documentation_have_the_same_names():
+    rows = " ".join(line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(TANDEM_\w+)`", rows)) == {f"TANDEM_{f.upper()}" for f in Settings.model_fields} | {
+        "TANDEM_URL"
     }
-    known = {f"TANDEM_{f.upper()}" for f in Settings.model_fields} | {"TANDEM_URL"}
-    assert {w for w in words if w.startswith("TANDEM_")} <= known
 
 
-@pytest.mark.parametrize(("variable", "field"), [("RL_DOCKER", "docker"), ("TANDEM_DOCKER", "docker")])
-def test_the_ancestors_names_are_understood(monkeypatch, variable, field):
+@pytest.mark.parametrize("variable", ["RL_DOCKER", "TANDEM_DOCKER"])
+def test_the_ancestors_name_is_understood(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
-    assert getattr(Settings(), field) is True
+    assert Settings().docker
 
 
 @pytest.mark.parametrize("variable", ["TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"])

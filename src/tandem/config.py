@@ -12,7 +12,7 @@ from tandem.errors import InvalidInput
 
 
 class Settings(BaseSettings):
-    """Every setting of a deployment; the same variables configure compose, the chart and `tandem up`.
+    """Every setting of a deployment. docs/settings.md says what each one means.
 
     Where a variable has an alias, the alias is the name that Tandem's ancestor (OpenPipe/ART) used.
     """
@@ -23,17 +23,12 @@ class Settings(BaseSettings):
 
     # ---- shared
     root: Path = Path("tandem-data")
-    """The spool: one directory on one volume that all three containers share."""
     base_model: str | None = None
-    """Hugging Face directory or hub name. A relative path that exists under `root` is taken from there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpu_mode: Literal["dedicated", "shared"] = "dedicated"
-    """dedicated: trainer and vLLM have devices of their own. shared: both have the same, and vLLM sleeps while a job
-    trains."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 on the CPU; trainer and vLLM use the same."""
     log_dir: Path | None = None
-    """Directory of the programs' logs under `tandem up`; by default `logs` under the root, for a role `logs/<role>`."""
+    """None: `logs` under the root, for a role `logs/<role>`."""
     log_format: Literal["text", "json"] = "text"
 
     # ---- secrets
@@ -47,15 +42,13 @@ class Settings(BaseSettings):
     controller_port: int = Field(default=8080, ge=1, le=65535)
     max_request_bytes: int = Field(default=256 * 2**20, ge=2**20)
     keep_checkpoints: int | None = Field(default=None, ge=1)
-    """How many of a run's newest checkpoints stay on the volume; None: all. What something needs stays too."""
+    """None: all stay."""
     keep_every: int | None = Field(default=None, ge=1)
-    """With `keep_checkpoints`: the steps that this number divides stay too."""
     keep_days: float | None = Field(default=None, gt=0)
-    """How long ended jobs, damaged ones and discarded checkpoints stay on the volume, in days; None: for ever."""
+    """None: for ever."""
 
     # ---- trainer
     launch: Literal["torchrun", "fork", "resident"] = "torchrun"
-    """How ranks start; see `tandem.trainer.launch`."""
     exit_after_job: bool | None = Field(
         default=None, validation_alias=AliasChoices("TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB")
     )
@@ -64,75 +57,46 @@ class Settings(BaseSettings):
     """The ancestor's setting, accepted without an effect: ranks always start with bare `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     topology: Literal["given", "auto"] = "given"
-    """given: the sizes below. auto: the runner chooses them when it starts, as `tandem plan` does."""
     tensor_parallel: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
-    """Tensor-parallel ranks divide the tokens of what they don't cut by features. A mixture needs it."""
     pipeline_parallel: int = Field(default=1, ge=1)
     context_parallel: int = Field(default=1, ge=1)
     expert_parallel: int = Field(default=1, ge=1)
-    """Consecutive ranks that divide a mixture's experts."""
     expert_tensor_parallel: int = Field(default=1, ge=1)
-    """Consecutive ranks that cut each expert."""
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
-    """CUDA indices or UUIDs for the ranks, comma separated; empty: as the container was given."""
     recompute: Literal["auto", "none", "full"] = "auto"
-    """What a layer computes again in the backward pass: auto: what the GPU's memory can't keep; none: nothing; full:
-    all but the attention."""
     base_precision: Literal["same", "fp8"] = "same"
-    """fp8: the trainer quantises the frozen base weights of linear layers, which is faster and changes log-probs. For
-    dense models, on GPUs from compute capability 8.9."""
     optimizer_state_every: int = Field(default=1, ge=1)
-    """Of a run that trains all weights, the checkpoints whose number this divides have the optimizer's state. Above 1
-    only with `launch=resident`, whose ranks keep it in host memory."""
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
-    """If the runner does not renew a running job's lease for this long, the job goes back to the queue."""
 
     # ---- inference
     inference_host: str = "127.0.0.1"
     inference_port: int = Field(default=8000, ge=1, le=65535)
     inference_url: str | None = None
-    """The URL at which clients, publisher and trainer reach vLLM; by default http://inference_host:inference_port."""
+    """None: http://inference_host:inference_port."""
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
-    """CUDA indices or UUIDs for vLLM, comma separated; empty: as the container was given."""
     weights: Literal["adapter", "merged"] = "adapter"
-    """How runs are served. adapter: vLLM loads LoRA adapters, several runs at once. merged: vLLM's own weights become
-    those of one run, which is faster to sample from."""
     transport: Literal["auto", "merge", "nccl", "ipc", "volume"] = "auto"
-    """merged: how new weights reach vLLM. merge: as an adapter, which vLLM merges. nccl, ipc: whole, from the trainer's
-    GPUs. volume: whole, as files. auto: merge."""
     second_copy: Literal["auto", "device", "host"] = "auto"
-    """merged: where vLLM keeps the base weights that adapters touch; auto: on the GPU if half of the memory for the KV
-    cache is left."""
     swap_requests: Literal["keep", "recompute", "wait"] = "keep"
-    """merged: what a swap means for running requests. keep: they go on. recompute: they go on after their KV cache is
-    computed again. wait: they end first."""
     swap_seconds: float = Field(default=120.0, gt=0)
-    """merged: how long one swap may take, in seconds, the wait for running requests included."""
     max_model_len: int | None = Field(default=None, ge=66)
-    """Longest prompt plus completion. The publisher verifies each step with prompts of up to 64 tokens."""
     max_loras: int = Field(default=4, ge=1)
     max_lora_rank: int = Field(default=64, ge=1)
     expert_lora: bool = False
-    """Whether runs may adapt a mixture's experts; vLLM then reserves memory for such adapters. CUDA only."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
     enforce_eager: bool = False
     vllm_args: str = ""
-    """More arguments for vLLM, split as a shell splits them."""
     vllm_stall_seconds: float = Field(default=300.0, gt=0)
-    """If requests run and vLLM generates no token for this long, `tandem up` kills it and starts it again."""
     verify_tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean absolute log-prob difference, in nats, between trainer and vLLM at which a checkpoint is served;
-    None is 0.02 in float32 and 0.05 in bfloat16."""
+    """None: 0.02 in float32, 0.05 in bfloat16."""
     keep_served: int = Field(default=2, ge=1)
-    """How many of a run's newest steps stay loaded in vLLM."""
 
     # ---- metrics
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(default=9400, ge=1, le=65535)
-    """Address of the exporter in the trainer's and the inference container; the controller exports on its own port."""
 
     @field_validator("trainer_devices", "inference_devices", mode="before")
     @classmethod

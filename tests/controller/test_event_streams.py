@@ -3,17 +3,16 @@
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import httpx
 import pytest
 
-from api_server import KEY, claim, rl_request, run_one, succeed, work
-from tandem.client import AsyncTandem, Tandem
+from api_server import KEY, rl_request, run_one
+from tandem.client import AsyncTandem
 from tandem.controller import event_streams, routes_jobs
 from tandem.controller.event_streams import PART_BYTES, EventStreams
-from tandem.errors import NotFound, Unreachable
+from tandem.errors import NotFound
 
 
 def blocks(text: str) -> list[dict[str, str]]:
@@ -30,7 +29,7 @@ def job(client, server, run):
     return job
 
 
-def test_the_bytes_of_a_stream(http, job):
+def test_the_bytes_of_a_stream_which_is_resumed_also_behind_the_terminal_event(http, job, server):
     answer = http.get(f"/v1/jobs/{job.id}/events")
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
@@ -41,8 +40,6 @@ def test_the_bytes_of_a_stream(http, job):
     assert [json.loads(e["data"])["type"] for e in events] == [e["event"] for e in events]
     assert json.loads(events[3]["data"])["data"]["metrics"] == {"loss": 1.0}
 
-
-def test_a_stream_is_resumed_also_behind_the_terminal_event(http, job, server):
     def resumed(**how: dict[str, str]) -> list[str]:
         return [event["id"] for event in blocks(http.get(f"/v1/jobs/{job.id}/events", **how).text)]
 
@@ -53,18 +50,6 @@ def test_a_stream_is_resumed_also_behind_the_terminal_event(http, job, server):
     assert resumed(headers={"Last-Event-ID": "6"}) == ["7"]
     answer = http.get(f"/v1/jobs/{job.id}/events", headers={"Last-Event-ID": "x"})
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "last-event-id")
-
-
-def test_events_arrive_as_they_happen(client, server, run):
-    job = client.train(run, rl_request())
-    with ThreadPoolExecutor() as threads:
-        events = client.events(job.id)
-        claimed = claim(server.spool)
-        assert threads.submit(next, events).result(timeout=20).type == "claimed"
-        work(server.spool, claimed)
-        rest = threads.submit(lambda: [event.type for event in events])
-        succeed(server.spool, claimed)
-        assert rest.result(timeout=20) == ["started", "loaded", "step", "step", "checkpoint", "succeeded"]
 
 
 def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, run, monkeypatch):
@@ -148,117 +133,92 @@ def test_async_client(server, run):
     assert asyncio.run(scene()) == ["checkpoint", "succeeded", "succeeded"]
 
 
-def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
-    with Tandem("http://127.0.0.1:9", KEY, patience=0.5) as lost:
-        with pytest.raises(Unreachable, match="TANDEM_URL"):
-            list(lost.events("job"))
-        with pytest.raises(Unreachable):
-            lost.get_run("run")
+@pytest.fixture
+def reads(server, monkeypatch) -> list[int]:
+    """How many bytes each reading of an event file took."""
+    noted, events = [], type(server.spool.events)
+    since = events.since
+
+    def note(*arguments):
+        read = since(*arguments)
+        noted.append(read[2] - arguments[2])
+        return read
+
+    monkeypatch.setattr(events, "since", note)
+    return noted
 
 
-def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(client, server, run, monkeypatch):
+def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(client, server, run, reads):
     job = client.train(run, rl_request()).id
     for number in range(300):
         server.spool.events.append(job, "step", metrics={"text": "x" * 1000}, step=number)
     server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)  # longer than a part
-    read = []
-    since = type(server.spool.events).since
-
-    def noted(*arguments):
-        events, offset, end = since(*arguments)
-        read.append(end - arguments[2])
-        return events, offset, end
-
-    monkeypatch.setattr(type(server.spool.events), "since", noted)
 
     async def scene() -> int:
-        streams = EventStreams(server.spool)
-        blocks = streams.follow(job, -1, wait=False, stopping=anyio.Event())
+        blocks = EventStreams(server.spool).follow(job, -1, wait=False, stopping=anyio.Event())
         received = b""
         for taken in range(10):
             received += await anext(blocks)
             await asyncio.sleep(0.01)
-            assert len(read) == taken
+            assert len(reads) == taken
         async for block in blocks:
             received += block
         return received.count(b"event: step")
 
     assert asyncio.run(scene()) == 301
-    assert sorted(read)[-2] <= PART_BYTES
-    assert max(read) <= 4 * PART_BYTES
+    assert sorted(reads)[-2] <= PART_BYTES
+    assert max(reads) <= 4 * PART_BYTES
 
 
-def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, monkeypatch):
+def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, reads, monkeypatch):
     job = client.train(run, rl_request()).id
-    looks, reads = [], []
-    look, since = EventStreams._look, type(server.spool.events).since
-    monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(arguments[1]) or look(*arguments))
-
-    def noted(*arguments):
-        read = since(*arguments)
-        reads.append(1)
-        return read
-
-    monkeypatch.setattr(type(server.spool.events), "since", noted)
+    looks, look = [], EventStreams._look
+    monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(1) or look(*arguments))
 
     async def scene() -> None:
-        streams, stopping = EventStreams(server.spool), anyio.Event()
-        readers = [streams.follow(job, -1, wait=True, stopping=stopping) for _ in range(50)]
+        streams = EventStreams(server.spool)
+        readers = [streams.follow(job, -1, wait=True, stopping=anyio.Event()) for _ in range(50)]
         for reader in readers:
             assert await anext(reader) == b"retry: 1000\n\n"
-        waiting = [asyncio.create_task(anext(reader)) for reader in readers]
-        await asyncio.sleep(1)
-        assert len(reads) == 50  # without news nobody reads
-        await asyncio.to_thread(server.spool.events.append, job, "step", step=1)
-        blocks = await asyncio.wait_for(asyncio.gather(*waiting), 20)
-        assert len(set(blocks)) == 1
-        assert all([name for name, _ in files] == [job] for files in looks)
+        for number in (1, 2):
+            coming = [asyncio.create_task(anext(reader)) for reader in readers]
+            looks.clear()
+            await asyncio.sleep(1)
+            assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
+            assert 0 < len(looks) <= 6
+            await asyncio.to_thread(server.spool.events.append, job, "step", step=number)
+            assert len(set(await asyncio.wait_for(asyncio.gather(*coming), 20))) == 1
         for reader in readers:
             await reader.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.3)  # while the last look ends, the next reader comes
-        count, late = len(looks), streams.follow(job, 0, wait=True, stopping=stopping)
-        await anext(late)
-        coming, seen = asyncio.create_task(anext(late)), len(reads)
-        async with asyncio.timeout(20):
-            while len(reads) < seen + 2:  # it has read the first event, and that there is no other
-                await asyncio.sleep(0.01)
-        await asyncio.to_thread(server.spool.events.append, job, "step", step=2)
-        assert b'"step":2' in await asyncio.wait_for(coming, 20)
-        assert len(looks) > count
-        await late.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.5)
-        count = len(looks)
-        await asyncio.sleep(0.5)
-        assert len(looks) == count  # nobody follows any more
+        del readers, reader, coming
+        assert len(streams._files) == 0
 
     asyncio.run(scene())
 
 
-def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, server, run, monkeypatch):
-    monkeypatch.setattr(event_streams, "POLL_SECONDS", 1.0)
+def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, server, run, reads, monkeypatch):
+    monkeypatch.setattr(event_streams, "POLL_SECONDS", 0.5)
     job = client.train(run, rl_request()).id
-    reads, since = [], type(server.spool.events).since
+    append, size = server.spool.events.append, event_streams._size
+    appended = []
 
-    def late(*arguments):
-        reads.append(arguments[2])
-        if len(reads) == 2:  # the look has seen the first event; the second one comes before it is read
-            server.spool.events.append(job, "step", step=2)
-        return since(*arguments)
+    def look(path: str) -> int:
+        seen = size(path)
+        if seen and not appended:  # the second event comes after the look that saw the first one
+            appended.append(append(job, "step", step=2))
+        return seen
 
-    monkeypatch.setattr(type(server.spool.events), "since", late)
+    monkeypatch.setattr(event_streams, "_size", look)
 
     async def scene() -> None:
         blocks = EventStreams(server.spool).follow(job, -1, wait=True, stopping=anyio.Event())
         await anext(blocks)
-        coming = asyncio.create_task(anext(blocks))
-        await asyncio.sleep(1.5)  # a look has seen no event
-        await asyncio.to_thread(server.spool.events.append, job, "step", step=1)
-        assert (await asyncio.wait_for(coming, 20)).count(b"event: step") == 2
-        coming = asyncio.create_task(anext(blocks))
-        await asyncio.sleep(2.5)
-        assert len(reads) == 3
-        await asyncio.to_thread(server.spool.events.append, job, "step", step=3)
-        assert b'"step":3' in await asyncio.wait_for(coming, 20)
+        for number in (1, 3):
+            coming = asyncio.create_task(anext(blocks))
+            await asyncio.sleep(1.5)
+            assert len(reads) == number
+            await asyncio.to_thread(append, job, "step", step=number)
+            assert (await asyncio.wait_for(coming, 20)).count(b"event: step") == (2 if number == 1 else 1)
         await blocks.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(scene())

@@ -36,6 +36,8 @@ def test_the_series_are_those_of_the_catalogue(server):
     assert known - names <= {"tandem_http_request_duration_seconds"}
     labels = {"route": "/v1/runs/{run}/train", "method": "POST", "status_class": "5xx"}
     assert labels in seen.all("tandem_http_requests_total")
+    until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
+    assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
 
 
 def test_requests_are_counted_by_template_method_and_status(server, http, run):
@@ -100,11 +102,3 @@ def test_event_streams_do_not_count_as_slow_requests(server, http, run):
     assert http.get(f"/v1/jobs/job-{run}/events", params={"wait": False}).status_code == 200
     until("it is counted", lambda: requests(server, route) >= 1)
     assert get(server, "tandem_http_request_duration_seconds_count", route=route) == timed
-
-
-def test_the_volume_and_the_version(server):
-    until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
-    assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
-    assert get(server, "tandem_volume_write_probe_seconds", volume="shared") > 0
-    (info,) = scrape(server).all("tandem_build_info")
-    assert info["version"]

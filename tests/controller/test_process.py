@@ -1,15 +1,12 @@
 """The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad moments."""
 
 import json
-import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,8 +14,6 @@ import pytest
 from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
 from spool.volume_tools import mounted
 from tandem.client import Tandem
-from tandem.config import Settings
-from tandem.controller import app
 from tandem.spool import Spool
 from waiting import until
 
@@ -79,17 +74,6 @@ def test_every_line_of_a_json_log_is_an_object(process):
     assert all(line["message"] for line in lines)
 
 
-def test_a_text_log_says_why_as_well(tmp_path):
-    root = make_root(tmp_path / "spool")
-    with Process(root) as process:
-        (root / "spool.json").rename(root / "moved.json")
-        httpx.get(f"{process.url}/healthz", trust_env=False)
-        lines = until("it is logged", lambda: [at for at in process.output().splitlines() if "collector=queue" in at])
-    assert "WARNING" in lines[0]
-    assert "is not a spool" in lines[0]
-    assert process.output().count("GET /healthz") == 1
-
-
 def test_a_second_controller_on_the_port_fails_visibly(process, root):
     second = Process(root, TANDEM_CONTROLLER_PORT=str(process.port))
     assert second.popen.wait(timeout=60) == 3
@@ -143,26 +127,3 @@ def test_a_controller_starts_on_a_full_volume_and_says_so(tmp_path):
             process.wait_ready()
         finally:
             process.__exit__()
-
-
-def test_stale_litter_is_removed_while_the_controller_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.1)
-    spool = Spool.create(tmp_path)
-    old, young = tmp_path / "jobs/data/.tmp-old", tmp_path / "jobs/.tmp-young"
-    for path in (old, young):
-        path.touch()
-    os.utime(old, (time.time() - 4000,) * 2)
-    failures = [RuntimeError("a bug")]
-    prune = app.prune
-
-    def fail_once(*arguments: Any) -> None:
-        if failures:
-            raise failures.pop()
-        prune(*arguments)
-
-    monkeypatch.setattr(app, "prune", fail_once)
-    stop = threading.Event()
-    threading.Thread(target=app.remove_regularly, args=(spool, Settings(), stop), daemon=True).start()
-    until("the stale one is gone", lambda: not old.exists())
-    stop.set()
-    assert young.exists()

@@ -1,13 +1,35 @@
 """Runs and jobs through the client, while the test does the runner's part."""
 
+import base64
+import io
 import json
+import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import api_server
-from api_server import KEY, Server, claim, fail, groups, make_root, rl_request, run_one, serve, sft_request, tree
+from api_server import (
+    BASE_MODEL,
+    KEY,
+    Server,
+    claim,
+    fail,
+    groups,
+    make_root,
+    rl_request,
+    run_one,
+    serve,
+    sft_request,
+    tree,
+)  # fmt: skip
+from spool.spool_tools import refused
 from tandem.client import Tandem
 from tandem.controller import app
 from tandem.data.packed_format import PackedBatch
@@ -24,9 +46,8 @@ def test_a_run_is_created_once(client, root):
     before = tree(root)
     assert client.create_run("once", lora=lora, seed=3) == status
     assert client.create_run("once", base_model=str(root / "models/tiny"), lora=lora, seed=3) == status
-    with pytest.raises(Conflict) as refused:
+    with refused(Conflict, "name"):
         client.create_run("once", lora={"rank": 4, "alpha": 9}, seed=3)
-    assert refused.value.field == "name"
     assert tree(root) == before
     assert "once" in [run.spec.name for run in client.list_runs()]
     (info,) = client.checkpoints("once")
@@ -143,14 +164,6 @@ def test_the_same_id_is_the_same_job(http, server, run, root):
     assert http.post(f"/v1/runs/{run}/train", json=request).json()["state"] == "succeeded"
 
 
-def test_lists_of_jobs(client, run):
-    first, second = (client.train(run, rl_request()).id for _ in range(2))
-    client.cancel(first)
-    assert [job.id for job in client.list_jobs(run)] == [first, second]
-    assert [job.id for job in client.list_jobs(run, ["queued", "running"])] == [second]
-    assert [job.id for job in client.list_jobs(run, limit=1)] == [second]
-
-
 def test_fork_and_rollback(client, server, run):
     for _ in range(2):
         client.train(run, rl_request())
@@ -158,9 +171,8 @@ def test_fork_and_rollback(client, server, run):
     fork = client.fork(run, 1, f"{run}-fork")
     assert (fork.newest_step, fork.spec.forked_from.step) == (0, 1)
     assert client.fork(run, 1, f"{run}-fork") == fork
-    with pytest.raises(Conflict) as refused:
+    with refused(Conflict, "name"):
         client.fork(run, 2, f"{run}-fork")
-    assert refused.value.field == "name"
     (info,) = client.checkpoints(f"{run}-fork")
     assert info.origin.run == run
     files = client.checkpoint(f"{run}-fork", 0).files
@@ -184,9 +196,8 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
     assert size > sum(entry.size for entry in client.checkpoint(run, 1).files.values())
     running, queued = client.train(run, rl_request()).id, client.train(run, rl_request()).id
     job = claim(server.spool)
-    with pytest.raises(Conflict, match=running) as refused:
+    with refused(Conflict, "run", running):
         client.delete_run(run)
-    assert refused.value.field == "run"
     assert client.get_job(queued).state == "queued"
     with pytest.raises(Conflict, match=running):
         client.delete_run(run, cancel_jobs=True, timeout=0)  # its runner has not stopped it yet
@@ -208,146 +219,154 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
     assert client.train(run, rl_request(id=done.id)).spec.base_step == 0
 
 
-def test_a_deleted_run_with_merged_weights_makes_room_for_another(tmp_path):
-    root = make_root(tmp_path / "spool")
-    with Server(root, weights="merged") as server, Tandem(server.url, KEY) as client:
-        client.create_run("a", lora={"rank": 2})
-        with pytest.raises(Conflict, match="'a'"):
-            client.create_run("b", lora={"rank": 2})
-        client.delete_run("a")
-        assert client.create_run("b", lora={"rank": 2}).newest_step == 0
-
-
-def test_a_pinned_checkpoint_is_named(client, run):
-    client.pin(run, 0)
-    client.pin(run, 0)
-    assert [info.pinned for info in client.checkpoints(run)] == [True]
-    client.unpin(run, 0)
-    assert [info.pinned for info in client.checkpoints(run)] == [False]
-    with pytest.raises(NotFound):
-        client.pin(run, 1)
-
-
-def test_a_checkpoint_is_deleted_alone(client, server, run):
+def test_a_checkpoint_is_pinned_and_deleted_alone(client, server, run):
     for _ in range(2):
         client.train_rl(run, groups(1))
         run_one(server.spool)
+    for _ in range(2):
+        client.pin(run, 1)
+        assert [info.pinned for info in client.checkpoints(run)] == [False, True, False]
+    with refused(Conflict, "step", "pinned"):
+        client.delete_checkpoint(run, 1)
+    client.unpin(run, 1)
     for step, reason in ((0, "beginning"), (2, "newest")):
-        with pytest.raises(Conflict, match=reason) as refused:
+        with refused(Conflict, "step", reason):
             client.delete_checkpoint(run, step)
-        assert refused.value.field == "step"
     client.delete_checkpoint(run, 1)
     assert [info.step for info in client.checkpoints(run)] == [0, 2]
-    with pytest.raises(NotFound):
-        client.delete_checkpoint(run, 1)
     directory = server.spool.checkpoints.path(run, 2).parent
     until("its files are gone", lambda: [path.name for path in sorted(directory.iterdir())] == ["00000000", "00000002"])
 
 
-def test_the_controller_removes_what_the_settings_do_not_keep(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.05)
-    root = make_root(tmp_path / "spool")
-    with Server(root, keep_checkpoints=1, keep_every=2) as server, Tandem(server.url, KEY) as client:
-        client.create_run("a", lora={"rank": 2})
-        for _ in range(4):
-            client.train("a", rl_request())
-            run_one(server.spool)
-        until("old ones are gone", lambda: [info.step for info in client.checkpoints("a")] == [0, 2, 4])
-
-
-def test_rows_that_do_not_divide_over_the_ranks_are_refused(tmp_path):
-    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 2}))
-    with Server(tmp_path / "spool", trainer_ranks=4, tensor_parallel=2) as server, Tandem(server.url, KEY) as client:
-        client.create_run("a", lora={"rank": 2})
-        with pytest.raises(InvalidInput) as refused:
-            client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 3}))
-        assert refused.value.field == "optimizer.grad_accumulation_sequences"
-        client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
+MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
+           "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}  # fmt: skip
 
 
 @pytest.fixture
-def experts_root(tmp_path):
-    """A spool whose model is, by its configuration, a mixture of experts."""
-    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_moe"} | experts))
-    return tmp_path / "spool"
+def deploy(tmp_path) -> Iterator[Callable[..., tuple[Server, Tandem]]]:
+    """Starts a controller on this test's spool, whose model's configuration is changed by `model`."""
+    with ExitStack() as stack:
+
+        def start(model: dict[str, Any] | None = None, **settings: Any) -> tuple[Server, Tandem]:
+            config = make_root(tmp_path / "spool") / BASE_MODEL / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | (model or {})))
+            server = stack.enter_context(Server(tmp_path / "spool", **settings))
+            return server, stack.enter_context(Tandem(server.url, KEY))
+
+        yield start
+
+
+def test_the_controller_removes_what_the_settings_do_not_keep_and_goes_on_after_an_error(deploy, monkeypatch):
+    failures, prune = [RuntimeError("a bug")], app.prune
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        prune(*arguments)
+
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(app, "prune", fail_once)
+    server, client = deploy(keep_checkpoints=1, keep_every=2)
+    old, young = server.spool.root / "jobs/data/.tmp-old", server.spool.root / "jobs/.tmp-young"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (time.time() - 4000,) * 2)
+    client.create_run("a", lora={"rank": 2})
+    for _ in range(4):
+        client.train("a", rl_request())
+        run_one(server.spool)
+    until("old ones are gone", lambda: [info.step for info in client.checkpoints("a")] == [0, 2, 4])
+    until("the stale one is gone", lambda: not old.exists())
+    assert young.exists()
+
+
+def test_rows_that_do_not_divide_over_the_ranks_are_refused(deploy):
+    _, client = deploy({"num_key_value_heads": 2}, trainer_ranks=4, tensor_parallel=2)
+    client.create_run("a", lora={"rank": 2})
+    with refused(InvalidInput, "optimizer.grad_accumulation_sequences"):
+        client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 3}))
+    client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
 
 
 @pytest.mark.parametrize(("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")])
-def test_families_without_merged_weights_are_refused(tmp_path, family, why):
-    path = make_root(tmp_path / "spool") / "models/tiny/config.json"
+def test_families_without_merged_weights_are_refused(deploy, family, why):
     shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
     shape |= {"model_type": family, "num_local_experts": 4, "layer_types": None}
-    shape["sliding_window"] = 8 if family == "gpt_oss" else None
-    path.write_text(json.dumps(json.loads(path.read_text()) | shape))
-    with Server(tmp_path / "spool", weights="merged") as server, Tandem(server.url, KEY) as client:
-        with pytest.raises(InvalidInput, match=why) as refused:
-            client.create_run("merged", weights="merged")
-        assert refused.value.field == "weights"
+    _, client = deploy(shape | {"sliding_window": 8 if family == "gpt_oss" else None}, weights="merged")
+    with refused(InvalidInput, "weights", why):
+        client.create_run("merged", weights="merged")
 
 
-def test_a_mixture_of_experts_has_adapters_on_attention_by_default(experts_root):
+def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    with Server(experts_root) as server, Tandem(server.url, KEY) as client:
-        assert client.create_run("default").spec.lora.targets == attention
-        assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(rank=2, targets=attention)
-        assert client.create_run("some", lora={"targets": ["v_proj"]}).spec.lora.targets == ("v_proj",)
-        with pytest.raises(InvalidInput, match="TANDEM_EXPERT_LORA=1") as refused:
-            client.create_run("experts", lora={"targets": ["q_proj", "up_proj"]})
-        assert refused.value.field == "lora.targets"
-    with Server(experts_root, expert_lora=True) as server, Tandem(server.url, KEY) as client:
-        assert client.create_run("again").spec.lora.targets == attention
-        client.create_run("experts", lora={"rank": 2, "targets": ["q_proj", "up_proj"]})
-        keys = load_file(server.spool.checkpoints.path("experts", 0) / "adapter_model.safetensors")
-        assert keys["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"].shape == (8, 2)
-        assert len(keys) == 2 * (1 + 4)
-
-
-def test_a_model_that_the_trainers_ranks_cannot_cut_is_refused(experts_root):
-    with (
-        Server(experts_root, trainer_ranks=2, tensor_parallel=2) as server,
-        Tandem(server.url, KEY) as client,
-        pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"),
-    ):
+    _, client = deploy(MIXTURE)
+    assert client.create_run("default").spec.lora.targets == attention
+    assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(rank=2, targets=attention)
+    assert client.create_run("some", lora={"targets": ["v_proj"]}).spec.lora.targets == ("v_proj",)
+    with refused(InvalidInput, "lora.targets", "TANDEM_EXPERT_LORA=1"):
+        client.create_run("experts", lora={"targets": ["q_proj", "up_proj"]})
+    server, client = deploy(MIXTURE, expert_lora=True)
+    client.create_run("experts", lora={"rank": 2, "targets": ["q_proj", "up_proj"]})
+    keys = load_file(server.spool.checkpoints.path("experts", 0) / "adapter_model.safetensors")
+    assert keys["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"].shape == (8, 2)
+    assert len(keys) == 2 * (1 + 5)
+    _, client = deploy(MIXTURE, trainer_ranks=2, tensor_parallel=2)
+    with pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"):
         client.create_run("a")
 
 
-def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(tmp_path):
-    root = make_root(tmp_path / "spool")
+def routed(experts: np.ndarray) -> dict[str, Any]:
+    """A request whose turns, of 4 tokens each, have these experts for 3."""
+    buffer = io.BytesIO()
+    np.save(buffer, experts)
+    made = rl_request()
+    for trajectory in made["groups"][0]["trajectories"]:
+        trajectory["turns"][0]["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
+    return made
+
+
+def test_a_job_of_a_mixture_has_the_experts_of_its_turns(deploy, client, run):
+    with pytest.raises(InvalidInput, match="no mixture of experts"):
+        client.train(run, routed(np.zeros((3, 1, 2), np.uint8)))
+    experts = np.array([[[4, 1]], [[0, 3]], [[2, 0]]], np.uint8)
+    server, client = deploy(MIXTURE)
+    client.create_run("r", lora={"rank": 2})
+    with refused(InvalidInput, "groups.0.trajectories.0.turns.0.routed_experts", "outside"):
+        client.train("r", routed(experts + 1))
+    job = client.train("r", routed(experts))
+    with PackedBatch.open(server.spool.paths.root / job.spec.data.path) as batch:
+        assert np.array_equal(batch.row(0).slot_experts[:3], experts)
+
+
+def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deploy, tmp_path):
     for settings in ({}, {"weights": "merged"}):
-        with Server(root, **settings) as server, Tandem(server.url, KEY) as client:
-            with pytest.raises(InvalidInput, match="TANDEM_TRANSPORT=volume") as refused:
-                client.create_run("all", trainable="full")
-            assert refused.value.field == "trainable"
-            assert client.list_runs() == []
-    with Server(root, weights="merged", transport="volume") as server, Tandem(server.url, KEY) as client:
-        with pytest.raises(InvalidInput) as refused:
-            client.create_run("all", trainable="full", lora={"rank": 2})
-        assert refused.value.field == "lora"
-        spec = client.create_run("all", trainable="full").spec
-        assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
-        assert client.create_run("all", trainable="full").newest_step == 0  # the same again changes nothing
-        assert server.spool.checkpoints.manifest("all", 0).files == {}
-        with pytest.raises(Conflict, match="'all'"):
-            client.create_run("adapter")
-        assert client.train_rl("all", groups(1)).spec.base_step == 0
+        _, client = deploy(**settings)
+        with refused(InvalidInput, "trainable", "TANDEM_TRANSPORT=volume"):
+            client.create_run("all", trainable="full")
+        assert client.list_runs() == []
+    server, client = deploy(weights="merged", transport="volume")
+    with refused(InvalidInput, "lora"):
+        client.create_run("all", trainable="full", lora={"rank": 2})
+    spec = client.create_run("all", trainable="full").spec
+    assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
+    assert client.create_run("all", trainable="full").newest_step == 0  # the same again changes nothing
+    assert server.spool.checkpoints.manifest("all", 0).files == {}
+    with pytest.raises(Conflict, match="'all'"):
+        client.create_run("adapter")
+    client.cancel(client.train_rl("all", groups(1)).id)
 
-
-def test_a_fork_of_all_weights_has_them_and_the_optimizer(tmp_path):
-    with Server(make_root(tmp_path / "spool"), weights="merged", transport="volume") as server:
-        client = Tandem(server.url, KEY)
-        client.create_run("all", trainable="full")
-        staged = server.spool.root / "staged"
-        (staged / "optimizer").mkdir(parents=True)
-        (staged / "model.safetensors").write_bytes(b"weights")
-        (staged / "optimizer" / "adam.json").write_text("{}")
-        made = server.spool.checkpoints.commit(staged, "all", 1, "a-job")
-        client.fork("all", 1, "fork")
-        manifest = server.spool.checkpoints.manifest("fork", 0)
-        assert manifest.files == made.files
-        assert manifest.weights_sha256 == made.files["model.safetensors"].sha256
-        weights = client.download("fork", 0, tmp_path / "weights", weights_only=True)
-        assert set(weights.files) == {"model.safetensors"}
-        assert {path.name for path in (tmp_path / "weights").rglob("*")} == {"model.safetensors", "manifest.json"}
+    staged = server.spool.root / "staged"
+    (staged / "optimizer").mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(b"weights")
+    (staged / "optimizer" / "adam.json").write_text("{}")
+    made = server.spool.checkpoints.commit(staged, "all", 1, "a-job")
+    client.fork("all", 1, "fork")
+    manifest = server.spool.checkpoints.manifest("fork", 0)
+    assert manifest.files == made.files
+    assert manifest.weights_sha256 == made.files["model.safetensors"].sha256
+    weights = client.download("fork", 0, tmp_path / "weights", weights_only=True)
+    assert set(weights.files) == {"model.safetensors"}
+    assert {path.name for path in (tmp_path / "weights").rglob("*")} == {"model.safetensors", "manifest.json"}
+    for run in ("all", "fork"):
+        client.delete_run(run)
+    assert client.create_run("adapter").newest_step == 0  # a deleted run makes room for another

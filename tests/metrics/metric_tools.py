@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as PrometheusCollector
@@ -42,12 +41,6 @@ class Scraped:
 
 def scrape(page: PrometheusCollector) -> Scraped:
     return Scraped(generate_latest(page).decode())
-
-
-def fetch(url: str, accept: str = "*/*") -> tuple[int, str, str]:
-    """(status, content type, body)."""
-    answer = httpx.get(url, headers={"Accept": accept}, timeout=10)
-    return answer.status_code, answer.headers["Content-Type"], answer.text
 
 
 class Exported:

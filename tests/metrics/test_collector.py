@@ -56,14 +56,14 @@ def driver() -> Driver:
 
 
 def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver, monkeypatch) -> None:
-    exported = Exported(driver, Other())
+    exported, stop = Exported(driver, Other()), threading.Event()
 
     def last_success(name: str) -> float | None:
         return exported.scrape().get("tandem_collector_last_success_timestamp_seconds", collector=name)
 
     try:
         for made in exported.collectors:
-            made.start()
+            made.start(stop)
         until("it has collected", lambda: exported.scrape().get(USED, uuid="GPU-a"))
         driver.value = 2.0
         driver.answers.clear()
@@ -86,8 +86,7 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver,
         until("it goes on", lambda: exported.scrape().get(USED, uuid="GPU-a") == 3)
     finally:
         driver.answers.set()
-        for made in exported.collectors:
-            made.stop()
+        stop.set()
 
 
 def test_a_failure_shows_and_what_was_collected_before_stays_for_a_minute(driver, caplog, monkeypatch) -> None:

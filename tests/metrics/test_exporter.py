@@ -5,20 +5,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from free_ports import free_ports
-from metrics.metric_tools import Scraped, fetch
+from metrics.metric_tools import Scraped
 from tandem.config import Settings
-from tandem.metrics.exporter import MetricsServer, exported_sides, make_collectors
+from tandem.metrics.exporter import exported_sides, make_collectors
 from tandem.spool import Spool
 from tandem.system import ports
-from waiting import answers, until
+from waiting import until
 
 COMMAND = [sys.executable, "-m", "tandem.metrics.exporter"]
 # What Prometheus 3 accepts.
@@ -28,58 +28,43 @@ PROMETHEUS_3 = (
 )
 
 
-@contextmanager
-def exporter(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """(process, URL), once it answers."""
-    [port] = free_ports(1)
-    variables = os.environ | {"TANDEM_ROOT": str(root), "TANDEM_METRICS_PORT": str(port)} | environment
-    process = subprocess.Popen(COMMAND, env=variables)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until("the exporter answers", lambda: answers(f"{url}/health"))
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_it_starts_without_the_volume_and_stops_on_sigterm(tmp_path: Path) -> None:
+def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_on_sigterm(tmp_path: Path) -> None:
     root, multiproc = tmp_path / "spool", tmp_path / "multiproc"
     multiproc.mkdir()
-    with exporter(root, TANDEM_DEVICE="cpu", PROMETHEUS_MULTIPROC_DIR=str(multiproc)) as (process, url):
+    with ports.reserve() as held:
+        variables = os.environ | {"TANDEM_ROOT": str(root), "TANDEM_METRICS_PORT": str(held.port),
+                                  "TANDEM_DEVICE": "cpu", "PROMETHEUS_MULTIPROC_DIR": str(multiproc)}  # fmt: skip
+        url = f"http://127.0.0.1:{held.port}"
 
-        def success(collector: str) -> float | None:
-            return Scraped(fetch(f"{url}/metrics")[2]).get("tandem_collector_success", collector=collector)
+        def succeeds() -> dict[str, float] | None:
+            """Of each collector that has tried; None before the exporter answers."""
+            with suppress(httpx.TransportError):
+                seen = Scraped(httpx.get(f"{url}/metrics").text)
+                tried = seen.by("collector", "tandem_collector_duration_seconds")
+                return {name: value for name, value in seen.by("collector", "tandem_collector_success").items()
+                        if name in tried}  # fmt: skip
+            return None
 
-        def tried() -> set[str]:
-            seen = Scraped(fetch(f"{url}/metrics")[2])
-            return {labels["collector"] for labels in seen.all("tandem_collector_duration_seconds")}
-
-        without_spool, with_spool = {"nvml", "supervisor", "build"}, {"ranks", "jobs", "policy", "publish",
-                                                                     "checkpoints", "volumes"}  # fmt: skip
-        until("every collector has tried", lambda: tried() == without_spool | with_spool)
-        assert {name for name in tried() if success(name) == 0} == with_spool
-        status, content_type, text = fetch(f"{url}/metrics", PROMETHEUS_3)
-        assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        seen = Scraped(text)
-        assert seen.get("tandem_volume_free_bytes", volume="shm")
-        assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
-        assert seen.get("process_resident_memory_bytes") < 120 * 2**20
-        assert not [name for name in seen.names if name.endswith("_created")]
-        Spool.create(root)
-        until("it has found the spool", lambda: success("jobs") == 1)
-        assert "/metrics" in fetch(f"{url}/")[2]
-        assert fetch(f"{url}/nothing")[0] == 404
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        with subprocess.Popen(COMMAND, env=variables) as process:
+            try:
+                tried = dict.fromkeys(("nvml", "supervisor", "build"), 1)
+                tried |= dict.fromkeys(("ranks", "jobs", "policy", "publish", "checkpoints", "volumes"), 0)
+                until("every collector has tried", lambda: succeeds() == tried)
+                answer = httpx.get(f"{url}/metrics", headers={"Accept": PROMETHEUS_3})
+                assert (answer.status_code, answer.headers["content-type"]) == (200, CONTENT_TYPE_PLAIN_0_0_4)
+                seen = Scraped(answer.text)
+                assert seen.get("tandem_volume_free_bytes", volume="shm")
+                assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
+                assert seen.get("process_resident_memory_bytes") < 120 * 2**20
+                assert not [name for name in seen.names if name.endswith("_created")]
+                Spool.create(root)
+                until("it has found the spool", lambda: succeeds()["jobs"] == 1)
+                assert httpx.get(f"{url}/").status_code == 404
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
     assert not list(multiproc.iterdir())
-
-
-def test_it_takes_the_port_that_tandem_up_holds_for_it() -> None:
-    with ports.reserve() as held, MetricsServer("127.0.0.1", held.port, None, {"what": "a test"}) as server:
-        server.serve_in_background()
-        assert "a test" in fetch(f"http://127.0.0.1:{held.port}/")[2]
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("port", "status"), [("taken", 1), ("x", 2)])

@@ -36,11 +36,6 @@ def test_the_stack_ends_with_a_killed_demo(tmp_path):
     until("the stack to end", lambda: not alive(pid))
 
 
-def test_make_starts_a_demo_that_ends_with_make():
-    recipe = (EXAMPLES.parent / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
-    assert "$(VENV)/bin/python examples/demo.py --with-parent" in recipe, "a program between would outlive make"
-
-
 def test_a_taken_port_is_named_or_replaced(capsys):
     with ports.reserve() as held:
         with pytest.raises(SystemExit, match=f"--controller-port: another Tandem process uses port {held.port} "):

@@ -39,11 +39,6 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
         assert b"s3cret" not in path.read_bytes()
 
 
-def test_an_empty_token_file_is_no_token(up, tmp_path):
-    (tmp_path / "token").touch()
-    both_run(up(TANDEM_ADMIN_TOKEN_FILE=str(tmp_path / "token")))
-
-
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
@@ -126,9 +121,10 @@ def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how
     assert stack.left() == []
 
 
-def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_group(up):
+def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_group(up, tmp_path):
     one = both_run(up(FAKE_B="stubborn", FAKE_A="child"))
-    two = both_run(up(role="trainer"))
+    (tmp_path / "token").touch()  # an empty file is no token
+    two = both_run(up(role="trainer", TANDEM_ADMIN_TOKEN_FILE=str(tmp_path / "token")))
     assert one.process.poll() is None
     assert (one.root / "logs/trainer/a.log").stat().st_mode & 0o060 == 0o060
     assert (two.stop(), one.stop()) == (0, 0)

@@ -1,10 +1,9 @@
-"""`tandem up --role` as a container runs it: the first process, or under tini; a user without name, groups and
-capabilities; a root file system that is read-only but for /tmp, /run and the volume."""
+"""`tandem up --role` as a pod's container runs it: the first process; a user without name, groups and capabilities; a
+root file system that is read-only but for /tmp, /run and the volume. tests/docker has it under an init."""
 
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -46,17 +45,14 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.skipif(not can_unshare(), reason="needs root and namespaces")
-@pytest.mark.parametrize("init", ["", "tini --"])
-def test_first_process_or_under_init_without_name_on_a_read_only_root(tmp_path, init):
-    if init and not shutil.which("tini"):
-        pytest.skip("no tini")
+def test_first_process_without_name_on_a_read_only_root(tmp_path):
     volume = tmp_path / "volume"
     volume.mkdir()
     volume.chmod(0o2775)
     python = shlex.join([sys.executable, "-m", "start_up"])
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     environment = kept | {
-        "VOLUME": str(volume), "COMMAND": f"{init} {AS_USER} {python}", "PYTHONPATH": PATH, "HOME": "/tmp",
+        "VOLUME": str(volume), "COMMAND": f"{AS_USER} {python}", "PYTHONPATH": PATH, "HOME": "/tmp",
         "TANDEM_ROOT": "/srv", "TANDEM_LOG_DIR": "/run/logs", "XDG_RUNTIME_DIR": "/run", "FAKE_A": "orphans",
         "PYTHONDONTWRITEBYTECODE": "1", "ROLE": "trainer", "PROGRAMS": json.dumps(AB),
     }  # fmt: skip
@@ -79,7 +75,7 @@ def test_first_process_or_under_init_without_name_on_a_read_only_root(tmp_path, 
             assert path.stat().st_mode & 0o060 == 0o060, path
         first = next(process for process in inside if process.parent == container.pid)
         os.kill(first.pid, signal.SIGTERM)
-        # tini hands on its child's status, and unshare that of the first process.
+        # unshare hands on the status of the first process.
         assert container.wait(20) == 0
         assert "up | stopped" in out.read_text()
     finally:

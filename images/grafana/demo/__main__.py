@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--interval", help="between two scrapes, instead of the shipped intervals; for example 1s")
     arguments = parser.parse_args()
     world = World()
-    servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job), {"what": f"made up: {job}"}) for job in JOBS}
+    servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job)) for job in JOBS}
     for job, server in servers.items():
         server.serve_in_background()
         print(f"{job}: http://127.0.0.1:{server.server_port}/metrics")

@@ -12,9 +12,8 @@ from prometheus_client.registry import Collector
 
 import tandem
 from tandem.metrics.container import STATES
-from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.metric import ALL, Exporter, Samples
 from tandem.metrics.publish import PHASES
-from tandem.metrics.samples import Samples
 
 JOBS = ("tandem-trainer", "tandem-inference", "tandem-controller", "tandem-vllm")
 """Prometheus' jobs, each of which has a page."""

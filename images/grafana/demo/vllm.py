@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from images.grafana.vllm_metrics import VLLM_METRICS
 
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import Samples
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from images.grafana.demo import vllm
 
 from tandem.metrics.catalogue import CATALOGUE
-from tandem.metrics.metric import ALL, Exporter
+from tandem.metrics.metric import ALL, Exporter, Samples
 from tandem.metrics.publish import STAGES
-from tandem.metrics.samples import Samples
 
 GIB = 2**30
 HISTORY_SECONDS = 300

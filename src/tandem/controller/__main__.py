@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from tandem.config import Settings, load_settings
-from tandem.controller.access import check_bind
 from tandem.controller.app import create_app
+from tandem.controller.middleware import check_bind
 from tandem.errors import TandemError, VolumeFull
 from tandem.system.logs import configure
 from tandem.system.path_names import free_path_names

@@ -1,26 +1,28 @@
-"""The FastAPI application: its routes, its middleware from the outside in, and its OpenAPI document.
+"""The FastAPI application: its routes, its middleware, its own `/metrics`, and its OpenAPI document."""
 
-A request passes `metrics.CountRequests`, `access.Authentication`, `access.BodyLimit`, then its route.
-"""
-
+import ctypes
+import gc
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from pydantic import TypeAdapter
 
 import tandem
 from tandem.config import Settings
 from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, routes_train
-from tandem.controller.access import Authentication, BodyLimit
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
-from tandem.controller.metrics import install_metrics
+from tandem.controller.middleware import Authentication, BodyLimit, CountRequests
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
+from tandem.metrics.collector import Page
+from tandem.metrics.container import BuildCollector, VolumesCollector
+from tandem.metrics.controller import QueueCollector
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
 from tandem.spool.removal import prune
@@ -47,10 +49,7 @@ log = Log("controller")
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application of one deployment.
-
-    Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
-    """
+    """The application of one deployment. Raises as `Deployment` does."""
     app = FastAPI(
         title="Tandem",
         version=tandem.__version__,
@@ -78,31 +77,56 @@ def create_app(settings: Settings) -> FastAPI:
         deployment.spool.check_writable()
         return Health(version=tandem.__version__)
 
-    # The middleware added last is the outermost.
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    _install_metrics(app, app.state.deployment)
+    # The middleware added last is the outermost, which counts refused requests too.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.api_keys)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    install_metrics(app, app.state.deployment)
+    app.add_middleware(CountRequests, counts=app.state.deployment.counts)
     return app
+
+
+def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
+    def spool() -> Spool:
+        return deployment.spool
+
+    app.state.collectors = BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {})
+    page = Page(app.state.collectors, deployment.counts)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        """For Prometheus. Needs no key, and contains no names of runs or jobs."""
+        return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    for path, methods in app.openapi()["paths"].items():
+        for method in methods:
+            for status_class in ("2xx", "4xx", "5xx"):  # increase() misses the first request of a series without a 0
+                labels = {"route": path, "method": method.upper(), "status_class": status_class}
+                deployment.counts.inc("tandem_http_requests_total", 0, **labels)
 
 
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
     """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
-    deployment, collectors, stop = app.state.deployment, app.state.collectors, threading.Event()
+    deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
-    threading.Thread(target=remove_regularly, args=arguments, name="sweep", daemon=True).start()
-    for thread in collectors:
-        thread.start()
+    threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
+    for collector in app.state.collectors:
+        collector.start(stop)
     yield
     stop.set()
-    for thread in collectors:
-        thread.stop()
 
 
-def remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
-    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set."""
+def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
+    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set.
+
+    Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own allocator keeps a MiB as
+    long as a byte of it is in use, and uses it again for the next streams.
+    """
     while not stop.wait(SWEEP_SECONDS):
+        gc.collect()
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
         try:
             spool.check()
             prune(spool, settings)

@@ -8,11 +8,10 @@ from fastapi import Depends, Request
 
 from tandem.config import Settings, resolve_model
 from tandem.controller.event_streams import EventStreams
-from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
 from tandem.metrics.controller import HTTP_METRICS
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
 # Parsing and packing a batch takes a core and several times the request's size in memory, so others wait. Small ones
@@ -21,14 +20,15 @@ PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """One per controller process; everything in it can be read from the settings and the spool again."""
+    """One per controller process; everything in it can be read from the settings and the spool again.
+
+    Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        if settings.base_model is None:
-            problem = "TANDEM_BASE_MODEL is not set: name a Hugging Face directory or a hub name"
-            raise InvalidInput(problem, field="TANDEM_BASE_MODEL")
+        settings.model_path()
         self.settings = settings
-        self.base_model: str = settings.base_model
+        self.base_model = str(settings.base_model)
         self.spool = Spool.create(settings.root)
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
@@ -39,7 +39,7 @@ class Deployment:
     @property
     def model_path(self) -> str:
         """The base model as this container sees it."""
-        return resolve_model(self.settings.root, self.base_model)
+        return self.settings.model_path()
 
     @cached_property
     def arch(self) -> Arch:

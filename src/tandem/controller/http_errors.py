@@ -28,7 +28,6 @@ log = Log("controller")
 
 
 def response_of(error: TandemError) -> JSONResponse:
-    """The response for an error."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -120,7 +119,6 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> set[str]:
-    """All methods of the request's path."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {method for route in routes for method in getattr(route, "methods", None) or ()}
 

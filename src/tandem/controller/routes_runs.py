@@ -57,9 +57,6 @@ def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]
 def _check(deployment: Deployment, spec: RunSpec) -> None:
     """Raises InvalidInput for a run that this deployment can't train or serve."""
     settings = deployment.settings
-    if not deployment.is_base_model(spec.base_model):
-        problem = f"this deployment trains {deployment.base_model!r}, not {spec.base_model!r}"
-        raise InvalidInput(problem, field="base_model")
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
@@ -102,7 +99,10 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
 
     Step 0 of a run of all weights has no files: it is the base model.
     """
-    base, full = request.base_model or deployment.base_model, request.trainable == "full"
+    full = request.trainable == "full"
+    if request.base_model and not deployment.is_base_model(request.base_model):
+        problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
+        raise InvalidInput(problem, field="base_model")
     if full and "lora" in request.model_fields_set:
         raise InvalidInput("a run of all weights (trainable=full) has no adapter; leave lora out", field="lora")
     lora = request.lora
@@ -110,7 +110,7 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         lora = lora.model_copy(update={"targets": default_targets(deployment.arch)})
     spec = RunSpec(
         name=request.name,
-        base_model=deployment.base_model if deployment.is_base_model(base) else base,
+        base_model=deployment.base_model,
         trainable=request.trainable,
         lora=None if full else lora,
         weights=request.weights or deployment.settings.weights,

@@ -8,6 +8,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -16,8 +17,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from tandem.errors import TandemError
-from tandem.metrics.metric import ALL, STALE_SECONDS, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import ALL, STALE_SECONDS, Metric, Samples
 from tandem.spool import Spool
 from tandem.system.logs import Log
 
@@ -47,7 +47,6 @@ class Collector(abc.ABC):
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
         self.errors: list[str] = []  # what a collection could not collect
-        self._stop = threading.Event()
         self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic, as is _began
         self._began: float | None = None  # while a collection runs
@@ -66,22 +65,26 @@ class Collector(abc.ABC):
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
         """Calls `action` for every item, also after an error: whatever one file holds, the others are collected."""
         for item in items:
-            try:
+            with self.part(item):
                 action(item)
-            except Exception as error:
-                self.errors.append(f"{item}: {error if isinstance(error, TandemError) else repr(error)}")
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name=f"collect-{self.name}", daemon=True).start()
+    @contextmanager
+    def part(self, what: object) -> Iterator[None]:
+        """An exception in this part of a collection is one of its errors, and the other parts go on."""
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(f"{what}: {error if isinstance(error, TandemError) else repr(error)}")
 
-    def stop(self) -> None:
-        """Ends the thread after its current collection. Does not wait, because that collection may hang."""
-        self._stop.set()
+    def start(self, stop: threading.Event) -> None:
+        """Collects in a thread until `stop` is set. Nobody waits for its end, because a collection may hang."""
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.collect_once()
-            self._stop.wait(self.interval)
+        def run() -> None:
+            while not stop.is_set():
+                self.collect_once()
+                stop.wait(self.interval)
+
+        threading.Thread(target=run, name=f"collect-{self.name}", daemon=True).start()
 
     def collect_once(self) -> None:
         """Never raises."""

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import tandem
 from tandem.config import Settings
-from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, OpenSpool, SpoolCollector
-from tandem.metrics.metric import ALL, BOTH, OPEN, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import ALL, BOTH, OPEN, Metric, Samples
 from tandem.supervise.supervisord import statuses
 from tandem.system.environment import installed_version
 
@@ -104,7 +102,7 @@ class VolumesCollector(SpoolCollector):
         for volume, path in self._directories.items():
             if path.is_dir():
                 _set_sizes(gauges, volume, path)
-        try:
+        with self.part("the shared volume"):
             spool = self.spool()
             _set_sizes(gauges, "shared", spool.root)
             if time.monotonic() - self._probed_at >= PROBE_SECONDS:
@@ -113,8 +111,6 @@ class VolumesCollector(SpoolCollector):
                 self._probed_at = time.monotonic()
                 self._probe_seconds = self._probed_at - begin
             gauges.set("tandem_volume_write_probe_seconds", self._probe_seconds, volume="shared")
-        except (TandemError, OSError) as error:
-            self.errors.append(str(error))
 
 
 def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:

@@ -3,8 +3,7 @@
 from functools import partial
 
 from tandem.metrics.collector import SpoolCollector
-from tandem.metrics.metric import JOB_KINDS, OPEN, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import JOB_KINDS, OPEN, Metric, Samples
 from tandem.spool.schema import PENDING
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "other")

@@ -6,13 +6,10 @@ exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 
 is taken.
 """
 
-import json
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Mapping
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler
 from socket import AF_INET6
@@ -22,7 +19,6 @@ from typing import Any, override
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector as PrometheusCollector
 
-import tandem
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, Page
@@ -69,7 +65,7 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """`/metrics`, `/health`, and `/` for people, which shows `about`. Raises OSError if the address is taken.
+    """Serves `page` at `/metrics`. Raises OSError if the address is taken.
 
     Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
     """
@@ -77,13 +73,11 @@ class MetricsServer(ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True  # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT
 
-    def __init__(self, host: str, port: int, page: PrometheusCollector, about: Mapping[str, str]) -> None:
+    def __init__(self, host: str, port: int, page: PrometheusCollector) -> None:
         if ":" in host:
             self.address_family = AF_INET6
         super().__init__((host, port), _Handler)
         self.page = page
-        self.about = about
-        self.began = time.monotonic()
         self.server_port = int(self.server_address[1])
 
     def serve_in_background(self) -> None:
@@ -96,21 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            self._answer(200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self.server.page))
-        elif path == "/health":
-            seconds = round(time.monotonic() - self.server.began, 3)
-            self._answer(200, "application/json", json.dumps({"status": "ok", "up_seconds": seconds}).encode())
-        elif path == "/":
-            lines = [f"{key}: {value}" for key, value in self.server.about.items()]
-            self._answer(200, "text/plain; charset=utf-8", "\n".join([*lines, "see /metrics and /health\n"]).encode())
-        else:
-            self._answer(404, "text/plain; charset=utf-8", f"{path} is none of /, /metrics, /health\n".encode())
-
-    def _answer(self, status: int, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
+        found = self.path.partition("?")[0] == "/metrics"
+        body = generate_latest(self.server.page) if found else b"see /metrics\n"
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -133,17 +116,15 @@ def main() -> int:
         log.error(f"the exporter can't start: {error}")
         return 2
     collectors = make_collectors(settings, sides)
-    names = ", ".join(collector.name for collector in collectors)
-    about = {"what": "Tandem's exporter", "version": tandem.__version__, "role": " and ".join(sides),
-             "collectors": names}  # fmt: skip
     try:
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors), about)
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors))
     except OSError as error:
         log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
         return 1
     for collector in collectors:
-        collector.start()
+        collector.start(stop)
     server.serve_in_background()
+    names = ", ".join(collector.name for collector in collectors)
     log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)
     stop.wait()
     return 0

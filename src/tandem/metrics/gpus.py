@@ -5,8 +5,7 @@ from functools import partial
 from typing import Literal
 
 from tandem.metrics.collector import Collector
-from tandem.metrics.metric import BOTH, OPEN, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import BOTH, OPEN, Metric, Samples
 from tandem.system.nvml import Driver, DriverFailed, Gpu
 
 _THROTTLE_REASONS = {
@@ -70,10 +69,8 @@ class NvmlCollector(Collector):
             for gpu in gpus:
                 if not self._selected or any(gpu.has_name(name) for name in self._selected):
                     measured += 1
-                    try:
+                    with self.part(f"GPU {gpu.uuid}"):
                         self._measure(self._driver, gpu, gauges)
-                    except DriverFailed as error:
-                        self.errors.append(f"GPU {gpu.uuid}: {error}")
             if self._selected and not measured and self._driver.nvml is not None:
                 self.errors.append(f"none of the GPUs {', '.join(self._selected)} is here")
             self._seen = self._seen or measured > 0

@@ -4,6 +4,7 @@ The cost does not grow with the number of queued or finished jobs: only jobs tha
 of finished jobs is listed only after it has changed.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Any
 
 from tandem.errors import NotFound
 from tandem.metrics.collector import OpenSpool, SpoolCollector
-from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric
-from tandem.metrics.samples import Samples, number
+from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric, Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, Event, JobKey
 from tandem.system.gpus import beyond
@@ -88,11 +88,12 @@ METRICS = (
 
 
 @dataclass
-class _FollowedJob:
+class _Followed:
     kind: str
     created: float  # Unix seconds
     offset: int = 0  # bytes of its event file that have been read
     first_claimed: float | None = None  # Unix seconds
+    ended: bool = False  # its terminal event was read, which is written before the job's file moves
 
 
 class JobsCollector(SpoolCollector):
@@ -102,9 +103,8 @@ class JobsCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        self._followed: dict[str, _FollowedJob] = {}
+        self._followed: dict[str, _Followed] = {}
         self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
-        self._ended: set[str] = set()  # ids of jobs that were read to their end, until their files have moved
         self._listed: dict[Path, tuple[JobKey, ...]] = {}  # directories of finished jobs, as they were last listed
         self._caught_up = False
         self._uncounted = Samples(self.metrics)  # of events from before this process, which only set gauges
@@ -113,7 +113,11 @@ class JobsCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
-        self.try_each(self._new_jobs(spool), lambda job_id: self._follow(spool, job_id))
+        found = self._find(spool)
+        # A job that has ended is known until its file has moved, so that it is not counted twice.
+        self._followed = {known: job for known, job in self._followed.items() if known in found or not job.ended}
+        self._unread = found - self._followed.keys()
+        self.try_each(sorted(self._unread), lambda job_id: self._follow(spool, job_id))
         self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
         self._caught_up = True
         for name, value in self._last.items():
@@ -122,8 +126,8 @@ class JobsCollector(SpoolCollector):
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
 
-    def _new_jobs(self, spool: Spool) -> list[str]:
-        """Ids of jobs not seen before: running ones, and those that ended since the last collection."""
+    def _find(self, spool: Spool) -> set[str]:
+        """Ids of running jobs, of those that ended since the last collection, and of those that were not read then."""
         index = spool.jobs.index
         # Running jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
         found = self._unread | {key.id for key in index.running()}
@@ -132,28 +136,22 @@ class JobsCollector(SpoolCollector):
             if (before := self._listed.get(directory, ())) is not finished:
                 found |= {key.id for key in set(finished).difference(before)}
         self._listed = listed
-        self._ended &= found
-        self._unread = found - self._ended - self._followed.keys()
-        return sorted(self._unread)
+        return found
 
     def _follow(self, spool: Spool, job_id: str) -> None:
-        try:
-            _, job = spool.jobs.get(job_id)
-            self._followed[job_id] = _FollowedJob(job.spec.kind, job.spec.created)
-        except NotFound:  # its file was damaged and is set aside
-            pass
+        with suppress(NotFound):  # its file was damaged and is set aside
+            spec = spool.jobs.get(job_id)[1].spec
+            self._followed[job_id] = _Followed(spec.kind, spec.created)
         self._unread.discard(job_id)
 
     def _read_job(self, spool: Spool, job_id: str) -> None:
-        """Reads the job's new events, and follows it no longer when it has ended."""
         job = self._followed[job_id]
-        events, job.offset, _ = spool.events.since(job_id, job.offset)
-        if any(event.type in TERMINAL for event in events):
-            del self._followed[job_id]
-            self._ended.add(job_id)
-        self.try_each(events, lambda event: self._read_event(event, job))
+        if not job.ended:
+            events, job.offset, _ = spool.events.since(job_id, job.offset)
+            job.ended = any(event.type in TERMINAL for event in events)
+            self.try_each(events, lambda event: self._read_event(event, job))
 
-    def _read_event(self, event: Event, job: _FollowedJob) -> None:
+    def _read_event(self, event: Event, job: _Followed) -> None:
         counts, data = self.counts if self._caught_up else self._uncounted, event.data
         if event.type in (*TERMINAL, "requeued", "claimed"):
             self._last.pop(_LAST_STEP_AT, None)
@@ -204,14 +202,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Gauge -> UUID -> bytes, from the data of an event `released`, where None is a size that nobody could measure."""
-    before, left, floor = (released.get(key) or {} for key in ("before", "devices", "floor"))
-    resident = {uuid: size for uuid, size in (released.get("resident") or {}).items() if size is not None}
+    before, left, floor, kept = (released.get(key) or {} for key in ("before", "devices", "floor", "resident"))
+    resident = {uuid: size for uuid, size in kept.items() if size is not None}
     # Memory below the floor is a sleeping vLLM's, and resident ranks keep theirs: the job left neither.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
-    released_bytes = {uuid: max((size or 0) - measured[uuid], 0) for uuid, size in before.items() if uuid in measured}
+    given_back = {uuid: max((size or 0) - measured[uuid], 0) for uuid, size in before.items() if uuid in measured}
     return {
         "tandem_job_gpu_resident_bytes": resident,
-        "tandem_job_gpu_left_bytes": dict(measured),
-        "tandem_job_gpu_released_bytes": dict(released_bytes),
+        "tandem_job_gpu_left_bytes": measured,
+        "tandem_job_gpu_released_bytes": given_back,
     }

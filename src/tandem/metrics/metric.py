@@ -1,12 +1,20 @@
-"""What a metric is. The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
+"""What a metric is, and the values of some metrics between their collection and a scrape.
+
+The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
 
 No metric has the labels that say where a series comes from (job, instance, namespace, pod, role): the scrape adds them.
 Devices are named by UUID, because an index restarts at 0 in each container; "cpu" is the machine without a GPU.
 """
 
-from collections.abc import Mapping
+import bisect
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
 
 from tandem.spool.schema import JobKind
 
@@ -47,3 +55,84 @@ class Metric:
     """Upper bounds of a histogram's buckets, without +Inf."""
     perishable: bool = False
     """A measurement, which says nothing about now once it is STALE_SECONDS old."""
+
+
+_Series = dict[tuple[str, ...], tuple[float, ...]]
+"""Label values, in the order of the metric's labels -> the value. A histogram has the number of observations in each
+bucket (the last bucket is above all bounds), and then the sum of the observed values."""
+
+
+class Samples:
+    """The series of some metrics. Several threads may write and read them.
+
+    A counter or histogram without open labels has all its series from the start, at 0, because PromQL's increase()
+    does not see a series' first event. Every method raises KeyError for a metric that is not one of these, and for
+    labels that are not the metric's.
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._lock = threading.Lock()
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._series: dict[str, _Series] = {name: {} for name in self._metrics}
+        for metric in self._metrics.values():
+            if metric.kind != "gauge":
+                for values in itertools.product(*metric.labels.values()):
+                    self._series[metric.name][values] = _zero(metric)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Sets a gauge, or a counter whose total is counted elsewhere."""
+        key = self._key(name, labels)
+        with self._lock:
+            self._series[name][key] = (float(value),)
+
+    def inc(self, name: str, by: float = 1.0, /, **labels: str) -> None:
+        """Adds `by` >= 0 to a counter; 0 creates the series."""
+        key = self._key(name, labels)
+        with self._lock:
+            (before,) = self._series[name].get(key, (0.0,))
+            self._series[name][key] = (before + by,)
+
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
+        key, metric = self._key(name, labels), self._metrics[name]
+        with self._lock:
+            *counts, total = self._series[name].get(key, _zero(metric))
+            counts[bisect.bisect_left(metric.buckets, value)] += 1
+            self._series[name][key] = (*counts, total + value)
+
+    def families(self, *, perishable: bool = True) -> Iterator[Family]:
+        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out perishable metrics."""
+        for metric in self._metrics.values():
+            with self._lock:
+                series = dict(self._series[metric.name])
+            if series and (perishable or not metric.perishable):
+                yield _family(metric, series)
+
+    def _key(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
+        metric = self._metrics[name]
+        if labels.keys() != metric.labels.keys():
+            raise KeyError(f"{name} has the labels {', '.join(metric.labels)}, not {', '.join(labels)}")
+        return tuple(labels[label] for label in metric.labels)
+
+
+def _zero(metric: Metric) -> tuple[float, ...]:
+    return (0.0,) * (len(metric.buckets) + 2 if metric.kind == "histogram" else 1)
+
+
+def _family(metric: Metric, series: _Series) -> Family:
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=tuple(metric.labels))
+        bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
+        for key, (*counts, total) in series.items():
+            histogram.add_metric(key, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+        return histogram
+    cls = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = cls(metric.name, metric.help, labels=tuple(metric.labels))
+    for key, (value,) in series.items():
+        family.add_metric(key, value)
+    return family
+
+
+def number(values: Any, key: str) -> float | None:
+    """`values[key]` if that is a number. Events have null in place of numbers that are not finite."""
+    value = values.get(key) if isinstance(values, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,8 +1,7 @@
 """Which step of each run is the newest and which one is served; the newest checkpoint of all runs."""
 
 from tandem.metrics.collector import OpenSpool, SpoolCollector
-from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric, Samples
 from tandem.spool import Spool
 
 PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
@@ -38,12 +37,13 @@ class PolicyCollector(SpoolCollector):
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
         changed: dict[str, float] = {}  # run -> Unix seconds
-        self.try_each(spool.runs.names(), lambda run: self._read_change(spool, changed, run))
+
+        def read_change(run: str) -> None:
+            changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
+
+        self.try_each(spool.runs.names(), read_change)
         latest = sorted(changed, key=lambda run: (-changed[run], run))[:RUNS]
         self.try_each(latest, lambda run: self._set_run(spool, gauges, run))
-
-    def _read_change(self, spool: Spool, changed: dict[str, float], run: str) -> None:
-        changed[run] = max(spool.checkpoints.changed(run), spool.served.changed(run) or 0.0)
 
     def _set_run(self, spool: Spool, gauges: Samples, run: str) -> None:
         if "trainer" in self._sides:

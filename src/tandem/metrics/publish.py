@@ -3,13 +3,10 @@
 from contextlib import suppress
 from typing import get_args
 
-from pydantic import ValidationError
-
 from tandem.config import Settings
-from tandem.errors import NotFound, TandemError
+from tandem.errors import NotFound
 from tandem.metrics.collector import OpenSpool, SpoolCollector
-from tandem.metrics.metric import Metric
-from tandem.metrics.samples import Samples, number
+from tandem.metrics.metric import Metric, Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import Served
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
@@ -104,14 +101,9 @@ class MergedCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         self._client = self._client or VllmClient(self._settings, timeout=5.0)
-        try:
+        with suppress(InferenceUnavailable):  # it starts, or is gone: Prometheus' `up` of vLLM says so
             current = self._client.merged()["phase"]
             for phase in PHASES:
-                gauges.set("tandem_merged_phase", float(phase == current), phase=phase)
-        except InferenceUnavailable:
-            pass  # it starts, or is gone: Prometheus' `up` of vLLM says so
-        try:
-            runs = self.spool().runs.list()
-            gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in runs))
-        except (TandemError, ValidationError, OSError) as error:
-            self.errors.append(str(error))
+                gauges.set("tandem_merged_phase", phase == current, phase=phase)
+        with self.part("runs"):  # what vLLM says does not depend on the volume
+            gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in self.spool().runs.list()))

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tandem.metrics.collector import OpenSpool, SpoolCollector
-from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, STALE_SECONDS, Metric
-from tandem.metrics.samples import Samples
+from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, STALE_SECONDS, Metric, Samples
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, Job
 

@@ -38,26 +38,20 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
 
     Raises SpoolUnusable or OSError where the volume can't be read.
     """
-    problems = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
+    found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
-        problems += _problems_of_programs(settings, role, started)
-    return [problem for problem in problems if problem]
-
-
-def _problems_of_programs(settings: Settings, role: str, started: bool) -> list[str]:
-    now = statuses(settings)
-    if not now:
-        return ["supervisord does not answer"]
-    needed = _needed(role)
-    states = [(name, now[name].state if name in now else "absent") for name in needed]
-    problems = [f"{name} is {state}" for name, state in states if state != "RUNNING"]
-    spool = Spool(settings.root)
-    if "runner" in needed and not is_locked(spool.paths.runner_lock):
-        problems.append("the runner does not hold the spool's lock")
-    waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
-    if "vllm" in needed and not waits:
-        problems.append(_problem_of_vllm(settings))
-    return problems
+        now, needed = statuses(settings), _needed(role)
+        if not now:
+            return [*filter(None, found), "supervisord does not answer"]
+        states = [(name, now[name].state if name in now else "absent") for name in needed]
+        found += [f"{name} is {state}" for name, state in states if state != "RUNNING"]
+        spool = Spool(settings.root)
+        if "runner" in needed and not is_locked(spool.paths.runner_lock):
+            found.append("the runner does not hold the spool's lock")
+        waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
+        if "vllm" in needed and not waits:
+            found.append(_problem_of_vllm(settings))
+    return [problem for problem in found if problem]
 
 
 def _needed(role: str) -> list[str]:

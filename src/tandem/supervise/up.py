@@ -35,8 +35,7 @@ from tandem.errors import Conflict, InvalidInput, TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.supervise import health, supervisord
-from tandem.supervise.console import Console
-from tandem.supervise.supervisord import PROGRAMS, Program, Status, supervisord_seconds
+from tandem.supervise.supervisord import PROGRAMS, Console, Program, Status, supervisord_seconds
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
@@ -133,7 +132,6 @@ class Stack:
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
     def run(self) -> int:
-        """Returns the exit status."""
         processes.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

@@ -1,4 +1,4 @@
-"""Who may send what: a bearer key, or without keys this machine only; and how large a body may be.
+"""What a request passes before its route: `CountRequests`, `Authentication`, `BodyLimit`, from the outside in.
 
 Pure ASGI, so that streams stay streams.
 """
@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -15,10 +16,53 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.config import Settings
 from tandem.controller.http_errors import refuse
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
+from tandem.metrics.controller import METHODS
+from tandem.metrics.metric import Samples
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 SMALL_BODY_BYTES = 2**20
+OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
 _LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")
+
+
+class CountRequests:
+    """ASGI middleware: counts requests, and observes the seconds of those that are not event streams.
+
+    A request is counted under its route's template, so that no id and no other part of a path becomes a label.
+    """
+
+    def __init__(self, app: ASGIApp, counts: Samples) -> None:
+        self.app = app
+        self.counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begin = time.perf_counter()
+        status, is_stream = 0, False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status, is_stream
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                is_stream = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            labels = {"route": route, "method": method, "status_class": f"{status // 100}xx"}
+            if status:
+                self.counts.inc("tandem_http_requests_total", **labels)
+            if status and not is_stream:
+                seconds = time.perf_counter() - begin
+                self.counts.observe("tandem_http_request_duration_seconds", seconds, route=route)
 
 
 class Authentication:
