@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tandem.data.advantages import group_advantages, spread
 from tandem.data.inputs import AdvantageSettings
+from tandem.data.prepare import group_advantages, spread
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
 

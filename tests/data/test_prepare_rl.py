@@ -186,7 +186,7 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             per_group = np.bincount(renumbered, weights=counts)
             assert batch.group_num_items.tolist() == per_group.tolist()
             # A group that fits one row is in one row.
-            for g in range(batch.num_groups):
+            for g in range(len(batch.group_num_items)):
                 nodes = {
                     tokens[: depth + 1]
                     for t, tokens, _ in expected
@@ -271,11 +271,12 @@ good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
         ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
         ([group([one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
         ([group([one([1], [2], 1, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
+        ([group([one([1], [2], 3e38), one([1], [3], -3e38)])], "item_advantage", "an advantage is not finite"),
     ],
 )
 def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
-        run(tmp_path / "a", bad)
+        run(tmp_path / "a", bad, baseline="leave_one_out", scale="none")
     assert refused.value.field == field
     assert not (tmp_path / "a").exists()
 

@@ -87,8 +87,8 @@ class Group(Record):
 
 
 class AdvantageSettings(Record):
-    """How rewards become advantages. Formulas: `tandem.data.advantages`. `scale` may be given as true (group) or false
-    (none)."""
+    """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas. `scale` may be given as
+    true (group) or false (none)."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
