@@ -219,9 +219,9 @@ def _write(
     trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
     if not trained:
         raise _nothing_to_learn(dropped_groups, dropped, packing)
-    arrays = pack(kept, packing.sequence_length)
-    if not np.isfinite(arrays["item_advantage"]).all():
+    if any(abs(trajectory.advantage) > _MAX_FLOAT32 for trajectory in kept):
         raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_advantage")
+    arrays = pack(kept, packing.sequence_length)
     unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
     rows = arrays["row_batch"] >= 0
     return PackedData(

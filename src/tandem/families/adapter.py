@@ -8,9 +8,8 @@ import json
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.spool.schema import LORA_TARGETS, LoraShape
@@ -19,10 +18,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
-_CHANGE_THE_FORMULA = (
-    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
-    "layers_to_transform", "exclude_modules", "target_parameters",
-)  # fmt: skip
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
@@ -105,30 +100,3 @@ def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> N
         "use_rslora": False,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def check_adapter_config(directory: Path, lora: LoraShape) -> None:
-    """Raise CheckpointDamaged if `adapter_config.json` is missing, unreadable or of another shape than `lora`."""
-    path = directory / CONFIG_FILE
-    try:
-        config: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointDamaged(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointDamaged(f"{path} is not a JSON object")
-    config.setdefault("bias", "none")
-    if isinstance(targets := config.get("target_modules"), list):
-        config["target_modules"] = sorted(map(str, targets))  # PEFT may write them in any order
-    expected = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "bias": "none",
-        **dict.fromkeys(_CHANGE_THE_FORMULA),
-    }
-    for key, value in expected.items():
-        if (config.get(key) or None) != value:
-            raise CheckpointDamaged(f"{path}: {key} is {config.get(key)!r}, the run's is {value!r}")
