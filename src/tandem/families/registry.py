@@ -4,13 +4,14 @@ import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, qwen3_moe
+from tandem.families import gemma3, glm4_moe, gpt_oss
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN_MOE = {"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False}
 FAMILIES: dict[str, Decoder] = {
     family.model_type: family
     for family in (
@@ -18,7 +19,7 @@ FAMILIES: dict[str, Decoder] = {
         Decoder("mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
         Decoder("qwen2", _QWEN, qkv_bias=True),
         Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
-        qwen3_moe.FAMILY,
+        Decoder("qwen3_moe", _QWEN_MOE, qk_norm=True, mixture=True),
         gemma3.FAMILY,
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
