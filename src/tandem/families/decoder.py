@@ -17,10 +17,8 @@ class Decoder:
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a key that config.json leaves out means, as the family's class in transformers says, which vLLM uses too.
-
     With `sliding_window` the family has windows: with `max_window_layers` from that layer on, else in all layers; with
-    `use_sliding_window` only if that is true.
-    """
+    `use_sliding_window` only if that is true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
@@ -111,21 +109,16 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
-
-        Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key head, the value head.
-        """
+        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names. Megatron's `linear_qkv`
+        has one block of rows for each key head: its query heads, the key head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, of + "self_attn."
         qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
+        o_proj = {attention + "o_proj.weight": (hidden, arch.query_size)}
         rules = [
             WeightRule(to + "input_layernorm.weight", {of + "input_layernorm.weight": (hidden,)}),
             WeightRule(to + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups),
-            WeightRule(
-                to + "self_attention.linear_proj.weight",
-                {attention + "o_proj.weight": (hidden, arch.query_size)},
-                "columns",
-            ),
+            WeightRule(to + "self_attention.linear_proj.weight", o_proj, "columns"),
             WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
             *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]

@@ -1,7 +1,4 @@
-"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch.
-
-`tests/model/test_plan.py` compares it with what was measured on one GPU (docs/performance.md).
-"""
+"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch."""
 
 from dataclasses import dataclass
 from math import prod
@@ -128,9 +125,15 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         gradients, optimizer = adapter, 2 * adapter
     working, again = _layer(job, sizes)
     in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
+    slots, _ = _tokens(job, sizes)
+    chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
+    dimensions = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
+    several = sum(size > 1 for size in dimensions)
+    communicators = COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0
     return Memory(
         weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=len(layers), in_flight=in_flight,
-        logits=_logits(job, sizes) if last else 0, layer=working, layer_again=again, context=_context(sizes),
+        logits=logits if last else 0, layer=working, layer_again=again, context=CONTEXT + communicators,
         shared=sizes.layers_shared,
     )  # fmt: skip
 
@@ -201,16 +204,3 @@ def _layer(job: Training, sizes: Sizes) -> tuple[int, int]:
             working += experts * 2 * features * _adapted(job, "gate_proj", "up_proj") * 3
     again = working + 2 * rows * features + 2 * slots * hidden
     return working * _BF16, again * _BF16
-
-
-def _logits(job: Training, sizes: Sizes) -> int:
-    """`logprobs.working_bytes`, with a loss on every slot."""
-    slots, _ = _tokens(job, sizes)
-    chunk = min(slots * job.arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    return (chunk + 4 * slots * job.arch.hidden_size) * _BF16
-
-
-def _context(sizes: Sizes) -> int:
-    ranks = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
-    several = sum(size > 1 for size in ranks)
-    return CONTEXT + (COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0)

@@ -110,8 +110,7 @@ def describe(sizes: Sizes) -> str:
 
 def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
     needs = memory(job, sizes)
-    levels = needs.levels(gpu_memory)
-    speed = 0.0
+    levels, speed = needs.levels(gpu_memory), 0.0
     if levels is not None:
         speed = _share(job, sizes) * job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
     alone = sizes == Sizes(data=sizes.data) and job.lora is not None
@@ -129,14 +128,22 @@ def _share(job: Training, sizes: Sizes) -> float:
 
 def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
     """Of one optimizer step, without Adam, which takes 2 ms for LoRA."""
-    linear, head, attention = _operations(job.arch, job.sequence_length)
+    arch, slots = job.arch, job.sequence_length
+    qkv, proj, gate_up, _ = features = _features(arch)
+    router = 0 if arch.moe is None else arch.hidden_size * arch.moe.num_experts
+    # Operations of a row's forward pass (`bench/train.py`).
+    linear = 2.0 * (sum(features) + router) * arch.num_layers * slots
+    head = 2.0 * arch.hidden_size * arch.vocab_size * slots
+    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers  # causal
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
-    rate = _linear_rate(job)
+    rate = DENSE_RATE
+    if arch.moe is not None:
+        targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
+        rate = ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
     everything, some = levels
-    qkv, proj, gate_up, down = _features(job.arch)
     least = needs.layers - everything - some
     # What layers compute again, as a part of a forward pass: of those that keep their input all but down.
-    again = (least * (qkv + proj + gate_up) + some * gate_up) / ((qkv + proj + gate_up + down) * needs.layers)
+    again = (least * (qkv + proj + gate_up) + some * gate_up) / (sum(features) * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
     rows = -(-job.rows // sizes.data)
@@ -146,27 +153,12 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     return step
 
 
-def _linear_rate(job: Training) -> float:
-    if job.arch.moe is None:
-        return DENSE_RATE
-    targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
-    return ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
-
-
 def _features(arch: Arch) -> tuple[int, int, int, int]:
     """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
     hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
     if arch.moe is not None:
         mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token + arch.moe.shared_size
     return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
-
-
-def _operations(arch: Arch, slots: int) -> tuple[float, float, float]:
-    """Of a row's forward pass: linear layers, the output layer, causal attention (`bench/train.py`)."""
-    router = 0 if arch.moe is None else arch.hidden_size * arch.moe.num_experts
-    layer = sum(_features(arch)) + router
-    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers
-    return 2.0 * layer * arch.num_layers * slots, 2.0 * arch.hidden_size * arch.vocab_size * slots, attention
 
 
 def _exchange_bytes(job: Training, sizes: Sizes) -> float:

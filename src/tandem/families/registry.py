@@ -28,12 +28,8 @@ FAMILIES: dict[str, Decoder] = {
 
 
 def read_arch(model: str) -> Arch:
-    """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
-
-    Raises:
-        InvalidInput: no such directory or repository, no readable `config.json`, or a missing or wrong value in it.
-        UnknownArchitecture: a family, or a variant of one, that Tandem doesn't build.
-    """
+    """The architecture of `model`, a directory or a hub name; only its `config.json` is read. Raises InvalidInput for
+    what can't be read or is wrong, UnknownArchitecture for a family, or a variant of one, that Tandem doesn't build."""
     config = ModelConfig.of(model)
     return arch_from_config(config.values, config.source)
 

@@ -126,12 +126,11 @@ def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
 
 def check(arch: Arch, sizes: Sizes) -> None:
     """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest sizes that work."""
-    if (found := problem(arch, sizes)) is None:
-        return
-    field, reason = found
-    works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always does
-    nearest = min(works, key=lambda other: _distance(sizes, other))
-    raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest.settings()}", field=field)
+    if found := problem(arch, sizes):
+        field, reason = found
+        works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always
+        nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
+        raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field)
 
 
 def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
