@@ -21,12 +21,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3's: reasoning is shown in the last message only, so that an old answer is rendered differently.
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 VOCAB = 300
 
 
@@ -98,28 +92,6 @@ def test_every_assistant_message_and_its_end_of_turn(tmp_path: Path, tokenizer_p
     assert data.num_unshared_tokens - data.num_tokens == len("SuserNhiENSassistantN")  # examples share their prompt
 
 
-def test_template_that_renders_old_messages_differently(tmp_path: Path, tokenizer_path: str) -> None:
-    thinking = with_template(tokenizer_path, tmp_path, THINKING)
-    data = run(tmp_path / "a", [chat("hi", "yes", "really", "no")], thinking)
-    first = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    second = f"{first}yes<|im_end|>\n<|im_start|>user\nreally<|im_end|>\n<|im_start|>assistant\n"
-    empty = "<think>\n\n</think>\n\n"
-    assert trained(tmp_path / "a", thinking) == [
-        (0, f"{first}{empty}yes<|im_end|>", f"{empty}yes<|im_end|>"),
-        (0, f"{second}{empty}no<|im_end|>", f"{empty}no<|im_end|>"),
-    ]
-    assert (data.num_trajectories, data.num_groups) == (1, 1)
-    assert data.num_tokens < data.num_unshared_tokens
-
-
-def test_token_over_the_border(tmp_path: Path, tokenizer_path: str) -> None:
-    """The header's newline and the message's would be one token; sampling starts after the header's own."""
-    run(tmp_path / "a", [chat("hi", "\nyes")], tokenizer_path)
-    ((_, text, completion),) = trained(tmp_path / "a", tokenizer_path)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n\nyes<|im_end|>"
-    assert completion == "\nyes<|im_end|>"
-
-
 def test_template_without_special_tokens(tmp_path: Path, tokenizer_path: str) -> None:
     messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -141,21 +113,6 @@ def test_weights_and_raw_tokens(tmp_path: Path) -> None:
     assert row.tokens[:3].tolist() == [1, 2, 5]
     items = zip(row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True)
     assert list(items) == [(0, 1, 0, 0.5), (1, 2, 1, 1.0)]
-
-
-def test_too_long(tmp_path: Path) -> None:
-    examples = [
-        SFTExample(token_ids=list(range(10)), trainable=[False, True] + [False] * 7 + [True]),
-        SFTExample(token_ids=list(range(10)), trainable=[False] * 9 + [True]),
-    ]
-    with pytest.raises(InvalidInput, match="10 tokens") as refused:
-        run(tmp_path / "a", examples, "", sequence_length=8)
-    assert refused.value.field == "examples.0"
-    data = run(tmp_path / "a", examples, "", sequence_length=8, too_long="truncate")
-    assert (data.num_items, data.num_tokens) == (1, 2)
-    assert (data.truncated_trajectories, data.dropped_trajectories, data.num_trajectories) == (1, 1, 1)
-    with pytest.raises(NothingToLearn, match="2 trajectories"):
-        run(tmp_path / "b", examples, "", sequence_length=8, too_long="drop")
 
 
 @pytest.mark.parametrize(
@@ -181,20 +138,35 @@ def test_templates_that_fail(
     assert not (tmp_path / "a").exists()
 
 
-def test_refused_naming_the_field(tmp_path: Path, tokenizer_path: str) -> None:
-    raw = SFTExample(token_ids=[1, VOCAB], trainable=[False, True])
-    cases: list[tuple[list[SFTExample], str, int, str, str]] = [
-        ([], tokenizer_path, VOCAB, "examples", "no example"),
-        ([chat("hi", "yes")], str(tmp_path / "nowhere"), VOCAB, "base_model", "can't load a tokenizer"),
-        ([raw], tokenizer_path, VOCAB, "examples.0.token_ids", f"id {VOCAB} at index 1"),
-        ([chat("hi", "yes")], tokenizer_path, 258, "examples.0.messages", "vocabulary"),
-        ([chat("hi", "yes", weight=1e39)], tokenizer_path, VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
-        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], "", VOCAB, "examples.0.weight", "float32"),
-    ]
-    for examples, path, vocab_size, field, message in cases:
-        with pytest.raises(InvalidInput, match=message) as refused:
-            run(tmp_path / "a", examples, path, vocab_size)
-        assert refused.value.field == field
+LONG = SFTExample(token_ids=list(range(300)), trainable=[False] * 299 + [True])
+
+
+@pytest.mark.parametrize(
+    ("examples", "vocab_size", "field", "message"),
+    [
+        ([], VOCAB, "examples", "no example"),
+        ([SFTExample(token_ids=[1, VOCAB], trainable=[False, True])], VOCAB, "examples.0.token_ids", "id 300 at index"),
+        ([chat("hi", "yes")], 258, "examples.0.messages", "vocabulary"),
+        ([chat("hi", "yes", weight=1e39)], VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], VOCAB, "examples.0.weight", "float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, -1])], VOCAB, "examples.0.weights", 'normalisation="sum"'),
+        ([chat("hi", "yes"), LONG], VOCAB, "examples.1", "300 tokens don't fit a row of 256"),
+    ],
+)
+def test_refused_naming_the_field(
+    tmp_path: Path, tokenizer_path: str, examples: list[SFTExample], vocab_size: int, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message) as refused:
+        run(tmp_path / "a", examples, tokenizer_path, vocab_size)
+    assert refused.value.field == field
+
+
+def test_what_leaves_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NothingToLearn, match="2 trajectories don't fit 256 tokens"):
+        run(tmp_path / "a", [LONG, LONG], "", too_long="drop")
+    with pytest.raises(InvalidInput, match="can't load a tokenizer") as refused:
+        run(tmp_path / "a", [chat("hi", "yes")], str(tmp_path / "nowhere"))
+    assert refused.value.field == "base_model"
 
 
 def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:

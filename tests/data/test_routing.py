@@ -80,11 +80,18 @@ SAME = np.zeros((3, 3, 2), np.uint8)
         (base64.b64encode(b"PK\x03\x04" + bytes(40)).decode(), "not base64 of an array"),
         (encoded(experts(3))[:-8], "not base64 of an array"),
         (np.array([object()]), "not base64 of an array"),
+        (experts(3), "no mixture of experts"),
     ],
 )
 def test_what_no_router_chose_is_refused(tmp_path, routed, problem):
+    mixture = None if problem == "no mixture of experts" else MIXTURE
     with pytest.raises(InvalidInput, match=problem) as refused:
-        prepare(tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)])
+        prepare(
+            tmp_path / "data",
+            [turn([1], [2])],
+            [turn([1, 2], [3, 4], routed)],
+            mixture=mixture,
+        )
     assert refused.value.field == "groups.0.trajectories.1.turns.0.routed_experts"
     assert not (tmp_path / "data").exists()
 
@@ -96,11 +103,6 @@ def test_layers_without_experts_have_zeros(tmp_path):
     row = prepare(tmp_path / "data", [turn([1, 2], [3, 4], routed)], [turn([5], [6])],
                   mixture=MIXTURE._replace(dense=1))  # fmt: skip
     assert np.array_equal(row.slot_experts[:3], routed)
-
-
-def test_experts_for_a_dense_model_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="no mixture of experts"):
-        prepare(tmp_path / "data", [turn([1], [2, 3, 4], experts(3))], mixture=None)
 
 
 def test_a_response_of_vllm_brings_them():
