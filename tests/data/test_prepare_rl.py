@@ -245,18 +245,24 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
         run(tmp_path / "c", [flat])
 
 
-def test_given_advantages_replace_computed_ones(tmp_path: Path) -> None:
-    whole = group([one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)])
-    assert run(tmp_path / "a", [whole]).dropped_groups == 0
-    row = rows(tmp_path / "a")[0]
-    assert dict(zip(row.item_trajectory.tolist(), row.item_advantage.tolist(), strict=True)) == {0: -2.5, 1: 0.0}
-
-
-def test_advantages_are_computed_before_dropping(tmp_path: Path) -> None:
-    whole = group([one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
-    run(tmp_path / "a", [whole], length=4, too_long="drop", scale="none")
-    row = rows(tmp_path / "a")[0]
-    assert row.item_advantage.tolist() == [0.5, 0.0]
+@pytest.mark.parametrize(
+    ("groups", "settings", "expected"),
+    [
+        # A given advantage replaces the computed one, and the group has variance then.
+        ([[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)]], {}, [-2.5, 0.0]),
+        # Advantages are computed before a trajectory is dropped.
+        ([[one([1], [2], 1.0), one([1], [2] * 5, 0.0), one([1], [3], 0.5)]], {"scale": "none"}, [0.5, 0.0]),
+        # The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1.
+        ([[one([1], [2], reward) for reward in rewards] for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))],
+         {"scale": "batch"}, [-(1.5**0.5), 1.5**0.5] * 2),
+    ],
+)  # fmt: skip
+def test_advantages(
+    tmp_path: Path, groups: list[list[Trajectory]], settings: dict[str, str], expected: list[float]
+) -> None:
+    run(tmp_path / "a", [group(members) for members in groups], length=4, too_long="drop", **settings)
+    found = {t: a for row in rows(tmp_path / "a") for t, a in zip(row.item_trajectory, row.item_advantage, strict=True)}
+    assert [found[number] for number in sorted(found)] == pytest.approx(expected, rel=1e-5)
 
 
 good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
@@ -279,15 +285,3 @@ def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, 
         run(tmp_path / "a", bad, baseline="leave_one_out", scale="none")
     assert refused.value.field == field
     assert not (tmp_path / "a").exists()
-
-
-def test_rewards_are_scaled_over_all_groups_of_the_job(tmp_path: Path) -> None:
-    """The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1."""
-    groups = [
-        group([Trajectory(turns=[turn([1], [2])], reward=reward) for reward in rewards])
-        for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))
-    ]
-    data = run(tmp_path / "a", groups, scale="batch")
-    assert data.dropped_groups == 1
-    (row,) = rows(tmp_path / "a")
-    assert sorted(row.item_advantage) == pytest.approx([-(1.5**0.5)] * 2 + [1.5**0.5] * 2, rel=1e-5)
