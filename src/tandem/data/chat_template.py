@@ -41,8 +41,7 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name, read once; needs no torch. Raises InvalidInput (field:
-    base_model)."""
+    """transformers' tokenizer of a directory or hub name, read once; needs no torch."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
@@ -72,13 +71,12 @@ def _remember_what_is_safe() -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence before it is tokenised. `spans`: its trained characters [start, end), and what errors call these;
-    `marked`: whether marks of the template enclose them; `lead`: tokens before the text."""
+    """A sequence before it is tokenised."""
 
     text: str
-    spans: list[tuple[int, int, str]]
-    marked: bool = False
-    lead: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int, str]]  # its trained characters [start, end), and what errors call these
+    marked: bool = False  # marks of the template enclose them
+    lead: list[int] = field(default_factory=list)  # tokens before the text
 
 
 class Renderer:
@@ -140,12 +138,10 @@ class Renderer:
             prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
             whole, _ = self._apply(template, plain[: index + 1], tools, name)
             completion = whole[len(prompt) :]
-            problem = None
-            if not whole.startswith(prompt):
+            if not (prompt and completion and whole.startswith(prompt)):
                 problem = "renders the messages before this one differently once this message is there"
-            elif not prompt or not completion:
-                problem = f"renders nothing {'for' if prompt else 'before'} this message"
-            if problem:
+                if whole.startswith(prompt):
+                    problem = f"renders nothing {'for' if prompt else 'before'} this message"
                 raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
             if completion.rstrip().endswith(self.endings):
                 completion = completion.rstrip()
@@ -156,14 +152,7 @@ class Renderer:
         return plans
 
     def _apply(
-        self,
-        template: str,
-        messages: list[Any],
-        tools: Any,
-        name: str,
-        *,
-        generation: bool = False,
-        marks: bool = False,
+        self, template: str, messages: list[Any], tools: Any, name: str, generation: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text, and the spans that its marks enclose."""
         from transformers.utils.chat_template_utils import render_jinja_template

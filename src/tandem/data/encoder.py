@@ -34,7 +34,6 @@ class Encoder:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str]) -> list[Int32]:
-        """The tokens of each text."""
         if self._fast is not None:
             try:
                 return _flat(self._fast, texts)

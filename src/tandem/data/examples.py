@@ -7,6 +7,7 @@ import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Discriminator,
@@ -17,7 +18,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.functional_validators import AfterValidator
 
 from tandem.data.inputs import LOWEST_WEIGHT, StrictFloat, TokenIds
 from tandem.spool.schema import Record
@@ -159,7 +159,9 @@ class SFTExample(Record):
     @classmethod
     def _has_assistant(cls, messages: Any) -> Any:
         if isinstance(messages, list) and not any(message.trained for message in messages):
-            raise ValueError("there is no assistant message to train" + _context_only(messages))
+            excluded = any(message.role == "assistant" for message in messages)
+            why = ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
+            raise ValueError("there is no assistant message to train" + why)
         if messages == "":
             raise ValueError("empty, so there is nothing to train")
         return messages
@@ -198,11 +200,6 @@ class SFTExample(Record):
         if self.targets is not None and self.weights is None:
             raise ValueError("targets go with weights only; give weights")
         return self
-
-
-def _context_only(messages: list[Message]) -> str:
-    excluded = any(message.role == "assistant" for message in messages)
-    return ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
 
 
 class PreferencePair(Record):

@@ -56,12 +56,11 @@ def _json(value: Any, field: str) -> Any:
 
 def _text(record: Record, *names: str) -> str:
     """The first of these columns; "" where there is none."""
-    for name in names:
-        if record.get(name) is not None:
-            if not isinstance(record[name], str):
-                raise InvalidInput(f"must be a text, not {record[name]!r}", field=name)
-            return str(record[name])
-    return ""
+    name = next((name for name in names if record.get(name) is not None), None)
+    value = "" if name is None else record[name]
+    if not isinstance(value, str):
+        raise InvalidInput(f"must be a text, not {value!r}", field=name)
+    return value
 
 
 def _turns(*contents: str) -> list[dict[str, Any]]:
@@ -100,8 +99,8 @@ def _prompt_completion(record: Record) -> Record:
     if "label" in record:
         problem = "completions that are labelled good or bad (KTO) are not trained"
         raise InvalidInput(f"{problem}; keep the good ones and leave out the column", field="label")
-    completion = "completion" if record.get("completion") is not None else "response"
-    return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[completion], completion)}
+    name = "completion" if record.get("completion") is not None else "response"
+    return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[name], name)}
 
 
 def _tokens(record: Record) -> Record:

@@ -28,7 +28,7 @@ A slot that several trajectories share has one item for each of them. The same a
 """
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,10 +50,8 @@ Arrays = dict[str, NDArray[Any]]  # by the names in the table
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row: `tokens`, `positions` and `subtree_end` are [L], `item_*` are [items of the row].
-
-    The arrays are copies: writable, and valid after the batch is closed.
-    """
+    """One row: `tokens`, `positions` and `subtree_end` are [L], `item_*` are [items of the row]. The arrays are copies:
+    writable, and valid after the batch is closed."""
 
     index: int
     num_tokens: int
@@ -71,9 +69,7 @@ class PackedRow:
 
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
-_ROW_ITEMS = (
-    "item_target", "item_source", "item_token", "item_sequence", "item_trajectory", "item_logprob", "item_advantage"
-)  # fmt: skip
+_ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
 # The widest first, so that all are aligned.
 _FIELDS = (
     "format", "vocab_size", "item_offsets", "tokens", "positions", "subtree_end", "row_num_tokens", "row_batch",
@@ -83,13 +79,10 @@ _FIELDS = (
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file yet; returns the
-    file's SHA-256, lower-case hex.
-
-    SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file. The caller commits `out` by
-    renaming it.
-    """
-    fields = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
-    dtype = np.dtype([(name, fields[name].dtype, fields[name].shape) for name in _FIELDS])
+    file's SHA-256, lower-case hex. SpoolUnusable if the volume can't take them, and then `out` may hold a part of the
+    file. The caller commits `out` by renaming it."""
+    arrays = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
+    dtype = np.dtype([(name, arrays[name].dtype, arrays[name].shape) for name in _FIELDS])
     with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         with (out / FILE).open("xb") as file:
@@ -97,16 +90,14 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
             header = {"descr": dtype.descr, "fortran_order": False, "shape": ()}
             npy.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call]
             for name in _FIELDS:
-                file.write(np.ascontiguousarray(fields[name]).data)
+                file.write(np.ascontiguousarray(arrays[name]).data)
         return fs.sha256_file(out / FILE)
 
 
 class PackedBatch(AbstractContextManager["PackedBatch"]):
-    """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory.
-
-    Use it as a context manager or call `close()`. Then the process does not map the file, so that the directory can
-    be removed on any file system (R18).
-    """
+    """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory. After
+    the context or `close()` the process does not map the file, so the directory can be removed on any file system
+    (R18)."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path

@@ -41,8 +41,7 @@ def prepare_rl(
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
-    dropped_groups = 0
-    trajectories: list[PackedTrajectory] = []
+    dropped_groups, trajectories = 0, list[PackedTrajectory]()
     of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
@@ -64,9 +63,7 @@ def prepare_rl(
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    statistics: dict[str, Any] = {
-        f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
-    }
+    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
     if policy_steps := [turn.policy_step for turn in turns if turn.policy_step is not None]:
         statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
@@ -218,7 +215,15 @@ def _write(
     dropped = len(trajectories) - len(kept)
     trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
     if not trained:
-        raise _nothing_to_learn(dropped_groups, dropped, packing)
+        reasons = []
+        if dropped_groups:
+            remedy = "sample more per prompt, take prompts that are neither always solved nor never"
+            remedy += ", or set advantage.keep_zero_variance"
+            reasons.append(f"{dropped_groups} groups have no variance in their rewards ({remedy})")
+        if dropped:
+            limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
+            reasons.append(f"{dropped} trajectories don't fit {limit}")
+        raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
     if any(abs(trajectory.advantage) > _MAX_FLOAT32 for trajectory in kept):
         raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_advantage")
     arrays = pack(kept, packing.sequence_length)
@@ -233,19 +238,6 @@ def _write(
         dropped_groups=dropped_groups, dropped_trajectories=dropped,
         truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
     )  # fmt: skip
-
-
-def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: PackingSettings) -> NothingToLearn:
-    reasons = []
-    if dropped_groups:
-        reasons.append(
-            f"{dropped_groups} groups have no variance in their rewards (sample more per prompt, take prompts that are "
-            "neither always solved nor never, or set advantage.keep_zero_variance)"
-        )
-    if dropped_trajectories:
-        limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
-        reasons.append(f"{dropped_trajectories} trajectories don't fit {limit}")
-    return NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
 
 
 def _check_vocabulary(ids: Int32, vocab_size: int, field: str) -> None:

@@ -7,7 +7,7 @@ import json
 import tempfile
 from array import array
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tandem.errors import InvalidInput
 
@@ -16,11 +16,8 @@ _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd
 _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
-class Records(Protocol):
-    """Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[str, Any]: ...
+# Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0).
+type Records = _Lines | _Rows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
@@ -149,9 +146,8 @@ def _of_directory(path: Path) -> Records:
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:
-            raise InvalidInput(
-                f"name one of its splits: {', '.join(str(path / name) for name in splits)}", field="FILE"
-            )
+            named = ", ".join(str(path / name) for name in splits)
+            raise InvalidInput(f"name one of its splits: {named}", field="FILE")
         return _of_directory(path / ("train" if "train" in splits else splits[0]))
     if (path / "state.json").exists():
         files = [path / file["filename"] for file in json.loads((path / "state.json").read_bytes())["_data_files"]]
