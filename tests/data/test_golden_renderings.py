@@ -141,18 +141,6 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
     assert greedy or not refused
 
 
-def test_many_are_rendered_as_one_by_one() -> None:
-    tokenizer = chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
-    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 300
-    examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
-    found = render(tokenizer, examples, [""] * 601)
-    ((last,),) = render(tokenizer, examples[-1:], [""])
-    assert (last.trained.tolist(), last.weights.tolist(), last.targets.tolist()) == ([1, 2], [-0.5, 2.0], [9, 7])
-    for i in (0, 1, 598, 599, 600):
-        (alone,) = render(tokenizer, examples[i : i + 1], [""])
-        assert turns_of(found[i]) == turns_of(alone)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "llama3_training"])
 def test_messages_that_are_not_trained(name: str) -> None:
     """By `weight` and `train`, and as a prompt."""
@@ -174,14 +162,16 @@ def test_messages_that_are_not_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
-def test_several_threads_render_at_a_time(name: str) -> None:
+def test_several_threads_render_many_at_a_time(name: str) -> None:
     """transformers keeps one tracker of `{% generation %}` for each template."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
-    examples = [SFTExample.model_validate(CONVERSATIONS["plain"])] * 300
-    (alone,) = render(tokenizer, examples[:1], [""])
+    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 150
+    examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
+    alone = [turns_of(render(tokenizer, [example], [""])[0]) for example in (*examples[:2], examples[-1])]
     with ThreadPoolExecutor(6) as threads:
-        found = threads.map(lambda _: render(tokenizer, examples, [""] * 300), range(12))
-        assert all(turns_of(one) == turns_of(alone) for many in found for one in many)
+        for found in threads.map(lambda _: render(tokenizer, examples, [""] * 301), range(12)):
+            assert [turns_of(one) for one in found] == [*alone[:2] * 150, alone[2]]
+            assert (found[-1][0].weights.tolist(), found[-1][0].targets.tolist()) == ([-0.5, 2.0], [9, 7])
 
 
 def test_texts() -> None:
@@ -208,18 +198,40 @@ def test_texts() -> None:
         )
 
 
-def test_ambiguous_masks_are_refused() -> None:
-    marks = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
-            "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
-    ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
-    cases: list[tuple[str, list[Any], str, str]] = [
-        (marks, [ask, first], "a token spans the border", "examples.0.messages.1"),
-        (marks.replace("{{ m.content }}", "", 1), [ask, first], "nothing as trained", "examples.0.messages.1"),
-        (marks + "{% generation %}<|im_end|>{% endgeneration %}", [ask, first | {"weight": 0}, again, second],
-         "marks 3 parts of 2", "examples.0.messages.3"),
-    ]  # fmt: skip
-    for template, messages, problem, field in cases:
-        with pytest.raises(InvalidInput, match=problem) as refused:
-            render(chat_tokenizer(template), [SFTExample(messages=messages)], ["examples.0"])
-        assert refused.value.field == field
-        assert "give token_ids" in refused.value.message
+def test_a_template_without_special_tokens() -> None:
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = chat_tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
+    ((only,),) = render(tokenizer, [SFTExample(messages=[turn("user", "hi"), turn("assistant", "yes")])], ["x"])
+    (both,) = turns_of([only])
+    assert [tokenizer.decode(part) for part in both] == ["user: hi\nassistant: ", "yes\n"]
+
+
+ASK, FIRST, AGAIN, SECOND = CONVERSATIONS["plain"]["messages"][:4]
+MARKS = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
+THREE = MARKS + "{% generation %}<|im_end|>{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem", "field"),
+    [
+        (MARKS, [ASK, FIRST], "a token spans the border", ".1"),
+        (MARKS.replace("{{ m.content }}", "", 1), [ASK, FIRST], "nothing as trained", ".1"),
+        (THREE, [ASK, FIRST | {"weight": 0}, AGAIN, SECOND], "marks 3 parts of 2", ".3"),
+        ("", [ASK, FIRST], "no chat template", ""),
+        ("{{ raise_exception('roles must alternate') }}", [ASK, FIRST], "refuses .* roles must alternate", ".1"),
+        ("{{ messages | length }}{{ messages[0].content }}", [ASK, FIRST], "renders .* differently", ".1"),
+        ("{% for m in messages if m.role == 'user' %}u{% endfor %}", [ASK, FIRST], "nothing for this message", ".1"),
+        ("{% for m in messages if m.role != 'user' %}a{% endfor %}", [ASK, FIRST], "nothing before this message", ".1"),
+        ("{{ messages[0].nothing.more }}", [ASK, FIRST], "template refuses", ".1"),
+        ("{% for m in messages %}", [ASK, FIRST], "template refuses", ".1"),
+    ],
+)
+def test_ambiguous_masks_and_templates_that_fail_are_refused(
+    template: str, messages: list[Any], problem: str, field: str
+) -> None:
+    examples = [SFTExample(token_ids=[1, 2], trainable=[False, True]), SFTExample(messages=messages)]
+    with pytest.raises(InvalidInput, match=problem) as refused:
+        render(chat_tokenizer(template), examples, ["examples.0", "examples.1"])
+    assert refused.value.field == f"examples.1.messages{field}"
+    assert "give token_ids" in refused.value.message

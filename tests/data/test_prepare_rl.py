@@ -155,19 +155,15 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
         for trajectory in group.trajectories:
             sequences = linear(trajectory)
             long = any(len(tokens) > length for tokens, _ in sequences)
-            if long and too_long == "drop":
-                kept = []
-            else:
-                kept = [fitted for sequence in sequences if (fitted := cut(sequence, length))]
-            if not kept:
-                dropped += 1
-                continue
-            truncated += long
-            for tokens, trained in kept:
-                expected[(len(rewards), tokens, trained)] += 1
-            rewards.append(trajectory.reward)
-            group_numbers.append(g)
-            counts.append(sum(len(trained) for _, trained in kept))
+            fitted = [cut(sequence, length) for sequence in sequences if not long or too_long == "truncate"]
+            kept = [sequence for sequence in fitted if sequence]
+            dropped += not kept
+            if kept:
+                truncated += long
+                expected.update((len(rewards), tokens, trained) for tokens, trained in kept)
+                rewards.append(trajectory.reward)
+                group_numbers.append(g)
+                counts.append(sum(len(trained) for _, trained in kept))
 
     with TemporaryDirectory() as directory:
         out = Path(directory) / "data"
