@@ -28,17 +28,22 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order. Every expert has
-    linear layers of its own. InvalidInput for targets in experts whose adapters PEFT and vLLM would name otherwise."""
-    fused = arch.moe is not None and arch.moe.biases
-    if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
-        problem = "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
-        remedy = f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the attention"
-        raise InvalidInput(f"{arch.model_type} {problem}; {remedy}", field="lora.targets")
+    linear layers of its own. Raises as `check_targets`."""
+    check_targets(arch, lora)
     sources = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in sources.items() if chosen(name, lora.targets)
     }  # fmt: skip
+
+
+def check_targets(arch: Arch, lora: LoraShape) -> None:
+    """InvalidInput for targets in experts whose adapters PEFT and vLLM would name otherwise."""
+    fused = arch.moe is not None and arch.moe.biases
+    if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
+        problem = "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
+        remedy = f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the attention"
+        raise InvalidInput(f"{arch.model_type} {problem}; {remedy}", field="lora.targets")
 
 
 def chosen(name: str, targets: Collection[str] | None) -> bool:

@@ -1,13 +1,16 @@
 """What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from tandem.families.adapter import layer_of, lora_modules
+from tandem.families.adapter import check_targets, chosen
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, on_stage
+from tandem.families.weight_rules import WeightRule
 from tandem.spool.schema import LoraShape
 
 GIB = 2**30
@@ -23,7 +26,6 @@ FURTHER_COMMUNICATOR = GIB // 2
 """Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
-_ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Memory:
 
 
 def memory(job: Training, sizes: Sizes) -> Memory:
-    """Of the pipeline stage that needs the most when its layers keep their inputs."""
+    """Of the pipeline stage that needs the most when its layers keep their inputs. Raises as `check_targets`."""
+    if job.lora is not None:
+        check_targets(job.arch, job.lora)
     stages = [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
     return max(stages, key=lambda stage: stage.total((0, 0)))
 
@@ -121,7 +125,7 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(shares * (2 * _FP32 + _INT16))
     else:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
-        adapter = _adapter(arch, job.lora, sizes, layers) * _FP32
+        adapter = _adapter(rules, job.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
     working, again = _layer(job, sizes)
     in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
@@ -138,16 +142,17 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     )  # fmt: skip
 
 
-def _adapter(arch: Arch, lora: LoraShape, sizes: Sizes, layers: range) -> int:
+def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks (`model/lora.py`)."""
     total = 0
-    for module, (in_features, out_features) in lora_modules(arch, lora).items():
-        if layer_of(module) in layers:
-            of_expert = ".experts." in module
-            cut = sizes.expert_tensor if of_expert else sizes.tensor
-            a, b = (cut, 1) if module.endswith(_ROW_PARALLEL) else (1, cut)
-            elements = lora.rank * (in_features // a + out_features // b)
-            total += elements // sizes.expert if of_expert else elements
+    for rule in rules:
+        experts, cut = rule.experts or 1, rule.parts(sizes)
+        a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
+        # Of experts the first one's sources, which stand for all.
+        for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
+            if chosen(name, lora.targets):
+                elements = lora.rank * (shape[1] // a + shape[0] // b)
+                total += elements if rule.experts is None else experts * (elements // sizes.expert)
     return total
 
 
