@@ -1,11 +1,5 @@
-"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained.
-
-Where the template has `{% generation %}`, these tags are the mask. Otherwise each assistant message is trained in the
-context in which it would be sampled: its prompt is the rendering of the messages before it with the generation prompt,
-and the trained text is the rest of the rendering that ends with the message, up to its end-of-turn token. (White space
-after that is not trained, since sampling stops before it.) So the trained tokens are also exact for templates that
-render old messages differently (Qwen3 leaves out old reasoning): such a message becomes a sequence of its own, as an RL
-turn does, and shares its prefix in the row.
+"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained, as
+docs/data.md tells.
 
 Many texts are tokenised at once, a conversation once. A border between context and trained text is found in its tokens
 by tokenising what is between the special token before it and the border: tokenizers never merge over special tokens.
@@ -131,7 +125,8 @@ class Renderer:
         return Plan(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
-        """The plans of a template without: one for all turns of which each continues the one before it."""
+        """The plans of a template without: one for all turns of which each continues the one before it. So the trained
+        tokens are exact too where old messages are rendered differently (Qwen3 leaves out old reasoning)."""
         plans: list[Plan] = []
         for index in sorted(trained):
             name = names[index]
@@ -144,7 +139,7 @@ class Renderer:
                     problem = f"renders nothing {'for' if prompt else 'before'} this message"
                 raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
             if completion.rstrip().endswith(self.endings):
-                completion = completion.rstrip()
+                completion = completion.rstrip()  # sampling stops before the white space
             if not plans or not prompt.startswith(plans[-1].text):
                 plans.append(Plan("", []))
             plans[-1].text = prompt + completion

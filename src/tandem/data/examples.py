@@ -1,7 +1,5 @@
-"""What a client sends for SFT and preference training: conversations, texts and tokens. Imports no numpy and no torch.
-
-`tandem.data.formats` turns the records of files into these; `tandem.data.render` turns these into tokens.
-"""
+"""What a client sends for SFT and preference training: conversations, texts and tokens; `tandem.data.render` turns
+these into tokens. Imports no numpy and no torch."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -203,10 +201,8 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages.
-
-    Without `prompt`, the common beginning of the two is the prompt. As messages, each of the two is one message of the
-    assistant after the prompt."""
+    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages, and then
+    each is one message of the assistant after the prompt. Without `prompt`, what the two begin with is the prompt."""
 
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages

@@ -1,7 +1,4 @@
-"""Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy and no torch.
-
-A file has one format. Columns that its format does not know are left out, and named in `Examples.ignored`.
-"""
+"""Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy and no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -155,7 +152,8 @@ class Examples:
     """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft") or pairs ("dpo").
 
     `format`: one of `FORMATS`, or auto for the one that the first record has. `examples[i]` is a record's place and the
-    record in the shape of `SFTExample` or `PreferencePair`. InvalidInput names file, place and field of what is wrong.
+    record in the shape of `SFTExample` or `PreferencePair`, without columns that its format does not know (`ignored`).
+    InvalidInput names file, place and field of what is wrong.
     """
 
     def __init__(self, path: str | Path, format: str = "auto", kind: Kind | None = None) -> None:  # noqa: A002

@@ -151,8 +151,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
     of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
     slot_experts = np.full((*shape, *of_token), -1, np.int16)
-    order: list[int] = []  # the sequences, as they lie in the rows
-    targets, sources, items_of_row = [], [], []
+    targets, sources = [], []
     for r, row in enumerate(rows):
         paths = row.lay_out(row_tokens[r], positions[r], subtree_end[r])
         for index, path in zip(row.sequences, paths, strict=True):
@@ -162,13 +161,13 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
                 slots = path[: len(experts)]
                 new = slot_experts[r, slots, 0, 0] < 0  # a shared slot keeps those of the sequence before
                 slot_experts[r, slots[new]] = experts[: len(slots)][new]
-        order.extend(row.sequences)
-        items_of_row.append(sum(len(sequences[index].trained) for index in row.sequences))
 
-    item_counts = [len(sequences[index].trained) for index in order]
+    order = [index for row in rows for index in row.sequences]
+    ordered = [sequences[index] for index in order]
+    item_counts = [len(sequence.trained) for sequence in ordered]
     item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
     advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
-    ordered = [sequences[index] for index in order]
+    items_of_row = [sum(len(sequences[index].trained) for index in row.sequences) for row in rows]
     return {
         "tokens": row_tokens,
         "positions": positions,

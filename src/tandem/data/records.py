@@ -1,7 +1,4 @@
-"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets.
-
-Of JSON lines, where each line begins is in memory, 16 bytes a line. Imports pyarrow where it is needed.
-"""
+"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets."""
 
 import json
 import tempfile
@@ -70,7 +67,7 @@ def _loads(text: bytes, place: str) -> Any:
 
 
 class _Lines:
-    """JSON lines; blank ones don't count as records."""
+    """JSON lines; blank ones don't count as records. Where each begins is in memory, 16 bytes a line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name

@@ -1,7 +1,5 @@
-"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part of each head.
-
-The layers of its checkpoints that predict further tokens (MTP) are not read.
-"""
+"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part of each head. The
+layers of its checkpoints that predict further tokens (MTP) are not read."""
 
 from dataclasses import replace
 

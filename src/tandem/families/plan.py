@@ -67,10 +67,7 @@ class Plan:
 
 
 def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds.
-
-    Raises InvalidInput if none fits; it says how much the smallest needs.
-    """
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if none fits."""
     found = [_candidate(job, sizes, gpu_memory) for sizes in of_world(gpus) if problem(job.arch, sizes) is None]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]
@@ -84,10 +81,8 @@ def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of `ROW` slots, or as
-    many as the model has positions, and the largest LoRA that a run may have by default.
-
-    `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if it is 0 or no topology fits.
-    """
+    many as the model has positions, and the largest LoRA that a run may have by default. `gpu_memory`: bytes of the
+    smallest of their GPUs. InvalidInput if it is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave it out"
         raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
