@@ -46,23 +46,11 @@ def run(
     return prepare_rl(groups, vocab_size=vocab_size, advantage=advantage, packing=packing, out=out)
 
 
-def parents(row: PackedRow) -> list[int]:
-    """Each slot's parent from tokens' depths alone: the nearest earlier slot one level up. -1 for roots."""
-    last_at_depth: dict[int, int] = {}
-    found = []
-    for slot in range(row.num_tokens):
-        depth = int(row.positions[slot])
-        found.append(last_at_depth[depth - 1] if depth else -1)
-        last_at_depth[depth] = slot
-    return found
-
-
-def ancestors(parent: list[int], slot: int) -> list[int]:
-    """From the root to the slot itself."""
-    path = [slot]
-    while parent[path[-1]] >= 0:
-        path.append(parent[path[-1]])
-    return path[::-1]
+def lineages(row: PackedRow) -> list[list[int]]:
+    """Of each slot the slots from the root to itself, from tokens' depths alone: a slot's parent is the nearest earlier
+    slot one level up."""
+    path: list[int] = []
+    return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
 # A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all likely.
@@ -114,9 +102,7 @@ def read_back(batch: PackedBatch) -> Counter:
     found: Counter = Counter()
     for r in range(len(batch)):
         row = batch.row(r)
-        parent = parents(row)
-        used = row.num_tokens
-        lineage = [ancestors(parent, slot) for slot in range(used)]
+        used, lineage = row.num_tokens, lineages(row)
         slot = np.arange(batch.sequence_length)
         mask = (slot[None, :] <= slot[:, None]) & (slot[:, None] < row.subtree_end[None, :])
         for query in range(used):
@@ -137,7 +123,7 @@ def read_back(batch: PackedBatch) -> Counter:
             assert len(set(row.item_trajectory[at])) == 1
             path = lineage[row.item_target[at[-1]]]
             for item in at:
-                assert row.item_source[item] == parent[row.item_target[item]]
+                assert row.item_source[item] == lineage[row.item_target[item]][-2]
                 assert row.item_target[item] in path
             trained = tuple((int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at)
             found[(int(row.item_trajectory[at[0]]), tuple(int(token) for token in row.tokens[path]), trained)] += 1
@@ -183,12 +169,8 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             assert batch.group_num_items.tolist() == per_group.tolist()
             # A group that fits one row is in one row.
             for g in range(len(batch.group_num_items)):
-                nodes = {
-                    tokens[: depth + 1]
-                    for t, tokens, _ in expected
-                    if renumbered[t] == g
-                    for depth in range(len(tokens))
-                }
+                own = [tokens for t, tokens, _ in expected if renumbered[t] == g]
+                nodes = {tokens[: depth + 1] for tokens in own for depth in range(len(tokens))}
                 rows = [r for r in range(len(batch)) if g in batch.trajectory_group[batch.row(r).item_trajectory]]
                 assert len(rows) == 1 or len(nodes) > length
             assert data.num_rows == len(batch)
