@@ -133,19 +133,20 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
 
     A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest first, into the row
-    with the least free slots that suffice (best-fit decreasing). A group whose tree is larger is split over rows, which
-    repeats prefixes.
-    """
+    with the least free slots that suffice (best-fit decreasing). A larger one is split, which repeats prefixes."""
     owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
     # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens do.
     owned.sort(key=lambda pair: pair[0].tokens.astype(">i4").tobytes())
     sequences = [sequence for sequence, _ in owned]
-    owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]
-    placed = _rows_by_batch(trajectories, owner.tolist(), tokens, sequence_length)
+    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, (_, t) in enumerate(owned):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
     rows = [row for of_batch in placed.values() for row in of_batch]
-
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -165,7 +166,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     order = [index for row in rows for index in row.sequences]
     ordered = [sequences[index] for index in order]
     item_counts = [len(sequence.trained) for sequence in ordered]
-    item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
+    item_trajectory = np.repeat([owned[index][1] for index in order], item_counts).astype(np.int32)
     advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
     items_of_row = [sum(len(sequences[index].trained) for index in row.sequences) for row in rows]
     return {
@@ -188,18 +189,6 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
         "group_num_items": np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32),
     }
-
-
-def _rows_by_batch(
-    trajectories: Sequence[PackedTrajectory], owner: list[int], tokens: list[Int32], sequence_length: int
-) -> dict[int, list[PrefixTree]]:
-    """The rows of each batch. `owner`: the trajectory of each sequence."""
-    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
-    for trajectory in trajectories:
-        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
-    for index, t in enumerate(owner):
-        batches[trajectories[t].batch][trajectories[t].group].append(index)
-    return {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
 
 
 class _Rows:

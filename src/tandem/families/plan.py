@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
-from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.memory import GIB, Memory, Training, memory
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
@@ -123,22 +123,26 @@ def _share(job: Training, sizes: Sizes) -> float:
 
 def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
     """Of one optimizer step, without Adam, which takes 2 ms for LoRA."""
-    arch, slots = job.arch, job.sequence_length
-    qkv, proj, gate_up, _ = features = _features(arch)
-    router = 0 if arch.moe is None else arch.hidden_size * arch.moe.num_experts
+    arch, slots, hidden, moe = job.arch, job.sequence_length, job.arch.hidden_size, job.arch.moe
+    # Weights of a layer that each token uses.
+    mlp = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
+    qkv, proj = hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size
+    gate_up, down = 2 * hidden * mlp, hidden * mlp
+    layer = qkv + proj + gate_up + down
+    router = 0 if moe is None else hidden * moe.num_experts
     # Operations of a row's forward pass (`bench/train.py`).
-    linear = 2.0 * (sum(features) + router) * arch.num_layers * slots
-    head = 2.0 * arch.hidden_size * arch.vocab_size * slots
+    linear = 2.0 * (layer + router) * arch.num_layers * slots
+    head = 2.0 * hidden * arch.vocab_size * slots
     attention = 2.0 * slots**2 * arch.query_size * arch.num_layers  # causal
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
-    if arch.moe is not None:
+    if moe is not None:
         targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
         rate = ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
     everything, some = levels
     least = needs.layers - everything - some
     # What layers compute again, as a part of a forward pass: of those that keep their input all but down.
-    again = (least * (qkv + proj + gate_up) + some * gate_up) / (sum(features) * needs.layers)
+    again = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
     rows = -(-job.rows // sizes.data)
@@ -146,14 +150,6 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     if job.lora is None and sizes.data * sizes.context > 1:
         step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
     return step
-
-
-def _features(arch: Arch) -> tuple[int, int, int, int]:
-    """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
-    hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
-    if arch.moe is not None:
-        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token + arch.moe.shared_size
-    return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
 
 
 def _exchange_bytes(job: Training, sizes: Sizes) -> float:
