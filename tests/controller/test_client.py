@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from api_server import KEY, rl_request, run_one, tree
-from spool.spool_tools import refused
+from spool.volume_tools import refused
 from tandem import client as package
 from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options

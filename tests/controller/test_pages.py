@@ -3,7 +3,7 @@
 import pytest
 
 from api_server import claim, fail, rl_request, run_one, serve
-from spool.spool_tools import refused
+from spool.volume_tools import refused
 from tandem.controller.schemas import LISTED_PENDING
 from tandem.errors import NotFound, NotServed
 

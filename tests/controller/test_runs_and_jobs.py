@@ -29,7 +29,7 @@ from api_server import (
     sft_request,
     tree,
 )  # fmt: skip
-from spool.spool_tools import refused
+from spool.volume_tools import refused
 from tandem.client import Tandem
 from tandem.controller import app
 from tandem.data.packed_format import PackedBatch

@@ -15,7 +15,7 @@ _CORPUS = [
     '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\nassistant user system tool\n',
     "I should think about it first, then answer: yes, no or maybe. Ist das so? 是的。 café naïve 🙂\n",
 ] * 20
-_SPLIT = (
+SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL = re.compile(
@@ -28,7 +28,7 @@ def _base() -> str:
     from tokenizers import Regex
 
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # type: ignore[list-item]
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,15 +16,9 @@ from tandem.data.render import render
 from tandem.errors import InvalidInput
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "description": "where"}},
-    "required": ["city"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS},
-}
+CITY = {"type": "string", "description": "where"}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS}}
 
 
 def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -119,35 +113,15 @@ REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_traini
 def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) -> None:
     """A conversation is tokenised once; the oracle tokenises each message after its prompt."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), greedy=greedy)
-    pieces = [
-        "\n",
-        "\n\n",
-        " ",
-        "  ",
-        "yes",
-        "No",
-        "🙂",
-        "是",
-        "?",
-        "'s",
-        "1",
-        "<think>",
-        "<|im_end|>",
-        "\r\n",
-        "\t",
-        "é",
-    ]
+    pieces = ["\n", "\n\n", *" \t1?🙂是é", "  ", "yes", "No", "'s", "<think>", "<|im_end|>", "\r\n"]
     rng = random.Random(name)
-    conversations = []
+    compared, refused = 0, []
     for _ in range(150):
         texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 7))) for _ in range(rng.choice([2, 4, 6]))]
         messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
-        conversations.append({"messages": messages})
-    examples = [SFTExample.model_validate(conversation) for conversation in conversations]
-    compared, refused = 0, []
-    for conversation, example in zip(conversations, examples, strict=True):
+        example = SFTExample.model_validate({"messages": messages})
         try:
-            expected = expected_turns(tokenizer, given(conversation), None)
+            expected = expected_turns(tokenizer, given({"messages": messages}), None)
         except InvalidInput:
             expected = []
         if not expected or not all(trained for _, trained in expected):
@@ -165,23 +139,6 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
     # White space that a special token has taken is in no token of an answer that is tokenised alone.
     assert all("a token spans the border" in message for message in refused)
     assert greedy or not refused
-
-
-def test_many_are_rendered_as_one_by_one() -> None:
-    tokenizer = chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
-    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 300
-    examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
-    found = render(tokenizer, examples, [""] * len(examples))
-    for example, sequences in (
-        *zip(examples[:2], found[:2], strict=True),
-        *zip(examples[-3:], found[-3:], strict=True),
-    ):
-        (alone,) = render(tokenizer, [example], [""])
-        for one, other in zip(sequences, alone, strict=True):
-            assert (one.tokens.tolist(), one.trained.tolist()) == (other.tokens.tolist(), other.trained.tolist())
-    (last,) = found[-1]
-    assert (last.trained.tolist(), last.weights.tolist(), last.targets.tolist()) == ([1, 2], [-0.5, 2.0], [9, 7])
-    assert len(found) == 601
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "llama3_1", "llama3_training"])
@@ -205,14 +162,16 @@ def test_messages_that_are_not_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
-def test_several_threads_render_at_a_time(name: str) -> None:
+def test_several_threads_render_many_at_a_time(name: str) -> None:
     """transformers keeps one tracker of `{% generation %}` for each template."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
-    examples = [SFTExample.model_validate(CONVERSATIONS["plain"])] * 300
-    (alone,) = render(tokenizer, examples[:1], [""])
+    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 140
+    examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
+    alone = [turns_of(render(tokenizer, [example], [""])[0]) for example in (*examples[:2], examples[-1])]
     with ThreadPoolExecutor(6) as threads:
-        found = threads.map(lambda _: render(tokenizer, examples, [""] * 300), range(12))
-        assert all(turns_of(one) == turns_of(alone) for many in found for one in many)
+        for found in threads.map(lambda _: render(tokenizer, examples, [""] * 281), range(6)):
+            assert [turns_of(one) for one in found] == [*alone[:2] * 140, alone[2]]
+            assert (found[-1][0].weights.tolist(), found[-1][0].targets.tolist()) == ([-0.5, 2.0], [9, 7])
 
 
 def test_texts() -> None:
@@ -239,18 +198,40 @@ def test_texts() -> None:
         )
 
 
-def test_ambiguous_masks_are_refused() -> None:
-    marks = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
-            "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
-    ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
-    cases: list[tuple[str, list[Any], str, str]] = [
-        (marks, [ask, first], "a token spans the border", "examples.0.messages.1"),
-        (marks.replace("{{ m.content }}", "", 1), [ask, first], "nothing as trained", "examples.0.messages.1"),
-        (marks + "{% generation %}<|im_end|>{% endgeneration %}", [ask, first | {"weight": 0}, again, second],
-         "marks 3 parts of 2", "examples.0.messages.3"),
-    ]  # fmt: skip
-    for template, messages, problem, field in cases:
-        with pytest.raises(InvalidInput, match=problem) as refused:
-            render(chat_tokenizer(template), [SFTExample(messages=messages)], ["examples.0"])
-        assert refused.value.field == field
-        assert "give token_ids" in refused.value.message
+def test_a_template_without_special_tokens() -> None:
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = chat_tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
+    ((only,),) = render(tokenizer, [SFTExample(messages=[turn("user", "hi"), turn("assistant", "yes")])], ["x"])
+    (both,) = turns_of([only])
+    assert [tokenizer.decode(part) for part in both] == ["user: hi\nassistant: ", "yes\n"]
+
+
+ASK, FIRST, AGAIN, SECOND = CONVERSATIONS["plain"]["messages"][:4]
+MARKS = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
+THREE = MARKS + "{% generation %}<|im_end|>{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem", "field"),
+    [
+        (MARKS, [ASK, FIRST], "a token spans the border", ".1"),
+        (MARKS.replace("{{ m.content }}", "", 1), [ASK, FIRST], "nothing as trained", ".1"),
+        (THREE, [ASK, FIRST | {"weight": 0}, AGAIN, SECOND], "marks 3 parts of 2", ".3"),
+        ("", [ASK, FIRST], "no chat template", ""),
+        ("{{ raise_exception('roles must alternate') }}", [ASK, FIRST], "refuses .* roles must alternate", ".1"),
+        ("{{ messages | length }}{{ messages[0].content }}", [ASK, FIRST], "renders .* differently", ".1"),
+        ("{% for m in messages if m.role == 'user' %}u{% endfor %}", [ASK, FIRST], "nothing for this message", ".1"),
+        ("{% for m in messages if m.role != 'user' %}a{% endfor %}", [ASK, FIRST], "nothing before this message", ".1"),
+        ("{{ messages[0].nothing.more }}", [ASK, FIRST], "template refuses", ".1"),
+        ("{% for m in messages %}", [ASK, FIRST], "template refuses", ".1"),
+    ],
+)
+def test_ambiguous_masks_and_templates_that_fail_are_refused(
+    template: str, messages: list[Any], problem: str, field: str
+) -> None:
+    examples = [SFTExample(token_ids=[1, 2], trainable=[False, True]), SFTExample(messages=messages)]
+    with pytest.raises(InvalidInput, match=problem) as refused:
+        render(chat_tokenizer(template), examples, ["examples.0", "examples.1"])
+    assert refused.value.field == f"examples.1.messages{field}"
+    assert "give token_ids" in refused.value.message

@@ -46,23 +46,11 @@ def run(
     return prepare_rl(groups, vocab_size=vocab_size, advantage=advantage, packing=packing, out=out)
 
 
-def parents(row: PackedRow) -> list[int]:
-    """Each slot's parent from tokens' depths alone: the nearest earlier slot one level up. -1 for roots."""
-    last_at_depth: dict[int, int] = {}
-    found = []
-    for slot in range(row.num_tokens):
-        depth = int(row.positions[slot])
-        found.append(last_at_depth[depth - 1] if depth else -1)
-        last_at_depth[depth] = slot
-    return found
-
-
-def ancestors(parent: list[int], slot: int) -> list[int]:
-    """From the root to the slot itself."""
-    path = [slot]
-    while parent[path[-1]] >= 0:
-        path.append(parent[path[-1]])
-    return path[::-1]
+def lineages(row: PackedRow) -> list[list[int]]:
+    """Of each slot the slots from the root to itself, from tokens' depths alone: a slot's parent is the nearest earlier
+    slot one level up."""
+    path: list[int] = []
+    return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
 # A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all likely.
@@ -114,9 +102,7 @@ def read_back(batch: PackedBatch) -> Counter:
     found: Counter = Counter()
     for r in range(len(batch)):
         row = batch.row(r)
-        parent = parents(row)
-        used = row.num_tokens
-        lineage = [ancestors(parent, slot) for slot in range(used)]
+        used, lineage = row.num_tokens, lineages(row)
         slot = np.arange(batch.sequence_length)
         mask = (slot[None, :] <= slot[:, None]) & (slot[:, None] < row.subtree_end[None, :])
         for query in range(used):
@@ -137,7 +123,7 @@ def read_back(batch: PackedBatch) -> Counter:
             assert len(set(row.item_trajectory[at])) == 1
             path = lineage[row.item_target[at[-1]]]
             for item in at:
-                assert row.item_source[item] == parent[row.item_target[item]]
+                assert row.item_source[item] == lineage[row.item_target[item]][-2]
                 assert row.item_target[item] in path
             trained = tuple((int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at)
             found[(int(row.item_trajectory[at[0]]), tuple(int(token) for token in row.tokens[path]), trained)] += 1
@@ -155,19 +141,15 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
         for trajectory in group.trajectories:
             sequences = linear(trajectory)
             long = any(len(tokens) > length for tokens, _ in sequences)
-            if long and too_long == "drop":
-                kept = []
-            else:
-                kept = [fitted for sequence in sequences if (fitted := cut(sequence, length))]
-            if not kept:
-                dropped += 1
-                continue
-            truncated += long
-            for tokens, trained in kept:
-                expected[(len(rewards), tokens, trained)] += 1
-            rewards.append(trajectory.reward)
-            group_numbers.append(g)
-            counts.append(sum(len(trained) for _, trained in kept))
+            fitted = [cut(sequence, length) for sequence in sequences if not long or too_long == "truncate"]
+            kept = [sequence for sequence in fitted if sequence]
+            dropped += not kept
+            if kept:
+                truncated += long
+                expected.update((len(rewards), tokens, trained) for tokens, trained in kept)
+                rewards.append(trajectory.reward)
+                group_numbers.append(g)
+                counts.append(sum(len(trained) for _, trained in kept))
 
     with TemporaryDirectory() as directory:
         out = Path(directory) / "data"
@@ -186,13 +168,9 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             per_group = np.bincount(renumbered, weights=counts)
             assert batch.group_num_items.tolist() == per_group.tolist()
             # A group that fits one row is in one row.
-            for g in range(batch.num_groups):
-                nodes = {
-                    tokens[: depth + 1]
-                    for t, tokens, _ in expected
-                    if renumbered[t] == g
-                    for depth in range(len(tokens))
-                }
+            for g in range(len(batch.group_num_items)):
+                own = [tokens for t, tokens, _ in expected if renumbered[t] == g]
+                nodes = {tokens[: depth + 1] for tokens in own for depth in range(len(tokens))}
                 rows = [r for r in range(len(batch)) if g in batch.trajectory_group[batch.row(r).item_trajectory]]
                 assert len(rows) == 1 or len(nodes) > length
             assert data.num_rows == len(batch)
@@ -245,18 +223,24 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
         run(tmp_path / "c", [flat])
 
 
-def test_given_advantages_replace_computed_ones(tmp_path: Path) -> None:
-    whole = group([one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)])
-    assert run(tmp_path / "a", [whole]).dropped_groups == 0
-    row = rows(tmp_path / "a")[0]
-    assert dict(zip(row.item_trajectory.tolist(), row.item_advantage.tolist(), strict=True)) == {0: -2.5, 1: 0.0}
-
-
-def test_advantages_are_computed_before_dropping(tmp_path: Path) -> None:
-    whole = group([one([1], [2], 1.0), one([1], [2, 3, 4, 2, 3], 0.0), one([1], [3], 0.5)])
-    run(tmp_path / "a", [whole], length=4, too_long="drop", scale="none")
-    row = rows(tmp_path / "a")[0]
-    assert row.item_advantage.tolist() == [0.5, 0.0]
+@pytest.mark.parametrize(
+    ("groups", "settings", "expected"),
+    [
+        # A given advantage replaces the computed one, and the group has variance then.
+        ([[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)]], {}, [-2.5, 0.0]),
+        # Advantages are computed before a trajectory is dropped.
+        ([[one([1], [2], 1.0), one([1], [2] * 5, 0.0), one([1], [3], 0.5)]], {"scale": "none"}, [0.5, 0.0]),
+        # The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1.
+        ([[one([1], [2], reward) for reward in rewards] for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))],
+         {"scale": "batch"}, [-(1.5**0.5), 1.5**0.5] * 2),
+    ],
+)  # fmt: skip
+def test_advantages(
+    tmp_path: Path, groups: list[list[Trajectory]], settings: dict[str, str], expected: list[float]
+) -> None:
+    run(tmp_path / "a", [group(members) for members in groups], length=4, too_long="drop", **settings)
+    found = {t: a for row in rows(tmp_path / "a") for t, a in zip(row.item_trajectory, row.item_advantage, strict=True)}
+    assert [found[number] for number in sorted(found)] == pytest.approx(expected, rel=1e-5)
 
 
 good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
@@ -271,22 +255,11 @@ good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
         ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
         ([group([one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
         ([group([one([1], [2], 1, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
+        ([group([one([1], [2], 3e38), one([1], [3], -3e38)])], "item_advantage", "an advantage is not finite"),
     ],
 )
 def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
-        run(tmp_path / "a", bad)
+        run(tmp_path / "a", bad, baseline="leave_one_out", scale="none")
     assert refused.value.field == field
     assert not (tmp_path / "a").exists()
-
-
-def test_rewards_are_scaled_over_all_groups_of_the_job(tmp_path: Path) -> None:
-    """The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1."""
-    groups = [
-        group([Trajectory(turns=[turn([1], [2])], reward=reward) for reward in rewards])
-        for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))
-    ]
-    data = run(tmp_path / "a", groups, scale="batch")
-    assert data.dropped_groups == 1
-    (row,) = rows(tmp_path / "a")
-    assert sorted(row.item_advantage) == pytest.approx([-(1.5**0.5)] * 2 + [1.5**0.5] * 2, rel=1e-5)

@@ -1,4 +1,4 @@
-"""prepare_sft with a real tokenizer and real chat templates: exactly the assistant's tokens are trained."""
+"""prepare_sft with a tokenizer and a chat template: what is packed of examples, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tandem.data.chat_template import _remember_what_is_safe
+from data.chat_tokenizer import chat_tokenizer
+from tandem.data.chat_template import _remember_what_is_safe, load_tokenizer
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import PackingSettings
-from tandem.data.packed_format import PackedBatch
+from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.data.prepare import prepare_sft
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
@@ -21,37 +20,14 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3's: reasoning is shown in the last message only, so that an old answer is rendered differently.
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-VOCAB = 300
+VOCAB = 1000
 
 
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Bytes, "\\n\\n" and "??" as merges over any border, and the two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ċ", "Ċ"), ("?", "?")]
-    vocab = {token: number for number, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     path = tmp_path_factory.mktemp("tokenizer")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
-    fast.chat_template = CHATML
-    fast.save_pretrained(path)
+    chat_tokenizer(CHATML).save_pretrained(path)
     return str(path)
-
-
-def with_template(tokenizer_path: str, tmp_path: Path, template: str | None) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
 
 
 def chat(*contents: str, **more: object) -> SFTExample:
@@ -62,70 +38,34 @@ def chat(*contents: str, **more: object) -> SFTExample:
 
 def run(
     out: Path, examples: list[SFTExample], tokenizer_path: str, vocab_size: int = VOCAB, **settings: Any
-) -> PackedData:
+) -> tuple[PackedData, PackedRow]:
     packing = PackingSettings.model_validate({"sequence_length": 256, **settings})
-    return prepare_sft(examples, tokenizer_path=tokenizer_path, vocab_size=vocab_size, packing=packing, out=out)
-
-
-def trained(out: Path, tokenizer_path: str) -> list[tuple[int, str, str]]:
-    """(trajectory, whole text, trained text) of each sequence."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    found = []
-    with PackedBatch.open(out) as batch:
-        for r in range(len(batch)):
-            row = batch.row(r)
-            assert np.isnan(row.item_logprob).all()
-            for sequence in np.unique(row.item_sequence):
-                at = row.item_sequence == sequence
-                last = row.item_target[at][-1]
-                slots = np.flatnonzero((np.arange(256) <= last) & (row.subtree_end > last))
-                texts = [tokenizer.decode(row.tokens[some]) for some in (slots, row.item_target[at])]
-                found.append((int(row.item_trajectory[at][0]), *texts))
+    data = prepare_sft(examples, tokenizer_path=tokenizer_path, vocab_size=vocab_size, packing=packing, out=out)
+    with PackedBatch.open(out, data.sha256) as batch:
         assert np.isnan(batch.trajectory_reward).all()
-    return sorted(found)
+        assert np.isnan(batch.row(0).item_logprob).all()
+        return data, batch.row(0)
 
 
 def test_every_assistant_message_and_its_end_of_turn(tmp_path: Path, tokenizer_path: str) -> None:
-    data = run(tmp_path / "a", [chat("hi", "yes", "really?", "no", "ok"), chat("hi", "maybe")], tokenizer_path)
+    data, row = run(tmp_path / "a", [chat("hi", "yes", "really?", "no", "ok"), chat("hi", "maybe")], tokenizer_path)
+    tokenizer, found = load_tokenizer(tokenizer_path), []
+    for sequence in np.unique(row.item_sequence):
+        at = row.item_sequence == sequence
+        last = row.item_target[at][-1]
+        slots = np.flatnonzero((np.arange(256) <= last) & (row.subtree_end > last))
+        texts = [tokenizer.decode(row.tokens[some]) for some in (slots, row.item_target[at])]
+        found.append((int(row.item_trajectory[at][0]), *texts))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     longer = f"{text}yes<|im_end|>\n<|im_start|>user\nreally?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
-    assert trained(tmp_path / "a", tokenizer_path) == [
+    assert sorted(found) == [
         (0, longer, "yes<|im_end|>no<|im_end|>"),
         (1, f"{text}maybe<|im_end|>", "maybe<|im_end|>"),
     ]
-    assert (data.num_trajectories, data.num_groups, data.num_items, data.num_rows) == (2, 2, 4 + 3 + 6, 1)
+    assert (data.num_trajectories, data.num_groups, data.num_items, data.num_rows) == (2, 2, len(row.item_target), 1)
     assert data.reward_mean is None
-    assert data.num_unshared_tokens - data.num_tokens == len("SuserNhiENSassistantN")  # examples share their prompt
-
-
-def test_template_that_renders_old_messages_differently(tmp_path: Path, tokenizer_path: str) -> None:
-    thinking = with_template(tokenizer_path, tmp_path, THINKING)
-    data = run(tmp_path / "a", [chat("hi", "yes", "really", "no")], thinking)
-    first = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    second = f"{first}yes<|im_end|>\n<|im_start|>user\nreally<|im_end|>\n<|im_start|>assistant\n"
-    empty = "<think>\n\n</think>\n\n"
-    assert trained(tmp_path / "a", thinking) == [
-        (0, f"{first}{empty}yes<|im_end|>", f"{empty}yes<|im_end|>"),
-        (0, f"{second}{empty}no<|im_end|>", f"{empty}no<|im_end|>"),
-    ]
-    assert (data.num_trajectories, data.num_groups) == (1, 1)
-    assert data.num_tokens < data.num_unshared_tokens
-
-
-def test_token_over_the_border(tmp_path: Path, tokenizer_path: str) -> None:
-    """The header's newline and the message's would be one token; sampling starts after the header's own."""
-    run(tmp_path / "a", [chat("hi", "\nyes")], tokenizer_path)
-    ((_, text, completion),) = trained(tmp_path / "a", tokenizer_path)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n\nyes<|im_end|>"
-    assert completion == "\nyes<|im_end|>"
-
-
-def test_template_without_special_tokens(tmp_path: Path, tokenizer_path: str) -> None:
-    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
-    plain = with_template(tokenizer_path, tmp_path, messages + prompt)
-    run(tmp_path / "a", [chat("hi", "yes")], plain)
-    assert trained(tmp_path / "a", plain) == [(0, "user: hi\nassistant: yes\n", "yes\n")]
+    shared = len(tokenizer(text).input_ids)  # examples share their prompt, and what their answers begin with
+    assert data.num_unshared_tokens - data.num_tokens in (shared, shared + 1)
 
 
 def test_weights_and_raw_tokens(tmp_path: Path) -> None:
@@ -134,67 +74,43 @@ def test_weights_and_raw_tokens(tmp_path: Path) -> None:
         SFTExample(token_ids=[1, 2, 3, 4], trainable=[False, True, False, False], weight=0.5),
         SFTExample(token_ids=[1, 2, 5], trainable=[False, False, True]),
     ]
-    data = run(tmp_path / "a", examples, "/nonexistent", sequence_length=8)
+    data, row = run(tmp_path / "a", examples, "/nonexistent", sequence_length=8)
     assert (data.num_items, data.num_tokens, data.num_unshared_tokens) == (2, 3, 5)
-    with PackedBatch.open(tmp_path / "a") as batch:
-        row = batch.row(0)
     assert row.tokens[:3].tolist() == [1, 2, 5]
     items = zip(row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True)
     assert list(items) == [(0, 1, 0, 0.5), (1, 2, 1, 1.0)]
 
 
-def test_too_long(tmp_path: Path) -> None:
-    examples = [
-        SFTExample(token_ids=list(range(10)), trainable=[False, True] + [False] * 7 + [True]),
-        SFTExample(token_ids=list(range(10)), trainable=[False] * 9 + [True]),
-    ]
-    with pytest.raises(InvalidInput, match="10 tokens") as refused:
-        run(tmp_path / "a", examples, "", sequence_length=8)
-    assert refused.value.field == "examples.0"
-    data = run(tmp_path / "a", examples, "", sequence_length=8, too_long="truncate")
-    assert (data.num_items, data.num_tokens) == (1, 2)
-    assert (data.truncated_trajectories, data.dropped_trajectories, data.num_trajectories) == (1, 1, 1)
-    with pytest.raises(NothingToLearn, match="2 trajectories"):
-        run(tmp_path / "b", examples, "", sequence_length=8, too_long="drop")
+LONG = SFTExample(token_ids=list(range(300)), trainable=[False] * 299 + [True])
 
 
 @pytest.mark.parametrize(
-    ("template", "field", "message"),
+    ("examples", "vocab_size", "field", "message"),
     [
-        (None, "examples.1.messages", "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "examples.1.messages.1", "roles must alternate"),
-        ("{{ messages | length }}{{ messages[0].content }}", "examples.1.messages.1", "differ"),
-        ("{% for m in messages if m.role == 'user' %}u{% endfor %}", "examples.1.messages.1", "nothing"),
-        ("{% for m in messages if m.role != 'user' %}a{% endfor %}", "examples.1.messages.1", "before"),
-        ("{{ messages[0].nothing.more }}", "examples.1.messages.1", "template refuses"),
-        ("{% for m in messages %}", "examples.1.messages.1", "template refuses"),
+        ([], VOCAB, "examples", "no example"),
+        ([SFTExample(token_ids=[1, 1000], trainable=[False, True])], VOCAB, "examples.0.token_ids", "id 1000 at index"),
+        ([chat("hi", "yes")], 258, "examples.0.messages", "vocabulary"),
+        ([chat("hi", "yes", weight=1e39)], VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], VOCAB, "examples.0.weight", "float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, -1])], VOCAB, "examples.0.weights", 'normalisation="sum"'),
+        ([chat("hi", "yes"), LONG], VOCAB, "examples.1", "300 tokens don't fit a row of 256"),
     ],
 )
-def test_templates_that_fail(
-    tmp_path: Path, tokenizer_path: str, template: str | None, field: str, message: str
+def test_refused_naming_the_field(
+    tmp_path: Path, tokenizer_path: str, examples: list[SFTExample], vocab_size: int, field: str, message: str
 ) -> None:
-    path = with_template(tokenizer_path, tmp_path, template)
-    raw = SFTExample(token_ids=[1, 2], trainable=[False, True])
     with pytest.raises(InvalidInput, match=message) as refused:
-        run(tmp_path / "a", [raw, chat("hi", "yes")], path)
+        run(tmp_path / "a", examples, tokenizer_path, vocab_size)
     assert refused.value.field == field
     assert not (tmp_path / "a").exists()
 
 
-def test_refused_naming_the_field(tmp_path: Path, tokenizer_path: str) -> None:
-    raw = SFTExample(token_ids=[1, VOCAB], trainable=[False, True])
-    cases: list[tuple[list[SFTExample], str, int, str, str]] = [
-        ([], tokenizer_path, VOCAB, "examples", "no example"),
-        ([chat("hi", "yes")], str(tmp_path / "nowhere"), VOCAB, "base_model", "can't load a tokenizer"),
-        ([raw], tokenizer_path, VOCAB, "examples.0.token_ids", f"id {VOCAB} at index 1"),
-        ([chat("hi", "yes")], tokenizer_path, 258, "examples.0.messages", "vocabulary"),
-        ([chat("hi", "yes", weight=1e39)], tokenizer_path, VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
-        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], "", VOCAB, "examples.0.weight", "float32"),
-    ]
-    for examples, path, vocab_size, field, message in cases:
-        with pytest.raises(InvalidInput, match=message) as refused:
-            run(tmp_path / "a", examples, path, vocab_size)
-        assert refused.value.field == field
+def test_nothing_to_train_and_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(NothingToLearn, match="2 trajectories don't fit 256 tokens"):
+        run(tmp_path / "a", [LONG, LONG], "", too_long="drop")
+    with pytest.raises(InvalidInput, match="can't load a tokenizer") as refused:
+        run(tmp_path / "a", [chat("hi", "yes")], str(tmp_path / "nowhere"))
+    assert refused.value.field == "base_model"
 
 
 def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:

@@ -55,15 +55,16 @@ def test_each_slot_has_the_experts_of_its_token(tmp_path):
     assert np.array_equal(row.slot_experts, expected)
 
 
-def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path):
+@pytest.mark.parametrize("dense", [0, 1])
+def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
+    """vLLM returns zeros for layers without experts, as GLM-4.5's first ones."""
     given = experts(3)
-    row = prepare(tmp_path / "data", [turn([1], [2, 3, 4], given)], [turn([5], [6])])
+    given[:, :dense] = 0
+    mixture = MIXTURE._replace(dense=dense)
+    row = prepare(tmp_path / "data", [turn([1], [2, 3, 4], given)], [turn([5], [6])], mixture=mixture)
     assert np.array_equal(row.slot_experts[:3], given)
     assert (row.slot_experts[3:] == -1).all()
     assert prepare(tmp_path / "without", [turn([1], [2])], [turn([5], [6])]).slot_experts.shape == (16, 0, 0)
-
-
-SAME = np.zeros((3, 3, 2), np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -74,33 +75,21 @@ SAME = np.zeros((3, 3, 2), np.uint8)
         (experts(3).astype(np.float32), "float32"),
         (experts(3) + 290, "outside"),
         (experts(3).astype(np.int32) - 1, "outside"),
-        (SAME, "token 0 has an expert twice"),
+        (np.zeros((3, 3, 2), np.uint8), "token 0 has an expert twice"),
         ("AAAA", "not base64 of an array"),
         ("§", "not base64 of an array"),
         (base64.b64encode(b"PK\x03\x04" + bytes(40)).decode(), "not base64 of an array"),
         (encoded(experts(3))[:-8], "not base64 of an array"),
         (np.array([object()]), "not base64 of an array"),
+        (experts(3), "no mixture of experts"),
     ],
 )
 def test_what_no_router_chose_is_refused(tmp_path, routed, problem):
+    mixture = None if problem == "no mixture of experts" else MIXTURE
     with pytest.raises(InvalidInput, match=problem) as refused:
-        prepare(tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)])
+        prepare(tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)], mixture=mixture)
     assert refused.value.field == "groups.0.trajectories.1.turns.0.routed_experts"
     assert not (tmp_path / "data").exists()
-
-
-def test_layers_without_experts_have_zeros(tmp_path):
-    """As vLLM returns them for GLM-4.5, whose first layers are dense."""
-    routed = experts(3)
-    routed[:, 0] = 0
-    row = prepare(tmp_path / "data", [turn([1, 2], [3, 4], routed)], [turn([5], [6])],
-                  mixture=MIXTURE._replace(dense=1))  # fmt: skip
-    assert np.array_equal(row.slot_experts[:3], routed)
-
-
-def test_experts_for_a_dense_model_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="no mixture of experts"):
-        prepare(tmp_path / "data", [turn([1], [2, 3, 4], experts(3))], mixture=None)
 
 
 def test_a_response_of_vllm_brings_them():

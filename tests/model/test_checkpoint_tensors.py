@@ -1,6 +1,5 @@
 """R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never silently reset."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
 from tandem.errors import CheckpointDamaged
-from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import arch_from_config
 from tandem.model.weights.checkpoint_tensors import read_adapter
@@ -60,10 +59,9 @@ def test_a_tensor_with_one_element_that_is_not_finite_is_named(adapter, value, d
         read_adapter(adapter, ARCH, LORA, torch.device(device))
 
 
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_a_missing_file_is_named(adapter, name):
-    (adapter / name).unlink()
-    with pytest.raises(CheckpointDamaged, match=f"{name} is missing"):
+def test_a_missing_file_is_named(adapter):
+    (adapter / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointDamaged, match=f"{WEIGHTS_FILE} is missing"):
         read_adapter(adapter, ARCH, LORA, CPU)
 
 
@@ -73,31 +71,6 @@ def test_a_truncated_file_is_named(adapter, keep):
     content = path.read_bytes()
     path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
     with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
-        read_adapter(adapter, ARCH, LORA, CPU)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"r": 8}, "r is 8, the run's is 4"),
-        ({"lora_alpha": 16}, "lora_alpha is 16"),
-        ({"target_modules": ["q_proj"]}, "target_modules"),
-        ({"bias": "all"}, "bias is 'all', the run's is 'none'"),
-        ({"use_rslora": True}, "use_rslora"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-    ],
-)
-def test_a_config_of_another_adapter_is_refused(adapter, change, says):
-    path = adapter / CONFIG_FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(CheckpointDamaged, match=says):
-        read_adapter(adapter, ARCH, LORA, CPU)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_broken_config_is_refused(adapter, content):
-    (adapter / CONFIG_FILE).write_text(content)
-    with pytest.raises(CheckpointDamaged, match=CONFIG_FILE):
         read_adapter(adapter, ARCH, LORA, CPU)
 
 

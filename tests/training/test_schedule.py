@@ -64,8 +64,9 @@ def test_rows_per_step_default_to_the_ranks_and_must_divide(batch: PackedBatch) 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_denominators_count_the_items_of_all_ranks(batch: PackedBatch, ranks: int) -> None:
     plan = plan_of(batch, 64, ranks=ranks)
-    totals = {"token": batch.num_items, "trajectory": batch.num_trajectories, "group": batch.num_groups}
-    for kind, total in (totals | {"constant": 5.0 * batch.num_trajectories}).items():
+    trajectories, groups = len(batch.trajectory_group), len(batch.group_num_items)
+    totals = {"token": batch.item_offsets[-1], "trajectory": trajectories, "group": groups}
+    for kind, total in (totals | {"constant": 5.0 * trajectories}).items():
         loss = RLLoss(normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None)
         np.testing.assert_allclose(denominators(batch, plan.steps, loss), [total], rtol=1e-12)
 
@@ -85,7 +86,7 @@ def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) 
     """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has none."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
     advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(np.float64)
-    of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(batch.num_trajectories)]
+    of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(len(batch.trajectory_group))]
     for kind, want in {"token": np.abs(advantage).mean(), "trajectory": np.mean(of_trajectory)}.items():
         assert advantage_divisor(batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")) == pytest.approx(want)
     assert advantage_divisor(batch, RLLoss()) == advantage_divisor(batch, SFTLoss()) == 1.0

@@ -1,11 +1,5 @@
-"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained.
-
-Where the template has `{% generation %}`, these tags are the mask. Otherwise each assistant message is trained in the
-context in which it would be sampled: its prompt is the rendering of the messages before it with the generation prompt,
-and the trained text is the rest of the rendering that ends with the message, up to its end-of-turn token. (White space
-after that is not trained, since sampling stops before it.) So the trained tokens are also exact for templates that
-render old messages differently (Qwen3 leaves out old reasoning): such a message becomes a sequence of its own, as an RL
-turn does, and shares its prefix in the row.
+"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained, as
+docs/data.md tells.
 
 Many texts are tokenised at once, a conversation once. A border between context and trained text is found in its tokens
 by tokenising what is between the special token before it and the border: tokenizers never merge over special tokens.
@@ -41,8 +35,7 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a directory or hub name, read once; needs no torch. Raises InvalidInput (field:
-    base_model)."""
+    """transformers' tokenizer of a directory or hub name, read once; needs no torch."""
     try:
         with _one_at_a_time:
             # Imported here, because it takes seconds and RL doesn't need it.
@@ -72,13 +65,12 @@ def _remember_what_is_safe() -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """A sequence before it is tokenised. `spans`: its trained characters [start, end), and what errors call these;
-    `marked`: whether marks of the template enclose them; `lead`: tokens before the text."""
+    """A sequence before it is tokenised."""
 
     text: str
-    spans: list[tuple[int, int, str]]
-    marked: bool = False
-    lead: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int, str]]  # its trained characters [start, end), and what errors call these
+    marked: bool = False  # marks of the template enclose them
+    lead: list[int] = field(default_factory=list)  # tokens before the text
 
 
 class Renderer:
@@ -133,22 +125,21 @@ class Renderer:
         return Plan(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
-        """The plans of a template without: one for all turns of which each continues the one before it."""
+        """The plans of a template without: one for all turns of which each continues the one before it. So the trained
+        tokens are exact too where old messages are rendered differently (Qwen3 leaves out old reasoning)."""
         plans: list[Plan] = []
         for index in sorted(trained):
             name = names[index]
             prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
             whole, _ = self._apply(template, plain[: index + 1], tools, name)
             completion = whole[len(prompt) :]
-            problem = None
-            if not whole.startswith(prompt):
+            if not (prompt and completion and whole.startswith(prompt)):
                 problem = "renders the messages before this one differently once this message is there"
-            elif not prompt or not completion:
-                problem = f"renders nothing {'for' if prompt else 'before'} this message"
-            if problem:
+                if whole.startswith(prompt):
+                    problem = f"renders nothing {'for' if prompt else 'before'} this message"
                 raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
             if completion.rstrip().endswith(self.endings):
-                completion = completion.rstrip()
+                completion = completion.rstrip()  # sampling stops before the white space
             if not plans or not prompt.startswith(plans[-1].text):
                 plans.append(Plan("", []))
             plans[-1].text = prompt + completion
@@ -156,14 +147,7 @@ class Renderer:
         return plans
 
     def _apply(
-        self,
-        template: str,
-        messages: list[Any],
-        tools: Any,
-        name: str,
-        *,
-        generation: bool = False,
-        marks: bool = False,
+        self, template: str, messages: list[Any], tools: Any, name: str, generation: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text, and the spans that its marks enclose."""
         from transformers.utils.chat_template_utils import render_jinja_template

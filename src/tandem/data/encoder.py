@@ -1,8 +1,5 @@
-"""Turns texts into token ids by the model's own tokenizer.
-
-The package fastokens does it many times as fast as tokenizers. It is used where it gives the same tokens for a sample
-of text. Otherwise, and for a text that it gives up, transformers' own tokenizer is used.
-"""
+"""Turns texts into token ids by the model's own tokenizer. The package fastokens does it many times as fast, and is
+used where it gives the same tokens for a sample of text, but for the texts that it gives up."""
 
 from itertools import pairwise
 from typing import Any
@@ -34,7 +31,6 @@ class Encoder:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str]) -> list[Int32]:
-        """The tokens of each text."""
         if self._fast is not None:
             try:
                 return _flat(self._fast, texts)

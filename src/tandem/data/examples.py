@@ -1,12 +1,11 @@
-"""What a client sends for SFT and preference training: conversations, texts and tokens. Imports no numpy and no torch.
-
-`tandem.data.formats` turns the records of files into these; `tandem.data.render` turns these into tokens.
-"""
+"""What a client sends for SFT and preference training: conversations, texts and tokens; `tandem.data.render` turns
+these into tokens. Imports no numpy and no torch."""
 
 import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Discriminator,
@@ -17,7 +16,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.functional_validators import AfterValidator
 
 from tandem.data.inputs import LOWEST_WEIGHT, StrictFloat, TokenIds
 from tandem.spool.schema import Record
@@ -159,7 +157,9 @@ class SFTExample(Record):
     @classmethod
     def _has_assistant(cls, messages: Any) -> Any:
         if isinstance(messages, list) and not any(message.trained for message in messages):
-            raise ValueError("there is no assistant message to train" + _context_only(messages))
+            excluded = any(message.role == "assistant" for message in messages)
+            why = ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
+            raise ValueError("there is no assistant message to train" + why)
         if messages == "":
             raise ValueError("empty, so there is nothing to train")
         return messages
@@ -200,16 +200,9 @@ class SFTExample(Record):
         return self
 
 
-def _context_only(messages: list[Message]) -> str:
-    excluded = any(message.role == "assistant" for message in messages)
-    return ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
-
-
 class PreferencePair(Record):
-    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages.
-
-    Without `prompt`, the common beginning of the two is the prompt. As messages, each of the two is one message of the
-    assistant after the prompt."""
+    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages, and then
+    each is one message of the assistant after the prompt. Without `prompt`, what the two begin with is the prompt."""
 
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages

@@ -1,7 +1,4 @@
-"""Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy and no torch.
-
-A file has one format. Columns that its format does not know are left out, and named in `Examples.ignored`.
-"""
+"""Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy and no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -56,12 +53,11 @@ def _json(value: Any, field: str) -> Any:
 
 def _text(record: Record, *names: str) -> str:
     """The first of these columns; "" where there is none."""
-    for name in names:
-        if record.get(name) is not None:
-            if not isinstance(record[name], str):
-                raise InvalidInput(f"must be a text, not {record[name]!r}", field=name)
-            return str(record[name])
-    return ""
+    name = next((name for name in names if record.get(name) is not None), None)
+    value = "" if name is None else record[name]
+    if not isinstance(value, str):
+        raise InvalidInput(f"must be a text, not {value!r}", field=name)
+    return value
 
 
 def _turns(*contents: str) -> list[dict[str, Any]]:
@@ -100,8 +96,8 @@ def _prompt_completion(record: Record) -> Record:
     if "label" in record:
         problem = "completions that are labelled good or bad (KTO) are not trained"
         raise InvalidInput(f"{problem}; keep the good ones and leave out the column", field="label")
-    completion = "completion" if record.get("completion") is not None else "response"
-    return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[completion], completion)}
+    name = "completion" if record.get("completion") is not None else "response"
+    return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[name], name)}
 
 
 def _tokens(record: Record) -> Record:
@@ -156,7 +152,8 @@ class Examples:
     """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft") or pairs ("dpo").
 
     `format`: one of `FORMATS`, or auto for the one that the first record has. `examples[i]` is a record's place and the
-    record in the shape of `SFTExample` or `PreferencePair`. InvalidInput names file, place and field of what is wrong.
+    record in the shape of `SFTExample` or `PreferencePair`, without columns that its format does not know (`ignored`).
+    InvalidInput names file, place and field of what is wrong.
     """
 
     def __init__(self, path: str | Path, format: str = "auto", kind: Kind | None = None) -> None:  # noqa: A002

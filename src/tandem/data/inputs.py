@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.functional_validators import AfterValidator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tandem.errors import InvalidInput
 from tandem.spool.schema import Record
@@ -87,8 +86,8 @@ class Group(Record):
 
 
 class AdvantageSettings(Record):
-    """How rewards become advantages. Formulas: `tandem.data.advantages`. `scale` may be given as true (group) or false
-    (none)."""
+    """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas. `scale` may be given as
+    true (group) or false (none)."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
@@ -120,7 +119,7 @@ class PackingSettings(Record):
 
 
 def from_validation_error(exc: ValidationError) -> InvalidInput:
-    """The first error as InvalidInput, with its dotted path as `field`; the message counts the other errors."""
+    """`invalid_input` at the first error's place."""
     errors = exc.errors()
     # Without the tags of unions, which no key of ours looks like.
     return invalid_input(errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")])

@@ -1,4 +1,10 @@
-"""Places sequences in rows, and turns rows into the packed arrays."""
+"""Places sequences in rows, and turns rows into the packed arrays.
+
+A row is a prefix tree, kept as a sorted list. In lexicographic order a sequence shares its longest prefix with a
+neighbour, so the sorted list and the common prefix lengths of neighbours are the whole tree, without nodes. Every
+common prefix within a row is shared, of any length, sampled or not, between trajectories, groups and duplicates: a
+shared token saves a slot, and the mask costs the same.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -8,7 +14,6 @@ from typing import Self
 import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32
-from tandem.data.prefix_tree import PrefixTree, lay_out
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
@@ -68,42 +73,102 @@ class PackedTrajectory:
     batch: int = 0
 
 
+def common_prefix(a: Int32, b: Int32) -> int:
+    """The number of leading tokens that are equal."""
+    shorter = min(len(a), len(b))
+    differ = a[:shorter] != b[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter
+
+
+class PrefixTree:
+    """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
+
+    `tokens` are all sequences of the job, in lexicographic order. The tree holds indices into it, sorted.
+    """
+
+    def __init__(self, tokens: list[Int32], sequences: Iterable[int] = ()) -> None:
+        self.num_slots = 0
+        self.sequences: list[int] = []
+        self._tokens = tokens
+        for index in sequences:
+            self.add(index)
+
+    def cost(self, index: int) -> int:
+        """Slots that adding sequence `index` would take: its length less the prefix that it shares with a neighbour."""
+        at = bisect_left(self.sequences, index)
+        neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
+        shared = max((common_prefix(self._tokens[index], neighbour) for neighbour in neighbours), default=0)
+        return len(self._tokens[index]) - shared
+
+    def add(self, index: int) -> None:
+        self.num_slots += self.cost(index)
+        insort(self.sequences, index)
+
+    def lay_out(self, row_tokens: Int32, positions: Int32, subtree_end: Int32) -> list[Int32]:
+        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format); returns for each of
+        `sequences` its slots, int32, token by token.
+
+        Depth-first order is lexicographic order: each sequence appends the tokens that it does not share with the one
+        before it. This ends the subtrees of those tokens of the one before that it does not share.
+        """
+        subtree_end[: self.num_slots] = self.num_slots
+        previous = path = np.empty(0, np.int32)
+        paths = []
+        filled = 0
+        for index in self.sequences:
+            own = self._tokens[index]
+            shared = common_prefix(previous, own)
+            subtree_end[path[shared:]] = filled  # nothing, if this sequence extends or repeats the one before
+            end = filled + len(own) - shared
+            row_tokens[filled:end] = own[shared:]
+            positions[filled:end] = np.arange(shared, len(own))
+            path = np.concatenate([path[:shared], np.arange(filled, end, dtype=np.int32)])
+            paths.append(path)
+            previous, filled = own, end
+        return paths
+
+
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
     """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
 
     A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest first, into the row
-    with the least free slots that suffice (best-fit decreasing). A group whose tree is larger is split over rows, which
-    repeats prefixes.
-    """
+    with the least free slots that suffice (best-fit decreasing). A larger one is split, which repeats prefixes."""
     owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
     # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens do.
     owned.sort(key=lambda pair: pair[0].tokens.astype(">i4").tobytes())
     sequences = [sequence for sequence, _ in owned]
-    owner = np.array([trajectory for _, trajectory in owned])
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]
-    placed = _rows_by_batch(trajectories, owner.tolist(), tokens, sequence_length)
+    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, (_, t) in enumerate(owned):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
     rows = [row for of_batch in placed.values() for row in of_batch]
-
     shape = (len(rows), sequence_length)
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
-    slot_experts = _unknown_experts(sequences, shape)
-    order: list[int] = []  # the sequences, as they lie in the rows
-    targets, sources, items_of_row = [], [], []
+    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
+    slot_experts = np.full((*shape, *of_token), -1, np.int16)
+    targets, sources = [], []
     for r, row in enumerate(rows):
-        paths = lay_out(row, tokens, row_tokens[r], positions[r], subtree_end[r])
+        paths = row.lay_out(row_tokens[r], positions[r], subtree_end[r])
         for index, path in zip(row.sequences, paths, strict=True):
             targets.append(path[sequences[index].trained])
             sources.append(path[sequences[index].trained - 1])
-            _put_experts(slot_experts[r], path, sequences[index].experts)
-        order.extend(row.sequences)
-        items_of_row.append(sum(len(sequences[index].trained) for index in row.sequences))
+            if (experts := sequences[index].experts) is not None:
+                slots = path[: len(experts)]
+                new = slot_experts[r, slots, 0, 0] < 0  # a shared slot keeps those of the sequence before
+                slot_experts[r, slots[new]] = experts[: len(slots)][new]
 
-    item_counts = [len(sequences[index].trained) for index in order]
-    item_trajectory = np.repeat(owner[order], item_counts).astype(np.int32)
-    advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    order = [index for row in rows for index in row.sequences]
     ordered = [sequences[index] for index in order]
+    item_counts = [len(sequence.trained) for sequence in ordered]
+    item_trajectory = np.repeat([owned[index][1] for index in order], item_counts).astype(np.int32)
+    advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    items_of_row = [sum(len(sequences[index].trained) for index in row.sequences) for row in rows]
     return {
         "tokens": row_tokens,
         "positions": positions,
@@ -126,31 +191,6 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     }
 
 
-def _unknown_experts(sequences: Sequence[LinearSequence], shape: tuple[int, int]) -> Int16:
-    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
-    return np.full((*shape, *of_token), -1, np.int16)
-
-
-def _put_experts(row: Int16, path: Int32, experts: Int16 | None) -> None:
-    """Gives a sequence's slots its experts; a shared slot keeps those of the sequence before."""
-    if experts is not None:
-        slots = path[: len(experts)]
-        new = row[slots, 0, 0] < 0
-        row[slots[new]] = experts[: len(slots)][new]
-
-
-def _rows_by_batch(
-    trajectories: Sequence[PackedTrajectory], owner: list[int], tokens: list[Int32], sequence_length: int
-) -> dict[int, list[PrefixTree]]:
-    """The rows of each batch. `owner`: the trajectory of each sequence."""
-    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
-    for trajectory in trajectories:
-        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
-    for index, t in enumerate(owner):
-        batches[trajectories[t].batch][trajectories[t].group].append(index)
-    return {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
-
-
 class _Rows:
     """Rows that are being filled. A prefix that several groups of a row share takes its slots once."""
 
@@ -164,7 +204,7 @@ class _Rows:
         return self._length - self.trees[row].num_slots
 
     def append(self, tree: PrefixTree) -> int:
-        """Makes `tree` a new row, and returns the row's number."""
+        """The number of a new row, which is `tree`."""
         self.trees.append(tree)
         row = len(self.trees) - 1
         insort(self._by_free, (self.free(row), row))
@@ -188,13 +228,7 @@ class _Rows:
 
 def _place(groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
     """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
-    trees = []
-    for group in groups:
-        tree = PrefixTree(tokens)
-        for index in group:
-            tree.add(index)
-        trees.append(tree)
-
+    trees = [PrefixTree(tokens, group) for group in groups]
     rows = _Rows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
         if tree.num_slots > sequence_length:

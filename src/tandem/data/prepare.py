@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tandem.data.advantages import group_advantages, spread
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory
-from tandem.data.packed_format import Int32, digest, write_packed
-from tandem.data.packing import LinearSequence, PackedTrajectory, pack
-from tandem.data.prefix_tree import common_prefix
+from tandem.data.packed_format import Int32, write_packed
+from tandem.data.packing import LinearSequence, PackedTrajectory, common_prefix, pack
 from tandem.data.render import render
 from tandem.data.routing import Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
@@ -21,6 +20,7 @@ from tandem.spool.schema import PackedData
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
+_FORMS = ("token_ids", "messages", "completion", "text")
 
 
 def prepare_rl(
@@ -41,8 +41,7 @@ def prepare_rl(
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
-    dropped_groups = 0
-    trajectories: list[PackedTrajectory] = []
+    dropped_groups, trajectories = 0, list[PackedTrajectory]()
     of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
@@ -64,9 +63,7 @@ def prepare_rl(
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    statistics: dict[str, Any] = {
-        f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
-    }
+    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
     turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
     if policy_steps := [turn.policy_step for turn in turns if turn.policy_step is not None]:
         statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
@@ -126,7 +123,38 @@ def prepare_dpo(
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
 
-_FORMS = ("token_ids", "messages", "completion", "text")
+def spread(rewards: NDArray[np.float64]) -> float:
+    """What rewards are divided by: their population standard deviation, sqrt(sum (r_i - m)^2 / n), and 1e-6."""
+    return float(rewards.std()) + 1e-6
+
+
+def group_advantages(
+    rewards: NDArray[np.float64], settings: AdvantageSettings, *, batch_spread: float
+) -> NDArray[np.float64]:
+    """Advantages [n] of one group's rewards [n], float64; `batch_spread`: `spread` of all groups' rewards.
+
+    With m the mean of the group's n rewards and s their `spread`:
+
+    - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
+    - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025, arXiv:2508.08221), which
+      is steadier where a group's rewards differ little;
+    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783), which leaves out the
+      division because it gives more weight to questions whose rewards differ little;
+    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n - 1) (r_i - m),
+      RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides that by the same as above;
+    - `baseline="none"`: r_i.
+
+    With a baseline, the advantages of a group with equal rewards (as a group of one) are exactly 0.
+    """
+    if settings.baseline == "none":
+        return rewards.copy()
+    if (rewards == rewards[0]).all():
+        # The mean of n equal floats may differ from them in the last bit.
+        return np.zeros_like(rewards)
+    divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
+    others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
+    advantages: NDArray[np.float64] = (rewards - rewards.mean()) * (others / divisor)
+    return advantages
 
 
 def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
@@ -187,33 +215,29 @@ def _write(
     dropped = len(trajectories) - len(kept)
     trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
     if not trained:
-        raise _nothing_to_learn(dropped_groups, dropped, packing)
+        reasons = []
+        if dropped_groups:
+            remedy = "sample more per prompt, take prompts that are neither always solved nor never"
+            remedy += ", or set advantage.keep_zero_variance"
+            reasons.append(f"{dropped_groups} groups have no variance in their rewards ({remedy})")
+        if dropped:
+            limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
+            reasons.append(f"{dropped} trajectories don't fit {limit}")
+        raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
+    if any(abs(trajectory.advantage) > _MAX_FLOAT32 for trajectory in kept):
+        raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_advantage")
     arrays = pack(kept, packing.sequence_length)
-    write_packed(out, arrays, vocab_size=vocab_size)
     unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
     rows = arrays["row_batch"] >= 0
     return PackedData(
-        path="", sha256=digest(out), num_rows=int(rows.sum()), sequence_length=packing.sequence_length,
-        num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
+        path="", sha256=write_packed(out, arrays, vocab_size=vocab_size), num_rows=int(rows.sum()),
+        sequence_length=packing.sequence_length, num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
         num_tokens=int(arrays["row_num_tokens"][rows].sum()), num_unshared_tokens=unshared,
         num_trajectories=len(trained), num_groups=len({trajectory.group for trajectory in trained}),
         num_held_out=len({trajectory.group for trajectory in kept[len(trained) :]}),
         dropped_groups=dropped_groups, dropped_trajectories=dropped,
         truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
     )  # fmt: skip
-
-
-def _nothing_to_learn(dropped_groups: int, dropped_trajectories: int, packing: PackingSettings) -> NothingToLearn:
-    reasons = []
-    if dropped_groups:
-        reasons.append(
-            f"{dropped_groups} groups have no variance in their rewards (sample more per prompt, take prompts that are "
-            "neither always solved nor never, or set advantage.keep_zero_variance)"
-        )
-    if dropped_trajectories:
-        limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
-        reasons.append(f"{dropped_trajectories} trajectories don't fit {limit}")
-    return NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
 
 
 def _check_vocabulary(ids: Int32, vocab_size: int, field: str) -> None:

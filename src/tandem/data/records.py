@@ -1,13 +1,10 @@
-"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets.
-
-Of JSON lines, where each line begins is in memory, 16 bytes a line. Imports pyarrow where it is needed.
-"""
+"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets."""
 
 import json
 import tempfile
 from array import array
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tandem.errors import InvalidInput
 
@@ -16,11 +13,8 @@ _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd
 _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
-class Records(Protocol):
-    """Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[str, Any]: ...
+# Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0).
+type Records = _Lines | _Rows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
@@ -73,7 +67,7 @@ def _loads(text: bytes, place: str) -> Any:
 
 
 class _Lines:
-    """JSON lines; blank ones don't count as records."""
+    """JSON lines; blank ones don't count as records. Where each begins is in memory, 16 bytes a line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name
@@ -149,9 +143,8 @@ def _of_directory(path: Path) -> Records:
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:
-            raise InvalidInput(
-                f"name one of its splits: {', '.join(str(path / name) for name in splits)}", field="FILE"
-            )
+            named = ", ".join(str(path / name) for name in splits)
+            raise InvalidInput(f"name one of its splits: {named}", field="FILE")
         return _of_directory(path / ("train" if "train" in splits else splits[0]))
     if (path / "state.json").exists():
         files = [path / file["filename"] for file in json.loads((path / "state.json").read_bytes())["_data_files"]]

@@ -1,6 +1,6 @@
 """Turns examples and pairs into tokens, and says which of them are trained (`tandem.data.chat_template` says how)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import batched, pairwise
 from typing import Any
 
@@ -9,8 +9,7 @@ import numpy as np
 from tandem.data.chat_template import Plan, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
-from tandem.data.packing import LinearSequence
-from tandem.data.prefix_tree import common_prefix
+from tandem.data.packing import LinearSequence, common_prefix
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
@@ -21,23 +20,32 @@ def render(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list
     """The sequences of each example, and of each pair those of chosen and rejected: the prompt, which is the same in
     both, and the answer, which is trained. `tokenizer` may be None where all items are `token_ids`.
 
-    InvalidInput (below the item's of `fields`) for the first item that the template refuses or whose mask is ambiguous.
+    InvalidInput (below the item's of `fields`) for an item that the template refuses or whose mask is ambiguous.
     """
     found = []
-    for one in _attempts(tokenizer, items, fields):
-        if isinstance(one, InvalidInput):
-            raise one
-        found.append(one)
+    for chunk in batched(zip(items, fields, strict=True), _CHUNK):
+        planned = [_plans(tokenizer, item, field) for item, field in chunk]
+        texts = [plan.text for plans in planned for plan in plans]
+        tokens = iter(renderer(tokenizer).encoder.encode_all(texts) if texts else ())
+        for (item, field), plans in zip(chunk, planned, strict=True):
+            found.append(_finish(tokenizer, item, field, [(plan, next(tokens)) for plan in plans]))
     return found
 
 
 def preview(tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[PreferencePair]) -> list[Rendering]:
     """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>` or `pairs.<i>`."""
     fields = [f"examples.{i}" for i in range(len(examples))] + [f"pairs.{i}" for i in range(len(pairs))]
-    return [
-        Rendering(error=one.message, field=one.field) if isinstance(one, InvalidInput) else _rendering(tokenizer, one)
-        for one in _attempts(tokenizer, [*examples, *pairs], fields)
-    ]
+    return _previewed(tokenizer, [*examples, *pairs], fields)
+
+
+def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list[Rendering]:
+    try:
+        return [_rendering(tokenizer, sequences) for sequences in render(tokenizer, items, fields)]
+    except InvalidInput as error:
+        if len(items) == 1:
+            return [Rendering(error=error.message, field=error.field)]
+    halves = slice(len(items) // 2), slice(len(items) // 2, None)
+    return [one for half in halves for one in _previewed(tokenizer, items[half], fields[half])]
 
 
 def _rendering(tokenizer: Any, sequences: list[LinearSequence]) -> Rendering:
@@ -49,29 +57,6 @@ def _rendering(tokenizer: Any, sequences: list[LinearSequence]) -> Rendering:
         parts.append([(tokenizer.decode(one.tokens[a:b]), float(weights[a])) for a, b in runs])
     lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
     return Rendering(parts=parts, lengths=lengths, trained=trained)
-
-
-def _attempts(
-    tokenizer: Any, items: Sequence[Item], fields: Sequence[str]
-) -> Iterator[list[LinearSequence] | InvalidInput]:
-    """What `render` says of each item, or why the item is refused."""
-    for chunk in batched(zip(items, fields, strict=True), _CHUNK):
-        planned = [_attempt(_plans, tokenizer, item, field) for item, field in chunk]
-        texts = [plan.text for plans in planned if isinstance(plans, list) for plan in plans]
-        tokens = iter(renderer(tokenizer).encoder.encode_all(texts) if texts else ())
-        for (item, field), plans in zip(chunk, planned, strict=True):
-            if isinstance(plans, InvalidInput):
-                yield plans
-            else:
-                tokenised = [(plan, next(tokens)) for plan in plans]
-                yield _attempt(_finish, tokenizer, item, field, tokenised)
-
-
-def _attempt[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | InvalidInput:
-    try:
-        return function(*args, **kwargs)
-    except InvalidInput as error:
-        return error
 
 
 def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:

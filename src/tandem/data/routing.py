@@ -23,10 +23,7 @@ class Mixture(NamedTuple):
 
 
 def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
-    """[tokens - 1, layers, experts per token]: of the prompt's and the sampled tokens but the last; None if not given.
-
-    Raises InvalidInput (field: `field`).
-    """
+    """[tokens - 1, layers, experts per token], of the prompt's and the sampled tokens but the last; None: not given."""
     if turn.routed_experts is None:
         return None
     if mixture is None:

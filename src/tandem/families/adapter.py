@@ -8,9 +8,8 @@ import json
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.spool.schema import LORA_TARGETS, LoraShape
@@ -19,39 +18,32 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
-_CHANGE_THE_FORMULA = (
-    "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
-    "layers_to_transform", "exclude_modules", "target_parameters",
-)  # fmt: skip
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """What a run without named targets adapts: every linear layer, and of a mixture of experts attention's only.
-
-    vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so.
-    """
+    """What a run without named targets adapts: every linear layer, and of a mixture of experts attention's only, as
+    vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
     return tuple(target for target in LORA_TARGETS if arch.moe is None or target not in EXPERT_TARGETS)
 
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order. Every expert has
-    linear layers of its own.
+    linear layers of its own. Raises as `check_targets`."""
+    check_targets(arch, lora)
+    sources = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
+    return {
+        name.removesuffix(".weight"): (shape[1], shape[0])
+        for name, shape in sources.items() if chosen(name, lora.targets)
+    }  # fmt: skip
 
-    Raises InvalidInput for targets in experts whose adapters PEFT and vLLM would name in another way.
-    """
+
+def check_targets(arch: Arch, lora: LoraShape) -> None:
+    """InvalidInput for targets in experts whose adapters PEFT and vLLM would name otherwise."""
     fused = arch.moe is not None and arch.moe.biases
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
-        problem = (
-            f"{arch.model_type} has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
-        )
+        problem = "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
         remedy = f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the attention"
-        raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
-    modules: dict[str, tuple[int, int]] = {}
-    for rule in weight_rules(arch):
-        for name, shape in rule.sources.items():
-            if chosen(name, lora.targets):
-                modules[name.removesuffix(".weight")] = (shape[1], shape[0])
-    return modules
+        raise InvalidInput(f"{arch.model_type} {problem}; {remedy}", field="lora.targets")
 
 
 def chosen(name: str, targets: Collection[str] | None) -> bool:
@@ -80,55 +72,18 @@ def layer_of(name: str) -> int:
 
 
 def stacked_name(key: str) -> str:
-    """The policy's name of the parameter that holds the tensor of PEFT key `key`: the key itself, or, for an expert's
-    tensor, the key with `*` for the expert's number. Such a parameter stacks the tensors of all experts in order."""
+    """The policy's name of the parameter with the tensor of PEFT key `key`: of an expert's tensor the key with `*` for
+    the expert's number, as the parameter stacks the tensors of all experts in order; else the key itself."""
     return _EXPERT.sub(r"\1*\2", key)
 
 
 def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:
     """Write `adapter_config.json` as PEFT and vLLM read it."""
-    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": lora.rank,
-        "lora_alpha": alpha,
-        "target_modules": list(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-        "use_dora": False,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "target_modules": list(lora.targets), "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "init_lora_weights": True, "inference_mode": True, "modules_to_save": None, "use_dora": False,
         "use_rslora": False,
-    }
+    }  # fmt: skip
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def check_adapter_config(directory: Path, lora: LoraShape) -> None:
-    """Raise CheckpointDamaged if `adapter_config.json` is missing, unreadable or of another shape than `lora`."""
-    path = directory / CONFIG_FILE
-    try:
-        config: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointDamaged(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointDamaged(f"{path} is not a JSON object")
-    config.setdefault("bias", "none")
-    if isinstance(targets := config.get("target_modules"), list):
-        config["target_modules"] = sorted(map(str, targets))  # PEFT may write them in any order
-    expected = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "bias": "none",
-        **dict.fromkeys(_CHANGE_THE_FORMULA),
-    }
-    for key, value in expected.items():
-        if (config.get(key) or None) != value:
-            raise CheckpointDamaged(f"{path}: {key} is {config.get(key)!r}, the run's is {value!r}")

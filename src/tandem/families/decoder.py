@@ -17,16 +17,15 @@ class Decoder:
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a key that config.json leaves out means, as the family's class in transformers says, which vLLM uses too.
-
     With `sliding_window` the family has windows: with `max_window_layers` from that layer on, else in all layers; with
-    `use_sliding_window` only if that is true.
-    """
+    `use_sliding_window` only if that is true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
     partial_rope: bool = False  # RoPE on a part of each head is built
     shared_experts: bool = False  # shared experts are built
     yarn: bool = False  # YaRN's scaling of RoPE is built
+    mixture: bool = False  # every layer's MLP is a mixture of experts, as Qwen3's
 
     def arch(self, config: ModelConfig) -> Arch:
         """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
@@ -80,9 +79,21 @@ class Decoder:
         tokens = config.positive("sliding_window", int)
         return Window(tokens, tuple(chosen)) if any(chosen) else None
 
-    def moe(self, _config: ModelConfig) -> MoE | None:
-        """The mixture of experts in every layer; None: MLPs."""
-        return None
+    def moe(self, config: ModelConfig) -> MoE | None:
+        """The mixture of experts; None: MLPs."""
+        if not self.mixture:
+            return None
+        # transformers 5 writes num_local_experts.
+        total = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+        moe = MoE(
+            num_experts=config.positive(total, int),
+            experts_per_token=config.positive("num_experts_per_tok", int),
+            ffn_hidden_size=config.positive("moe_intermediate_size", int),
+            norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        )
+        if moe.experts_per_token > moe.num_experts:
+            raise config.invalid(f"{moe.experts_per_token} experts per token, but there are {moe.num_experts}")
+        return moe
 
     def weight_rules(self, arch: Arch) -> list[WeightRule]:
         """A rule for every parameter of the model, embedding first."""
@@ -98,21 +109,16 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
-
-        Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key head, the value head.
-        """
+        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names. Megatron's `linear_qkv`
+        has one block of rows for each key head: its query heads, the key head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, of + "self_attn."
         qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
+        o_proj = {attention + "o_proj.weight": (hidden, arch.query_size)}
         rules = [
             WeightRule(to + "input_layernorm.weight", {of + "input_layernorm.weight": (hidden,)}),
             WeightRule(to + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups),
-            WeightRule(
-                to + "self_attention.linear_proj.weight",
-                {attention + "o_proj.weight": (hidden, arch.query_size)},
-                "columns",
-            ),
+            WeightRule(to + "self_attention.linear_proj.weight", o_proj, "columns"),
             WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
             *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]
@@ -130,12 +136,21 @@ class Decoder:
         return rules
 
     def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's MLP: `linear_fc1` is gate above up."""
-        hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-        gate_up = {f"{of}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        """One layer's MLP, where `linear_fc1` is gate above up; or its router, and all experts, stacked."""
+        hidden, moe = arch.hidden_size, arch.moe
+        ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
+        each = [of] if moe is None else [f"{of}experts.{expert}." for expert in range(moe.num_experts)]
+        gates_and_ups = {f"{one}{name}_proj.weight": (ffn, hidden) for one in each for name in ("gate", "up")}
+        downs = {f"{one}down_proj.weight": (hidden, ffn) for one in each}
+        if moe is None:
+            return [
+                WeightRule(to + "linear_fc1.weight", gates_and_ups, "rows"),
+                WeightRule(to + "linear_fc2.weight", downs, "columns"),
+            ]
         return [
-            WeightRule(to + "linear_fc1.weight", gate_up, "rows"),
-            WeightRule(to + "linear_fc2.weight", {of + "down_proj.weight": (hidden, ffn)}, "columns"),
+            WeightRule(to + "router.weight", {of + "gate.weight": (moe.num_experts, hidden)}),
+            WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=moe.num_experts),
+            WeightRule(to + "experts.fc2", downs, "columns", experts=moe.num_experts),
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
@@ -178,30 +193,22 @@ def _rope_scaling(
     if kind not in known:
         raise config.unsupported(f"RoPE scaling {kind!r} (not {' or '.join(map(repr, known))})")
     try:
+        factor = float(rope["factor"])
         if kind == "linear":
-            return LinearScaling(float(rope["factor"]))
-        if kind == "yarn":
-            return _yarn(rope)
-        return RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
+            return LinearScaling(factor)
+        if kind == "llama3":
+            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            return RopeScaling(factor, low, high, int(rope["original_max_position_embeddings"]))
+        if rope.get("mscale") or rope.get("mscale_all_dim"):
+            raise ValueError("mscale and mscale_all_dim are not built")
+        given, equation_22 = rope.get("attention_factor"), 0.1 * math.log(max(factor, 1)) + 1
+        return YarnScaling(
+            factor=factor,
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
             original_max_positions=int(rope["original_max_position_embeddings"]),
+            attention_factor=equation_22 if given is None else float(given),
+            truncate=bool(rope.get("truncate", True)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise config.invalid(f"the parameters of RoPE scaling {kind} are incomplete or wrong: {error}") from error
-
-
-def _yarn(rope: dict[str, Any]) -> YarnScaling:
-    """Without `attention_factor` it is that of YaRN's equation 22. Raises KeyError, TypeError or ValueError."""
-    factor, given = float(rope["factor"]), rope.get("attention_factor")
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ValueError("mscale and mscale_all_dim are not built")
-    return YarnScaling(
-        factor=factor,
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-        attention_factor=0.1 * math.log(max(factor, 1)) + 1 if given is None else float(given),
-        truncate=bool(rope.get("truncate", True)),
-    )

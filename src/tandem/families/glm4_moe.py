@@ -1,14 +1,11 @@
-"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part of each head.
-
-The layers of its checkpoints that predict further tokens (MTP) are not read.
-"""
+"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part of each head. The
+layers of its checkpoints that predict further tokens (MTP) are not read."""
 
 from dataclasses import replace
 
 from tandem.families.arch import Arch, MoE
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
-from tandem.families.qwen3_moe import mixture_rules
 from tandem.families.weight_rules import WeightRule
 
 
@@ -51,14 +48,12 @@ class Glm4Moe(Decoder):
     def mlp_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
         assert arch.moe is not None
         if layer < arch.moe.dense_layers:
-            return super().mlp_rules(arch, layer, to, of)
-        bias = WeightRule(
-            to + "router.correction_bias", {of + "gate.e_score_correction_bias": (arch.moe.num_experts,)}, fp32=True
-        )
-        shared = replace(arch, ffn_hidden_size=arch.moe.shared_size)
+            return super().mlp_rules(replace(arch, moe=None), layer, to, of)
+        bias = {of + "gate.e_score_correction_bias": (arch.moe.num_experts,)}
+        shared = replace(arch, ffn_hidden_size=arch.moe.shared_size, moe=None)
         return [
-            *mixture_rules(arch, to, of),
-            bias,
+            *super().mlp_rules(arch, layer, to, of),
+            WeightRule(to + "router.correction_bias", bias, fp32=True),
             *super().mlp_rules(shared, layer, to + "shared_experts.", of + "shared_experts."),
         ]
 

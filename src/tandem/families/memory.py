@@ -1,16 +1,16 @@
-"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch.
+"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch."""
 
-`tests/model/test_plan.py` compares it with what was measured on one GPU (docs/performance.md).
-"""
-
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from tandem.families.adapter import layer_of, lora_modules
+from tandem.families.adapter import check_targets, chosen
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, on_stage
+from tandem.families.weight_rules import WeightRule
 from tandem.spool.schema import LoraShape
 
 GIB = 2**30
@@ -26,7 +26,6 @@ FURTHER_COMMUNICATOR = GIB // 2
 """Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
-_ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,9 @@ class Memory:
 
 
 def memory(job: Training, sizes: Sizes) -> Memory:
-    """Of the pipeline stage that needs the most when its layers keep their inputs."""
+    """Of the pipeline stage that needs the most when its layers keep their inputs. Raises as `check_targets`."""
+    if job.lora is not None:
+        check_targets(job.arch, job.lora)
     stages = [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
     return max(stages, key=lambda stage: stage.total((0, 0)))
 
@@ -124,93 +125,72 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(shares * (2 * _FP32 + _INT16))
     else:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
-        adapter = _adapter(arch, job.lora, sizes, layers) * _FP32
+        adapter = _adapter(rules, job.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
-    working, again = _layer(job, sizes)
+    kept, working, again = _layer(job, sizes)
     in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
+    slots = -(-job.sequence_length // sizes.context)
+    chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
+    dimensions = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
+    several = sum(size > 1 for size in dimensions)
+    communicators = COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0
     return Memory(
-        weights, adapter, gradients, optimizer, kept=_kept(job, sizes), layers=len(layers), in_flight=in_flight,
-        logits=_logits(job, sizes) if last else 0, layer=working, layer_again=again, context=_context(sizes),
+        weights, adapter, gradients, optimizer, kept=kept, layers=len(layers), in_flight=in_flight,
+        logits=logits if last else 0, layer=working, layer_again=again, context=CONTEXT + communicators,
         shared=sizes.layers_shared,
     )  # fmt: skip
 
 
-def _adapter(arch: Arch, lora: LoraShape, sizes: Sizes, layers: range) -> int:
+def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks (`model/lora.py`)."""
     total = 0
-    for module, (in_features, out_features) in lora_modules(arch, lora).items():
-        if layer_of(module) in layers:
-            of_expert = ".experts." in module
-            cut = sizes.expert_tensor if of_expert else sizes.tensor
-            a, b = (cut, 1) if module.endswith(_ROW_PARALLEL) else (1, cut)
-            elements = lora.rank * (in_features // a + out_features // b)
-            total += elements // sizes.expert if of_expert else elements
+    for rule in rules:
+        experts, cut = rule.experts or 1, rule.parts(sizes)
+        a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
+        # Of experts the first one's sources, which stand for all.
+        for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
+            if chosen(name, lora.targets):
+                elements = lora.rank * (shape[1] // a + shape[0] // b)
+                total += elements if rule.experts is None else experts * (elements // sizes.expert)
     return total
 
 
-def _tokens(job: Training, sizes: Sizes) -> tuple[int, int]:
-    """(Slots of a row that this rank's attention and MLP see, slots of which it has the residual stream)."""
-    slots = -(-job.sequence_length // sizes.context)
-    return slots, -(-slots // sizes.tensor) if sizes.sequence else slots
+def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
+    """Bytes of a layer's row: what it keeps (`AttentionBlock`, `MlpBlock` and `MoeBlock` in `model/layer/`), and what
+    its backward pass has beside that, where it kept everything and where it kept its input."""
+    arch, moe, hidden = job.arch, job.arch.moe, job.arch.hidden_size
 
+    def adapted(*targets: str) -> int:
+        """Width of A x over `targets`."""
+        return 0 if job.lora is None else job.lora.rank * sum(target in job.lora.targets for target in targets)
 
-def _mlp(job: Training, sizes: Sizes) -> tuple[int, int]:
-    """(Rows of the MLP's or the experts' products, features of each on this rank), if experts get equally many."""
-    slots, own = _tokens(job, sizes)
-    if job.arch.moe is None:
-        return slots, job.arch.ffn_hidden_size // sizes.tensor
-    gathered = own * sizes.expert_tensor if sizes.sequence else own
-    return gathered * job.arch.moe.experts_per_token, job.arch.moe.ffn_hidden_size // sizes.expert_tensor
+    slots = -(-job.sequence_length // sizes.context)  # that this rank's attention and MLP see
+    own = -(-slots // sizes.tensor) if sizes.sequence else slots  # of which it has the residual stream
+    rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
+    if moe is not None:  # of the experts', if they get equally many
+        rows = (own * sizes.expert_tensor if sizes.sequence else own) * moe.experts_per_token
+        features = moe.ffn_hidden_size // sizes.expert_tensor
 
-
-def _adapted(job: Training, *targets: str) -> int:
-    """Width of A x over `targets`."""
-    return 0 if job.lora is None else job.lora.rank * sum(target in job.lora.targets for target in targets)
-
-
-def _kept(job: Training, sizes: Sizes) -> Kept:
-    """`AttentionBlock.forward` and `MlpBlock.forward` (`MoeBlock.forward`) in `model/layer/`.
-
-    INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o and down.
-    ATTENTION: the MLP's input, qkv, the q, k and v made of it, A x of q, k and v. ALL: gate and up, and their A x.
-    """
-    arch, (slots, own), (rows, features) = job.arch, _tokens(job, sizes), _mlp(job, sizes)
+    # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o and down.
     query, qkv = arch.query_size // sizes.tensor, (arch.query_size + 2 * arch.kv_size) // sizes.tensor
-    least = own * arch.hidden_size + slots * (query + _adapted(job, "o_proj")) + rows * _adapted(job, "down_proj")
+    least = own * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query
+    # ATTENTION: the MLP's input, qkv, the q, k and v made of it, A x of q, k and v.
+    attention = least + own * hidden + slots * (2 * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    # ALL: gate and up, and their A x.
+    everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
-    attention = own * arch.hidden_size + slots * (2 * qkv + _adapted(job, "q_proj", "k_proj", "v_proj"))
-    gate_up = rows * (2 * features + _adapted(job, "gate_proj", "up_proj"))
-    levels = (least, least + attention, least + attention + gate_up)
-    return Kept(*(level * _BF16 + log_sums for level in levels))
+    kept = Kept(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-
-def _layer(job: Training, sizes: Sizes) -> tuple[int, int]:
-    """Beside what layers keep, the MLP's backward pass has at once: the gradients of its output and of the activated
-    features, these features themselves, and the normalised input; a layer that kept its input also has gate and up,
-    and the MLP's input. For a mixture the gradient of the output and the normalised input are there for each row too.
-    """
-    (slots, _), (rows, features), hidden = _tokens(job, sizes), _mlp(job, sizes), job.arch.hidden_size
+    # The MLP's backward pass: the gradients of its output and of the activated features, these features themselves, and
+    # the normalised input. For a mixture the output's gradient and the normalised input are there for each row too.
     working = 2 * rows * features + 2 * slots * hidden
-    if job.arch.moe is not None:
+    if moe is not None:
         working += 2 * rows * hidden
         if job.lora is not None and set(job.lora.targets) & set(EXPERT_TARGETS):
-            experts = job.arch.moe.num_experts // sizes.expert
             # `Experts._b` of gate and up: all experts' B, in fp32 and then cast.
-            working += experts * 2 * features * _adapted(job, "gate_proj", "up_proj") * 3
-    again = working + 2 * rows * features + 2 * slots * hidden
-    return working * _BF16, again * _BF16
-
-
-def _logits(job: Training, sizes: Sizes) -> int:
-    """`logprobs.working_bytes`, with a loss on every slot."""
-    slots, _ = _tokens(job, sizes)
-    chunk = min(slots * job.arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
-    return (chunk + 4 * slots * job.arch.hidden_size) * _BF16
-
-
-def _context(sizes: Sizes) -> int:
-    ranks = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
-    several = sum(size > 1 for size in ranks)
-    return CONTEXT + (COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0)
+            working += moe.num_experts // sizes.expert * 2 * features * adapted("gate_proj", "up_proj") * 3
+    again = working + 2 * rows * features + 2 * slots * hidden  # gate and up, and the MLP's input
+    return kept, working * _BF16, again * _BF16

@@ -12,13 +12,8 @@ from tandem.errors import InvalidInput, UnknownArchitecture
 def model_directory(
     model: str, files: tuple[str, ...] = ("config.json", "model*.safetensors*"), *, cached: bool = False
 ) -> Path:
-    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once.
-
-    `cached`: nothing is downloaded, and the hub is not asked.
-
-    Raises:
-        InvalidInput: no such directory, and the hub doesn't give it.
-    """
+    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once; if
+    `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither exists."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
@@ -31,8 +26,7 @@ def model_directory(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """A model's safetensors files: those that the index names if there is one, else `model.safetensors`.
-    Raises InvalidInput."""
+    """A model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
         if index.is_file():

@@ -43,10 +43,8 @@ def senders_of_stage(sizes: Sizes) -> int:
 
 
 def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements.
-
-    `targets`: linear layers, as in `LoraShape`; None: every tensor. Over all ranks each element is sent once.
-    """
+    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all ranks each element
+    once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
     full: list[Part] = []
     for part in parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:

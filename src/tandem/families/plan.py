@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
-from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.memory import GIB, Memory, Training, memory
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
@@ -67,10 +67,7 @@ class Plan:
 
 
 def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds.
-
-    Raises InvalidInput if none fits; it says how much the smallest needs.
-    """
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if none fits."""
     found = [_candidate(job, sizes, gpu_memory) for sizes in of_world(gpus) if problem(job.arch, sizes) is None]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]
@@ -84,10 +81,8 @@ def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of `ROW` slots, or as
-    many as the model has positions, and the largest LoRA that a run may have by default.
-
-    `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if it is 0 or no topology fits.
-    """
+    many as the model has positions, and the largest LoRA that a run may have by default. `gpu_memory`: bytes of the
+    smallest of their GPUs. InvalidInput if it is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave it out"
         raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
@@ -110,8 +105,7 @@ def describe(sizes: Sizes) -> str:
 
 def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
     needs = memory(job, sizes)
-    levels = needs.levels(gpu_memory)
-    speed = 0.0
+    levels, speed = needs.levels(gpu_memory), 0.0
     if levels is not None:
         speed = _share(job, sizes) * job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
     alone = sizes == Sizes(data=sizes.data) and job.lora is not None
@@ -129,14 +123,26 @@ def _share(job: Training, sizes: Sizes) -> float:
 
 def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
     """Of one optimizer step, without Adam, which takes 2 ms for LoRA."""
-    linear, head, attention = _operations(job.arch, job.sequence_length)
+    arch, slots, hidden, moe = job.arch, job.sequence_length, job.arch.hidden_size, job.arch.moe
+    # Weights of a layer that each token uses.
+    mlp = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
+    qkv, proj = hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size
+    gate_up, down = 2 * hidden * mlp, hidden * mlp
+    layer = qkv + proj + gate_up + down
+    router = 0 if moe is None else hidden * moe.num_experts
+    # Operations of a row's forward pass (`bench/train.py`).
+    linear = 2.0 * (layer + router) * arch.num_layers * slots
+    head = 2.0 * hidden * arch.vocab_size * slots
+    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers  # causal
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
-    rate = _linear_rate(job)
+    rate = DENSE_RATE
+    if moe is not None:
+        targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
+        rate = ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
     everything, some = levels
-    qkv, proj, gate_up, down = _features(job.arch)
     least = needs.layers - everything - some
     # What layers compute again, as a part of a forward pass: of those that keep their input all but down.
-    again = (least * (qkv + proj + gate_up) + some * gate_up) / ((qkv + proj + gate_up + down) * needs.layers)
+    again = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
     rows = -(-job.rows // sizes.data)
@@ -144,29 +150,6 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     if job.lora is None and sizes.data * sizes.context > 1:
         step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
     return step
-
-
-def _linear_rate(job: Training) -> float:
-    if job.arch.moe is None:
-        return DENSE_RATE
-    targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
-    return ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
-
-
-def _features(arch: Arch) -> tuple[int, int, int, int]:
-    """Weights of a layer that each token uses: qkv, proj, gate and up, down."""
-    hidden, mlp = arch.hidden_size, arch.ffn_hidden_size
-    if arch.moe is not None:
-        mlp = arch.moe.ffn_hidden_size * arch.moe.experts_per_token + arch.moe.shared_size
-    return hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size, 2 * hidden * mlp, hidden * mlp
-
-
-def _operations(arch: Arch, slots: int) -> tuple[float, float, float]:
-    """Of a row's forward pass: linear layers, the output layer, causal attention (`bench/train.py`)."""
-    router = 0 if arch.moe is None else arch.hidden_size * arch.moe.num_experts
-    layer = sum(_features(arch)) + router
-    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers
-    return 2.0 * layer * arch.num_layers * slots, 2.0 * arch.hidden_size * arch.vocab_size * slots, attention
 
 
 def _exchange_bytes(job: Training, sizes: Sizes) -> float:

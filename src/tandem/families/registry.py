@@ -4,13 +4,14 @@ import functools
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, qwen3_moe
+from tandem.families import gemma3, glm4_moe, gpt_oss
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN_MOE = {"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False}
 FAMILIES: dict[str, Decoder] = {
     family.model_type: family
     for family in (
@@ -18,7 +19,7 @@ FAMILIES: dict[str, Decoder] = {
         Decoder("mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
         Decoder("qwen2", _QWEN, qkv_bias=True),
         Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
-        qwen3_moe.FAMILY,
+        Decoder("qwen3_moe", _QWEN_MOE, qk_norm=True, mixture=True),
         gemma3.FAMILY,
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
@@ -27,12 +28,8 @@ FAMILIES: dict[str, Decoder] = {
 
 
 def read_arch(model: str) -> Arch:
-    """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
-
-    Raises:
-        InvalidInput: no such directory or repository, no readable `config.json`, or a missing or wrong value in it.
-        UnknownArchitecture: a family, or a variant of one, that Tandem doesn't build.
-    """
+    """The architecture of `model`, a directory or a hub name; only its `config.json` is read. Raises InvalidInput for
+    what can't be read or is wrong, UnknownArchitecture for a family, or a variant of one, that Tandem doesn't build."""
     config = ModelConfig.of(model)
     return arch_from_config(config.values, config.source)
 

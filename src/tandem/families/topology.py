@@ -126,12 +126,11 @@ def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
 
 def check(arch: Arch, sizes: Sizes) -> None:
     """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest sizes that work."""
-    if (found := problem(arch, sizes)) is None:
-        return
-    field, reason = found
-    works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always does
-    nearest = min(works, key=lambda other: _distance(sizes, other))
-    raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest.settings()}", field=field)
+    if found := problem(arch, sizes):
+        field, reason = found
+        works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always
+        nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
+        raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field)
 
 
 def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
@@ -167,15 +166,11 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
 def of_world(world: int) -> Iterator[Sizes]:
     """All sizes of so many ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
-    for tensor, context, pipeline in product(divisors, repeat=3):
-        if world % (tensor * context * pipeline):
-            continue
-        stage = world // pipeline
-        for expert_tensor, expert in product(divisors, repeat=2):
-            if stage % (expert_tensor * expert) == 0:
-                for sequence in {False, tensor > 1}:
-                    data = stage // (tensor * context)
-                    yield Sizes(tensor, context, data, pipeline, expert_tensor, expert, sequence)
+    for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):
+        data, rest = divmod(world, tensor * context * pipeline)
+        if rest == 0 and (tensor * context * data) % (expert_tensor * expert) == 0:
+            for sequence in {False, tensor > 1}:
+                yield Sizes(tensor, context, data, pipeline, expert_tensor, expert, sequence)
 
 
 def _distance(one: Sizes, other: Sizes) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import CheckpointDamaged, InvalidInput
-from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, check_adapter_config, lora_modules, peft_keys
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, lora_modules, peft_keys
 from tandem.families.arch import Arch
 from tandem.families.model_config import model_directory, other_files, weight_files
 from tandem.families.registry import read_arch
@@ -76,7 +76,6 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
         CheckpointDamaged: the adapter is not of shape `lora` for this base model, or a merged weight is not finite.
     """
     arch = read_arch(str(base_model))
-    check_adapter_config(adapter, lora)
     factors = _adapter_file(adapter, arch, lora, str(base_model))
     base = {path: TensorFile(path) for path in weight_files(base_model)}
     of = {name: path for path, file in base.items() for name in file}

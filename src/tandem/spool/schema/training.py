@@ -227,7 +227,7 @@ class PackedData(Record):
     """`jobs/data/<id>/`: a file of arrays in the format of `tandem.data.packed_format`."""
 
     path: str
-    sha256: str  # of its file (`digest`)
+    sha256: str  # of its file
     num_rows: int = Field(ge=1)
     sequence_length: int = Field(ge=2)
     num_items: int = Field(ge=1)  # trained tokens, counted once per trajectory that trains them
