@@ -57,7 +57,6 @@ def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "destroy_process_group", count)
     loss = RLLoss(policy="ppo", old_logprobs="trainer", tis_cap=3.0, kl_coef=0.2)
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
-    assert collectives.pop("default_pg") == 4, "Megatron gathers Python objects twice, by Gloo on every device"
     assert len(collectives) > 5
     assert set(collectives.values()) == {0}
 

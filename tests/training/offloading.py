@@ -50,7 +50,7 @@ class Training:
         state = self.optimizer.state()
         parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
         optimizer = [*state.exp_avg.values(), *state.exp_avg_sq.values()]
-        optimizer += [buffer.grad_data for buffer in self.optimizer._gradients.buffers]
+        optimizer += [memory for memory, _ in self.optimizer._gradients]
         return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[part]
 
     def offload(self, part: str) -> int:

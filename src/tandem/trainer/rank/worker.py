@@ -59,8 +59,6 @@ def preload() -> None:
     gc.disable()
     import_module("tandem.trainer.rank.session")
     import_module("torch._inductor.config")  # torch.use_deterministic_algorithms imports it at its first call
-    with contextlib.suppress(ImportError):
-        import_module("megatron.core.models.mimo.optimizer")  # Megatron imports it to make any optimizer
     from tandem.model import device
 
     if device.choose(Settings().device) == "cuda":
