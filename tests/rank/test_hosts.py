@@ -56,7 +56,7 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     """Run the job with one rank on each host; the agents' exit statuses and output."""
     job = jobs.claim(spool, job_id)
     work = spool.paths.work_dir(job_id, job.attempt)
-    launch = Launch(spool.root, job_id, job.attempt, 2, work)
+    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, ranks=2, work=work)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
                 "--master-port=29400", f"--master-addr={ADDRESSES[0]}"]  # fmt: skip
     environment = os.environ | {
@@ -65,7 +65,7 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     agents = [
         subprocess.Popen(
             ["ip", "netns", "exec", host, *torchrun, f"--node-rank={number}",
-             "-m", "tandem.trainer.launch.bootstrap", launch.to_json()],
+             "-m", "tandem.trainer.launch.bootstrap", launch.model_dump_json()],
             env=environment | {"HF_HOME": str(cache)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for number, (host, cache) in enumerate(zip(hosts, caches, strict=True))

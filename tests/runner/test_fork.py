@@ -10,7 +10,7 @@ import pytest
 from runner.runner_stack import HERE, Stack
 from tandem.system import processes
 from tandem.trainer.launch import Launch
-from tandem.trainer.launch.fork import ForkServer
+from tandem.trainer.launch.forkserver import ForkServer
 from waiting import alive, until
 
 
@@ -133,7 +133,8 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
     def launch(seconds):
         work = tmp_path / f"work-{seconds}"
         work.mkdir()
-        return server.launch(Launch(tmp_path, str(seconds), 1, 1, work, "waiting_rank"))
+        fields = {"root": tmp_path, "job": str(seconds), "attempt": 1, "ranks": 1, "work": work}
+        return server.launch(Launch(**fields, entry="waiting_rank"))
 
     try:
         killed = launch(600)
