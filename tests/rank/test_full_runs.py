@@ -19,7 +19,7 @@ from tandem.spool.removal import delete_checkpoint
 from tandem.spool.schema import RLLoss, SFTLoss
 from tandem.trainer.rank import worker
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
-from tandem.trainer.rank.resident import RankState
+from tandem.trainer.rank.session import RankState
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates

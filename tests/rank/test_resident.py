@@ -11,7 +11,7 @@ from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape
 from tandem.trainer.rank import worker
-from tandem.trainer.rank.resident import RankState
+from tandem.trainer.rank.session import RankState
 
 
 @pytest.fixture(autouse=True)

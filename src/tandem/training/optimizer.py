@@ -3,7 +3,7 @@
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,21 +19,14 @@ from tandem.spool.schema import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam has of each parameter, in fp32, as torch and the checkpoints name it."""
+type Moments = dict[str, dict[str, Tensor]]
+"""Each of `MOMENTS`, by parameter name: of this rank's shards; empty before the first step."""
 
 
 class NonFinite(TandemError):
     """A loss or a gradient is NaN or infinite. The step was not applied."""
 
     code = "non_finite"
-
-
-@dataclass(frozen=True)
-class AdamState:
-    """Adam's moments of this rank's shards, fp32, by parameter name; empty before the first step."""
-
-    step: int  # steps taken
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
 
 
 class AdapterOptimizer:
@@ -70,8 +63,7 @@ class AdapterOptimizer:
 
         Gradients are offloaded with the optimizer, because publishing weights needs only the parameters (R23).
         """
-        state = self.state()
-        moments = [*state.exp_avg.values(), *state.exp_avg_sq.values()]
+        moments = (tensor for tensors in self.moments().values() for tensor in tensors.values())
         return self._gradient_memory.park(memory for memory, _ in self._gradients) + self._adam_memory.park(moments)
 
     def restore(self) -> None:
@@ -136,26 +128,25 @@ class AdapterOptimizer:
     @property
     def steps(self) -> int:
         """Steps taken."""
-        return self.state().step
+        return max((int(state["step"]) for state in self._adam.state.values()), default=0)
 
-    def state(self) -> AdamState:
-        """Adam's state itself, not a copy."""
-        states = {name: state for name, p in self.parameters.items() if (state := self._adam.state[p])}
-        moments = ({name: state[moment] for name, state in states.items()} for moment in MOMENTS)
-        return AdamState(max((int(state["step"]) for state in states.values()), default=0), *moments)
+    def moments(self) -> Moments:
+        """Adam's own tensors, not copies."""
+        states = {name: self._adam.state[p] for name, p in self.parameters.items() if p in self._adam.state}
+        return {moment: {name: state[moment] for name, state in states.items()} for moment in MOMENTS}
 
     @torch.no_grad()
-    def load_state(self, saved: AdamState) -> None:
-        """Continue from a copy of `saved`, this rank's shards of all parameters."""
+    def load_state(self, steps: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue after `steps` steps from a copy of `saved`: `Moments` of all parameters."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {}
-        for moment, shards in zip(MOMENTS, (saved.exp_avg, saved.exp_avg_sq), strict=True):
+        for moment, shards in saved.items():
             _, moments[moment] = allocate(shapes, torch.float32, where)
             torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
         for name, parameter in self.parameters.items():
             state = {moment: copies[name] for moment, copies in moments.items()}
-            self._adam.state[parameter] = {"step": torch.tensor(float(saved.step)), **state}
+            self._adam.state[parameter] = {"step": torch.tensor(float(steps)), **state}
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:

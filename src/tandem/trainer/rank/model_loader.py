@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tandem.config import Settings
+from tandem.errors import InvalidInput, NotFound
 from tandem.families.arch import Arch
 from tandem.model import device, parallel
 from tandem.model.build import build_policy
@@ -32,9 +34,10 @@ from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
+from tandem.spool import Spool
 from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
-from tandem.training.optimizer import AdamState, AdapterOptimizer
+from tandem.training.optimizer import AdapterOptimizer, Moments
 from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -69,7 +72,7 @@ class ModelLoader:
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
-        self._kept_adam: AdamState | None = None
+        self._kept_adam: tuple[int, Moments] | None = None
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
         """The model on the device, in the state of the checkpoint that the job starts from. `kept`: the model of an
@@ -136,7 +139,7 @@ class ModelLoader:
         if isinstance(kept.optimizer, ShardedAdam):
             kept.optimizer.settings = self.assignment.job.optimizer
         else:
-            self._kept_adam = kept.optimizer.state()
+            self._kept_adam = kept.optimizer.steps, kept.optimizer.moments()
             kept.optimizer.reset(self.assignment.job.optimizer)
         return kept
 
@@ -161,7 +164,7 @@ class ModelLoader:
             checkpoint.load(saved, model.policy, model.optimizer)
         else:
             assert self._kept_adam is not None, "no checkpoint was read, although no model was kept"
-            model.optimizer.load_state(self._kept_adam)
+            model.optimizer.load_state(*self._kept_adam)
         # The last references to the tensors that were copied, so that the device's memory is free.
         del self._state, self._kept_adam
 
@@ -209,3 +212,44 @@ def _load_softmax_kernels(vocabulary: int) -> None:
         hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
         vocab_start=0, temperature=1.0, group=None,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def reference_policy(
+    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
+) -> Iterator[None]:
+    """Within the block the policy is the reference. What it has trained waits in host memory, and is back afterwards,
+    bit for bit.
+
+    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
+    """
+    if reference == "base" and policy.lora is not None:
+        with policy.adapter_disabled():
+            yield
+        return
+    directory = (
+        base_model if reference == "base" else _reference_weights(spool, run, base_model, policy, field, reference)
+    )
+    trained = policy.base() if policy.lora is None else policy.lora_parameters()
+    own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+    try:
+        if policy.lora is None:
+            load_weights(directory, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
+        else:
+            policy.load_adapter(directory)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(own[name])
+
+
+def _reference_weights(spool: Spool, run: str, base_model: Path, policy: Policy, field: str, step: int) -> Path:
+    """The directory with the weights of a step, whose files are whole."""
+    try:
+        if policy.lora is None:
+            return model_checkpoint.check(spool, run, step) or base_model
+        spool.checkpoints.verify(run, step)
+        return spool.checkpoints.path(run, step)
+    except NotFound as error:
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error

@@ -25,7 +25,7 @@ from tandem.spool.schema import JobError
 from tandem.system.path_names import free_path_names
 
 if TYPE_CHECKING:
-    from tandem.trainer.rank.resident import RankState
+    from tandem.trainer.rank.session import RankState
 
 # A rank that fails because another rank is gone waits this long, so that the other's own error comes first.
 PEER_GRACE_SECONDS = 3.0
@@ -79,7 +79,7 @@ def preload() -> None:
 def resident() -> Callable[[Path, str, int], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status other than 0 the
     process must end."""
-    from tandem.trainer.rank.resident import RankState
+    from tandem.trainer.rank.session import RankState
 
     free_path_names()
     return partial(main, state=RankState())

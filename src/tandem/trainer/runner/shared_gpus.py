@@ -1,14 +1,12 @@
 """GPUs that the trainer shares with vLLM: putting vLLM to sleep for a job and waking it afterwards.
 
-The cycle of a job: write the hold -> check that vLLM is healthy -> vLLM sleeps -> wait until its memory is free -> the
-ranks run and exit -> wait until their memory is free -> vLLM wakes -> remove the hold. The hold is written before vLLM
-is checked, and a vLLM that starts looks for a hold first (`inference.server.serve`): so a vLLM that is about to
-take the memory is either noticed here or waits there.
+docs/architecture.md has the cycle of a job. The hold is written before vLLM is checked, and a vLLM that starts looks
+for a hold first: so a vLLM that is about to take the memory is either noticed here or waits there.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +41,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Asleep:
-    """vLLM sleeps or has died, and the GPUs are the job's. Bytes in use by device UUID; fields of the event `slept`."""
+    """vLLM sleeps or has died, and the GPUs are the job's. Fields of the event `slept`; bytes in use by device UUID."""
 
     before: dict[str, int | None]  # while vLLM was awake
     devices: dict[str, int]  # before any rank runs
@@ -84,7 +82,7 @@ class SharedGpus:
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
         """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm` afterwards.
 
-        Gives up when `interrupted` returns something true. Raises SpoolUnusable, and may then be called again.
+        Gives up when `interrupted` is true. Raises SpoolUnusable, and may then be called again.
         """
         begin = time.monotonic()
         before = self._devices.used()
@@ -134,16 +132,15 @@ class SharedGpus:
         Never waits in the lock itself, because SIGTERM would not end that, and no heartbeat would be written.
         """
         end = time.monotonic() + SLEEP_SECONDS
-        with ExitStack() as stack:
-            locked = False
-            while not locked and time.monotonic() < end and not interrupted():
-                with suppress(LockHeldError):
-                    stack.enter_context(self._spool.hold.lock(blocking=False))
-                    locked = True
-                if not locked:
-                    time.sleep(0.02)
-                    self.beat()
-            yield locked
+        while time.monotonic() < end and not interrupted():
+            try:
+                with self._spool.hold.lock(blocking=False):
+                    yield True
+                    return
+            except LockHeldError:
+                time.sleep(0.02)
+                self.beat()
+        yield False
 
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
