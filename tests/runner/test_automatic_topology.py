@@ -16,7 +16,6 @@ QWEN3_8B = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960,
 }  # fmt: skip
-RANKS = ("TANDEM_TOPOLOGY", *Sizes().variables())
 
 
 def gpu(number: int, gib: int) -> dict:
@@ -41,20 +40,17 @@ def test_ranks_have_the_sizes_that_fit_the_smallest_gpu(settings, nvml, monkeypa
     chosen = with_topology(settings)
     assert Sizes.of(chosen) == expected
     of_ranks = rank_environment(chosen)
-    for name in RANKS:
+    for name in ("TANDEM_TOPOLOGY", *Sizes().variables()):
         monkeypatch.setenv(name, of_ranks[name])
     assert Sizes.of(Settings()) == expected
 
 
-def test_no_gpu_and_no_fitting_topology_are_refused(settings, nvml):
+def test_no_gpu_and_no_fitting_topology_are_refused_and_given_sizes_stay(settings, nvml):
     nvml.set()
     with pytest.raises(InvalidInput, match="plans the memory of GPUs"):
         with_topology(settings)
     nvml.set(*(gpu(n, 4) for n in range(2)))
     with pytest.raises(InvalidInput, match="no topology of 2 GPUs fits"):
         with_topology(settings)
-
-
-def test_given_sizes_stay(settings):
     given = settings.model_copy(update={"topology": "given"})
     assert with_topology(given) is given

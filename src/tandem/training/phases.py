@@ -11,10 +11,8 @@ from tandem.spool.schema import RankMemory
 
 
 class MemoryWatch:
-    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
-
-    Nothing else resets the allocator's peaks. It reports nothing before the device has started, and never waits for it.
-    """
+    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt. Nothing else resets
+    the allocator's peaks. Before the device has started it reports nothing."""
 
     def __init__(self) -> None:
         self._attempt_peaks: dict[str, int] = {}
@@ -34,8 +32,10 @@ class MemoryWatch:
         if not device.started():
             return {}
         stats = self._allocator_stats()
-        now = {"allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used()}
-        now |= {"host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"]}
+        now = {
+            "allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used(),
+            "host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"],
+        }  # fmt: skip
         if name in self._phases:
             before = self._highest.get(name, self._phases[name])
             self._highest[name] = {kind: max(size, before[kind]) for kind, size in now.items()}
@@ -74,14 +74,11 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock. Phases don't nest.
-
-    `announce(name)` is called as a phase begins, and again within long ones: it writes the heartbeat.
-    """
+    """One rank's clock. Phases don't nest. `announce(name)` writes the heartbeat, as a phase begins and within long
+    ones."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
-        self.announce = announce
-        self.watch = watch
+        self.announce, self.watch = announce, watch
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, dict[str, int]] = {}
 

@@ -1,6 +1,6 @@
 """Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on at once.
 
-For a new model on a GPU (a model that a resident rank kept is not built or warmed up again):
+For a new model on a GPU:
 
     main thread     build the model in host memory -> place it in the allocated memory -> make the optimizer
     pool            allocate the base weights (waits for CUDA) -> read them from files
@@ -54,7 +54,7 @@ class LoadedModel:
 
 @dataclass
 class ModelLoader:
-    """Loads the model of one job. Used once."""
+    """Loads the model of one job."""
 
     settings: Settings
     arch: Arch
@@ -75,11 +75,8 @@ class ModelLoader:
         self._kept_adam: tuple[int, Moments] | None = None
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
-        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: the model of an
-        earlier job, to be used again.
-
-        Raises what its tasks raise: InvalidInput for the base model, CheckpointDamaged for the checkpoint.
-        """
+        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: that of an earlier
+        job, to be used again. Raises InvalidInput for the base model, CheckpointDamaged for the checkpoint."""
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
                 model = self._build() if kept is None else self._restore(kept)
@@ -191,8 +188,7 @@ def _load_cublas() -> None:
 
 @torch.no_grad()
 def _connect() -> None:
-    """Have NCCL connect the groups that compute a layer together, now rather than in the rehearsal. NCCL connects a
-    group once for all-reduce and once more for all-to-all."""
+    """Have NCCL connect the groups that compute a layer together: once for all-reduce, once more for all-to-all."""
     topology = parallel.current()
     for group, exchanges in (
         (topology.tensor, topology.sizes.sequence), (topology.context, True), (topology.experts, True),

@@ -1,7 +1,4 @@
-"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves behind.
-
-`tandem.trainer.launch` calls `main` in torchrun's environment. `tandem.trainer.rank.session` has what a rank then does.
-"""
+"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves behind."""
 
 import contextlib
 import faulthandler
