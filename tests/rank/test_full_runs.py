@@ -1,8 +1,6 @@
 """Jobs that train all weights: they learn, repeat exactly, make models that transformers loads, and do so on several
 ranks."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
@@ -15,13 +13,11 @@ from rank import jobs
 from rank.jobs import files
 from tandem.errors import Conflict, InvalidInput
 from tandem.model import parallel
-from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool import Spool
 from tandem.spool.removal import delete_checkpoint
 from tandem.spool.schema import RLLoss, SFTLoss
 from tandem.trainer.rank import worker
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
-from tandem.trainer.rank.session import RankState
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 EPS = 1e-2  # large, so that rounding flips no sign of Adam's first updates
@@ -69,33 +65,6 @@ def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, mode
             found = torch.log_softmax(theirs(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
         assert (found - torch.tensor(expected)).abs().max() <= 1e-4
     assert manifest.probe.base == manifest.probe.previous
-
-
-def chain(spool: Spool, main: Callable[[Path, str, int], int]) -> list[dict[str, bytes]]:
-    def run(submit, *where: str, **options) -> dict[str, bytes]:
-        return files(jobs.run_here(spool, submit(spool, *where, **options), main))
-
-    made = [
-        run(jobs.submit_sft, "a", "a1", epochs=2),
-        run(jobs.submit_rl, "a", "a2", weight_decay=0.1, beta2=0.9),
-        run(jobs.submit_sft, "b", "b1"),  # starts at the base model
-        run(jobs.submit_sft, "a", "a3"),  # the state in memory is b's
-    ]
-    spool.checkpoints.rollback("a", 1)
-    return [*made, run(jobs.submit_sft, "a", "a4")]
-
-
-def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Path, model: Path) -> None:
-    """Which read weights, moments and the number of steps from files."""
-    made = []
-    for way, main in (("new", worker.main), ("stays", worker.resident())):
-        spool = Spool.create(tmp_path / way)
-        for run in ("a", "b"):
-            jobs.make_run(spool, model, run, full=True)
-        made.append(chain(spool, main))
-        parallel.destroy()
-    assert made[0] == made[1]
-    assert len({step[WEIGHTS] for step in made[0]}) == 5
 
 
 def test_in_bf16_jobs_continue_from_master_values(spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,25 +175,6 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
     error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
     assert (error.type, "another dtype" in error.message) == ("invalid_input", True)
-
-
-def test_the_state_in_memory_is_used_and_is_not_exchanged(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share the reading copy from one another's memory, which they close when they have."""
-    exchange, exchanged = BaseWeights.exchange, list[BaseWeights]()
-
-    def noted(base: BaseWeights) -> dict[str, torch.Tensor]:
-        exchanged.append(base)
-        return exchange(base)
-
-    monkeypatch.setattr(BaseWeights, "exchange", noted)
-    state = RankState()
-    main = partial(worker.main, state=state)
-    jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"), main)
-    model = state.model
-    jobs.run_here(spool, jobs.submit_sft(spool, job_id="second"), main)
-    assert state.model is model
-    assert len(exchanged) == 1
-    parallel.destroy()
 
 
 @pytest.fixture(scope="module")

@@ -79,14 +79,5 @@ def test_ranks_that_died_between_jobs_are_replaced(stack):
     _, state, job = stack.ended("after-death")
     assert (state, job.attempt) == ("succeeded", 1)
     assert not ranks(stack) & before
-
-
-def test_a_killed_runner_takes_its_ranks_with_it(stack):
-    before = ranks(stack)
-    stack.kill()
-    stack.until(lambda: not stack.marked(), 20, "the ranks to end")
-    stack.start()
-    assert stack.ended("next-life")[1] == "succeeded"
-    assert not ranks(stack) & before
     assert stack.stop() == 0
     assert stack.marked() == []

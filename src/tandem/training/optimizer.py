@@ -107,9 +107,7 @@ class AdapterOptimizer:
                 copy = place.expert_data, place.expert_tensor
             if copy[0] == 0 and (tensor.cut != "whole" or copy[1] == 0):
                 squares.append(_square(tensor))
-        square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
-        parallel.all_reduce(square)
-        return float(square.sqrt())
+        return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
         """Names of this rank's parameters whose gradients hold NaN or infinity."""
@@ -147,6 +145,13 @@ class AdapterOptimizer:
         for name, parameter in self.parameters.items():
             state = {moment: copies[name] for moment, copies in moments.items()}
             self._adam.state[parameter] = {"step": torch.tensor(float(steps)), **state}
+
+
+def norm_over_ranks(squares: list[Tensor]) -> float:
+    """The root of the sum of all ranks' `squares`, float64 scalars. A collective of all ranks."""
+    square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
+    parallel.all_reduce(square)
+    return float(square.sqrt())
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:

@@ -187,7 +187,7 @@ def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
 
 def _fork(child: Callable[[], int]) -> int:
     """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child` and exits with its
-    result. Even when `child` raises, it neither returns into the server's stack nor runs the server's exit handlers."""
+    result. It never returns into the server's stack, nor runs the server's exit handlers."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -206,14 +206,13 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    """The variables that torchrun's agent gives a rank on a single node."""
+    """The variables of torchrun's agent that something reads in a rank on a single node."""
     world = str(launch.ranks)
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
-        "ROLE_NAME": "default", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
         "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"{launch.job}-{launch.attempt}", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }  # fmt: skip
 

@@ -219,17 +219,24 @@ def reference_policy(
 
     Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
     """
-    if reference == "base" and policy.lora is not None:
+    full = policy.lora is None
+    if reference == "base" and not full:
         with policy.adapter_disabled():
             yield
         return
-    directory = (
-        base_model if reference == "base" else _reference_weights(spool, run, base_model, policy, field, reference)
-    )
-    trained = policy.base() if policy.lora is None else policy.lora_parameters()
+    directory = base_model
+    try:
+        if reference != "base" and full:
+            directory = model_checkpoint.check(spool, run, reference) or base_model
+        elif reference != "base":
+            spool.checkpoints.verify(run, reference)
+            directory = spool.checkpoints.path(run, reference)
+    except NotFound as error:
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
+    trained = policy.base() if full else policy.lora_parameters()
     own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
     try:
-        if policy.lora is None:
+        if full:
             load_weights(directory, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
         else:
             policy.load_adapter(directory)
@@ -238,14 +245,3 @@ def reference_policy(
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(own[name])
-
-
-def _reference_weights(spool: Spool, run: str, base_model: Path, policy: Policy, field: str, step: int) -> Path:
-    """The directory with the weights of a step, whose files are whole."""
-    try:
-        if policy.lora is None:
-            return model_checkpoint.check(spool, run, step) or base_model
-        spool.checkpoints.verify(run, step)
-        return spool.checkpoints.path(run, step)
-    except NotFound as error:
-        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
