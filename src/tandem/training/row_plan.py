@@ -47,9 +47,9 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
     Each epoch visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). A step has
-    `settings.grad_accumulation_sequences` rows over all ranks; None means `data_parallel` (R19). The last step of an
-    epoch may have fewer. Raises InvalidInput if that number is not a multiple of `data_parallel`. With
-    `settings.batch_size` the packer chose the rows of each step, and an epoch visits those steps in such a permutation.
+    `settings.grad_accumulation_sequences` rows over all ranks, the last of an epoch maybe fewer; None means
+    `data_parallel` (R19). InvalidInput if that is not a multiple of `data_parallel`. With `settings.batch_size` the
+    packer chose the rows of each step, and an epoch visits those steps in such a permutation.
     """
     with_items = np.diff(batch.item_offsets) > 0
     held_out = tuple(np.flatnonzero(with_items & (batch.row_batch < 0)).tolist())

@@ -24,13 +24,10 @@ from tandem.vllm_client.wake import ensure_awake, is_awake
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0
-"""For the publisher to finish its load and for vLLM to fall asleep: the first time, 9 s for 16 GB of weights."""
-FREED_SECONDS = 10.0
-"""For the memory of a sleeping vLLM to be free."""
+SLEEP_SECONDS = 180.0  # for the publisher to finish its load and for vLLM to fall asleep
+FREED_SECONDS = 10.0  # for the memory of a sleeping vLLM to be free
 WAKE_SECONDS = 60.0
-STOPPING_WAKE_SECONDS = 15.0
-"""For vLLM to wake once the runner was asked to stop. After that the publisher wakes it."""
+STOPPING_WAKE_SECONDS = 15.0  # once the runner was asked to stop; after that the publisher wakes vLLM
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most that this file adds to the time the runner needs to stop: two requests to vLLM take 5 s each."""
 KEPT_SHARE = 0.5
@@ -145,10 +142,8 @@ class SharedGpus:
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
-        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS.
-
-        Returns the bytes in use by device UUID, and the same of devices where vLLM kept its memory.
-        """
+        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS. Returns the bytes
+        in use by device UUID, and the same of devices where vLLM kept its memory."""
         most = {uuid: max(int(KEPT_SHARE * (size or 0)) - FREE_BYTES, 0) for uuid, size in before.items()}
         end = time.monotonic() + FREED_SECONDS
         last: dict[str, int | None] = {}
@@ -243,10 +238,8 @@ class SharedGpus:
             time.sleep(1.0)
 
     def _request(self, seconds: float, request: Callable[[], None], interrupted: Callable[[], object]) -> None:
-        """Run `request` in a thread and renew the hold meanwhile.
-
-        Raises what `request` raises, and InferenceUnavailable after `seconds` or when interrupted.
-        """
+        """Run `request` in a thread and renew the hold meanwhile. Raises what `request` raises, and
+        InferenceUnavailable after `seconds` or when interrupted."""
         end = time.monotonic() + seconds
 
         def beat() -> None:
