@@ -25,10 +25,9 @@ from tandem.model.rows import RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
-from tandem.training.phases import Phases
+from tandem.training.phases import Phases, all_reduce, item_metrics, reward_metrics, staleness
 from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
 from tandem.training.sharded_adam import ShardedAdam
-from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics, staleness
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
