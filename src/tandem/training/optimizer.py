@@ -37,7 +37,7 @@ class AdapterOptimizer:
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
-        self._topology, self.parameters = parallel.current(), policy.lora_parameters()
+        self.settings, self._topology, self.parameters = settings, parallel.current(), policy.lora_parameters()
         self._tensors = policy.adapter.tensors
         self._experts_apart = policy.arch.moe is not None and self._topology.sizes.experts_apart
         tensors = {tensor.parameter: tensor for tensor in self._tensors.values()}
@@ -47,16 +47,12 @@ class AdapterOptimizer:
             own = [one.parameter for one in self._trained if (one.experts and self._experts_apart) == apart]
             if own:
                 self._gradients.append((_gradient_memory(own), group))
+        self._adam = torch.optim.AdamW(self.parameters.values())
         self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
-        self.reset(settings)
 
-    def reset(self, settings: OptimizerSettings) -> None:
-        """Start a new Adam that has taken no step."""
-        self.settings = settings
-        self._adam = torch.optim.AdamW(
-            self.parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
-            betas=(settings.beta1, settings.beta2), eps=settings.eps,
-        )  # fmt: skip
+    def reset(self) -> None:
+        """Forget Adam's state, as if no step had been taken."""
+        self._adam.state.clear()
 
     def offload(self) -> int:
         """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
@@ -116,11 +112,12 @@ class AdapterOptimizer:
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
         """Scale the gradient down to `max_grad_norm` if `norm` is larger, and apply it."""
-        [group] = self._adam.param_groups
-        group["lr"] = learning_rate
-        if norm > self.settings.max_grad_norm:
+        settings, [group] = self.settings, self._adam.param_groups
+        group |= {"lr": learning_rate, "weight_decay": settings.weight_decay, "eps": settings.eps}
+        group["betas"] = settings.beta1, settings.beta2
+        if norm > settings.max_grad_norm:
             for memory, _ in self._gradients:
-                memory.mul_(self.settings.max_grad_norm / norm)
+                memory.mul_(settings.max_grad_norm / norm)
         self._adam.step()
 
     @property

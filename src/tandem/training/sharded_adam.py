@@ -72,9 +72,9 @@ class ShardedAdam:
             self.tensors[REMAINDER] = torch.zeros(owned, dtype=torch.int16, device=base.memory.device)
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
-    def reset(self, settings: OptimizerSettings) -> None:
-        """Start anew, without a step taken; master values are the weights."""
-        self.settings, self.steps = settings, 0
+    def reset(self) -> None:
+        """Forget Adam's state, as if no step had been taken; master values are the weights."""
+        self.steps = 0
         for tensor in self.tensors.values():
             tensor.zero_()
 

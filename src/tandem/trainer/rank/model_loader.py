@@ -37,7 +37,7 @@ from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool
 from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
-from tandem.training.optimizer import AdapterOptimizer, Moments
+from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -72,7 +72,6 @@ class ModelLoader:
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
-        self._kept_adam: tuple[int, Moments] | None = None
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
         """The model on the device, in the state of the checkpoint that the job starts from. `kept`: that of an earlier
@@ -133,11 +132,7 @@ class ModelLoader:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
             self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
-        if isinstance(kept.optimizer, ShardedAdam):
-            kept.optimizer.settings = self.assignment.job.optimizer
-        else:
-            self._kept_adam = kept.optimizer.steps, kept.optimizer.moments()
-            kept.optimizer.reset(self.assignment.job.optimizer)
+        kept.optimizer.settings = self.assignment.job.optimizer
         return kept
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -152,18 +147,17 @@ class ModelLoader:
         return checkpoint.read(checked) if isinstance(checked, checkpoint.Contents) else None
 
     def _load_state(self, model: LoadedModel) -> None:
-        if isinstance(model.optimizer, ShardedAdam):
-            if isinstance(found := self.checked.result(), model_checkpoint.Found):
-                model.optimizer.reset(self.assignment.job.optimizer)
-                model_checkpoint.load_state(found, self.arch, model.optimizer, self.topology)
+        saved, optimizer = self._state.result(), model.optimizer
+        del self._state  # then nothing refers to the tensors that are copied, and the device's memory is free
+        if (checked := self.checked.result()) is None:
             return
-        if (saved := self._state.result()) is not None:
-            checkpoint.load(saved, model.policy, model.optimizer)
+        optimizer.reset()
+        if isinstance(optimizer, ShardedAdam):
+            assert isinstance(checked, model_checkpoint.Found)
+            model_checkpoint.load_state(checked, self.arch, optimizer, self.topology)
         else:
-            assert self._kept_adam is not None, "no checkpoint was read, although no model was kept"
-            model.optimizer.load_state(*self._kept_adam)
-        # The last references to the tensors that were copied, so that the device's memory is free.
-        del self._state, self._kept_adam
+            assert saved is not None
+            checkpoint.load(saved, model.policy, optimizer)
 
 
 @contextlib.contextmanager
