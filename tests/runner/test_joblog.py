@@ -1,30 +1,69 @@
-"""A job's lines are in its log and on the runner's stdout, with their job and their process."""
+"""A job's lines on the runner's stdout, whoever reads it and however slowly."""
 
 import json
+import os
 
 import pytest
 
-from spool import spool_tools
-from tandem.trainer.runner.joblog import JobLog
+from tandem.trainer.runner.joblog import JobStdout
 
 
+@pytest.fixture
+def pipe():
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def read(end: int) -> list[str]:
+    os.set_blocking(end, False)
+    content = b""
+    while True:
+        try:
+            content += os.read(end, 1 << 20)
+        except BlockingIOError:
+            return content.decode().splitlines()
+
+
+def test_lines_come_with_their_job(pipe, monkeypatch):
+    JobStdout("j1", pipe[1]).write(["[rank 0] hello", "[runner] stops"])
+    assert read(pipe[0]) == ["job j1 [rank 0] hello", "job j1 [runner] stops"]
+    monkeypatch.setenv("TANDEM_LOG_FORMAT", "json")
+    JobStdout("j1", pipe[1]).write(["[rank 0] hello"])
+    line = json.loads(read(pipe[0])[0])
+    assert (line["message"], line["fields"]) == ("[rank 0] hello", {"job": "j1"})
+
+
+def test_a_reader_that_stops_costs_lines_and_blocks_nobody(pipe):
+    stdout = JobStdout("j1", pipe[1])
+    for i in range(10):
+        stdout.write([f"[rank 0] {i} {j}" for j in range(10_000)])
+    lines = []
+    for _ in range(100):
+        lines += read(pipe[0])
+        stdout.write([])
+    lines += read(pipe[0])
+    assert lines[0] == "job j1 [rank 0] 0 0"
+    left_out = int(lines[-1].removeprefix("job j1 [runner] ").split()[0])
+    assert len(lines) - 1 + left_out == 100_000
+    assert all(line.startswith("job j1 [r") for line in lines)
+    assert read(pipe[0]) == []
+
+
+@pytest.mark.parametrize("character", ["é", '"', "\x1b"])
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_lines_come_with_their_job_and_their_process(tmp_path, monkeypatch, capfd, form):
+def test_a_long_line_stays_one_piece(pipe, monkeypatch, form, character):
     monkeypatch.setenv("TANDEM_LOG_FORMAT", form)
-    spool = spool_tools.spool_with_run(tmp_path / "spool")
-    job = spool_tools.start(spool, "j1")
-    work = spool.paths.work_dir("j1", 1)
-    work.mkdir(parents=True, exist_ok=True)
-    log = JobLog(spool, job, 1)
-    (work / "rank.0.log").write_bytes(b"hello\nnot fin\xffished")
-    log.collect()
-    log.say("stops")
-    log.collect(final=True)
-    lines = ["[rank 0] hello", "[runner] stops", "[rank 0] not fin\N{REPLACEMENT CHARACTER}ished"]
-    assert spool.paths.log_file("j1").read_text().splitlines() == lines
-    shown = capfd.readouterr().out.splitlines()
-    if form == "text":
-        assert shown == [f"job j1 {line}" for line in lines]
-    else:
-        objects = [json.loads(line) for line in shown]
-        assert [(each["message"], each["fields"]) for each in objects] == [(line, {"job": "j1"}) for line in lines]
+    JobStdout("j1", pipe[1]).write(["[rank 0] " + character * 50_000])
+    (line,) = read(pipe[0])
+    assert len(line.encode()) < 4096
+    shown = json.loads(line)["message"] if form == "json" else line
+    assert shown.count(character) > 300
+
+
+def test_a_gone_reader_is_no_error():
+    out, into = os.pipe()
+    os.close(out)
+    JobStdout("j1", into).write(["[rank 0] nobody"])
+    os.close(into)

@@ -1,21 +1,64 @@
 """A job's log: `jobs/logs/<id>.log`, and the same lines on the runner's stdout for the container's log."""
 
+import os
+import select
+import time
 from contextlib import suppress
 
-from tandem.spool import Spool, fs
+from tandem.spool import Spool
 from tandem.spool.schema import Job
 from tandem.system.logs import as_json, json_line
 from tandem.system.tail import Tail, last_lines
 
-_STDOUT = 1
+_LINE_CHARACTERS = 3000
+"""Longer lines are cut on stdout."""
+_PIECE_BYTES = 4096
+"""What a pipe that is writable takes at once and in one piece."""
+
+
+class JobStdout:
+    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that it does not take are left out
+    and counted. It uses no thread, because the runner forks."""
+
+    def __init__(self, job: str, descriptor: int = 1) -> None:
+        self._job = job
+        self._descriptor = descriptor
+        self._left_out = 0
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def write(self, lines: list[str], *, timeout: float = 0.05) -> None:
+        """Write `lines`, up to the first that the reader does not take in time. Never raises."""
+        end = time.monotonic() + timeout
+        left_out = f"[runner] {self._left_out} more lines are only in the job's log"
+        if self._left_out and self._write_line(left_out, end):
+            self._left_out = 0
+        for line in lines:
+            if self._left_out or not self._write_line(line, end):
+                self._left_out += 1
+
+    def _write_line(self, line: str, end: float) -> bool:
+        with suppress(OSError):  # the reader is gone
+            if self._poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                return os.write(self._descriptor, self._piece(line)) > 0
+        return False
+
+    def _piece(self, line: str) -> bytes:
+        cut, piece = line[:_LINE_CHARACTERS], b""
+        while not piece or len(piece) > _PIECE_BYTES:
+            text = json_line("info", "job", cut, job=self._job) if as_json() else f"job {self._job} {cut}"
+            piece = f"{text}\n".encode(errors="replace")
+            cut = cut[: len(cut) // 2]
+        return piece
 
 
 class JobLog:
     """Collects the lines of all logs in an attempt's work directory, with the printing process in front:
-    `[rank 0] ...`. The job goes on where a line can't be written."""
+    `[rank 0] ...`."""
 
     def __init__(self, spool: Spool, job: Job, ranks: int) -> None:
-        self._job, self._path = job.spec.id, spool.paths.log_file(job.spec.id)
+        self._path = spool.paths.log_file(job.spec.id)
+        self._stdout = JobStdout(job.spec.id)
         work = spool.paths.work_dir(job.spec.id, job.attempt)
         self._tails = {"launcher": Tail(work / "launcher.log")}
         self._tails |= {f"rank {rank}": Tail(work / f"rank.{rank}.log") for rank in range(ranks)}
@@ -27,6 +70,8 @@ class JobLog:
                 self._write([f"[{name}] {line}" for line in lines])
             if final:
                 tail.close()
+        if final:
+            self._stdout.write([], timeout=1.0)
 
     def say(self, text: str) -> None:
         """Add a line of the runner's own."""
@@ -36,10 +81,6 @@ class JobLog:
         return last_lines(self._path)
 
     def _write(self, lines: list[str]) -> None:
-        shown = [
-            json_line("info", "job", line, job=self._job) if as_json() else f"job {self._job} {line}" for line in lines
-        ]
-        with suppress(OSError):
-            fs.write_all(_STDOUT, "".join(f"{line}\n" for line in shown).encode(errors="replace"))
-        with suppress(OSError), self._path.open("a") as file:
+        self._stdout.write(lines)
+        with suppress(OSError), self._path.open("a") as file:  # the job goes on without its log
             file.write("".join(f"{line}\n" for line in lines))
