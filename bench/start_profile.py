@@ -29,7 +29,7 @@ from tandem.trainer.rank import worker
 PARTS = (
     ("tandem.model.device", "activate"),
     ("tandem.trainer.rank.session", "meet"),
-    ("tandem.trainer.rank.resident", "RankState.join"),
+    ("tandem.trainer.rank.session", "RankState.join"),
     ("tandem.trainer.rank.checkpoint", "check"),
     ("tandem.model.device.cuda_start", "_create_context"),
     ("tandem.model.weights.base_memory", "BaseWeights.__init__"),

@@ -224,7 +224,7 @@ BREAKS = {
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
     "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
     "cp: no sum of the adapters' gradients": (
-        AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
+        AdapterOptimizer, "reduce_gradients", lambda _: None,
     ),
     "pp: stages have one another's layers": (Sizes, "layers", _other_way),
     "pp: hidden states come in another order": (_Lane, "receive", _shifted),

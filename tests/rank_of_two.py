@@ -45,9 +45,7 @@ def tensor_parallel(directory: Path, rank: int) -> dict[str, object]:
     policy = make_policy(directory / "model", LORA, directory / "adapter")
     result = outputs_and_gradients(policy)
     result["replicated"] = {
-        name: parameter.grad
-        for name, parameter in policy.lora_parameters().items()
-        if not getattr(parameter, "tensor_model_parallel", False)
+        name: tensor.parameter.grad for name, tensor in policy.adapter.tensors.items() if tensor.cut == "whole"
     }
     whole = policy.adapter_tensors()
     for name, parameter in policy.lora_parameters().items():

@@ -125,7 +125,7 @@ def other_epsilon(x, weight, _eps):
 
 
 def not_summed(self):
-    self._optimizer.prepare_grads()
+    """Each rank keeps its own."""
 
 
 def summed_twice(self):
@@ -194,7 +194,6 @@ ANY = {
         (AdapterOptimizer, "reduce_gradients", not_summed), lambda c: c.lora and cut(c, "data"),
     ),
     "gradients count twice": Break((AdapterOptimizer, "reduce_gradients", summed_twice), lambda c: c.lora),
-    "gradients of the step before stay": Break((AdapterOptimizer, "zero_grad", nothing), lambda c: c.lora),
     "adapters' gradients are not clipped": Break((AdapterOptimizer, "step", never_clipped), lambda c: c.lora),
     "the learning rate is 1 % lower": Break((AdapterOptimizer, "step", slower), lambda c: c.lora),
 }  # fmt: skip

@@ -187,6 +187,12 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     return load_file(checkpoint / "adapter_model.safetensors")
 
 
+def files(checkpoint: Path) -> dict[str, bytes]:
+    """Name -> content of all but the manifest."""
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return {name: (checkpoint / name).read_bytes() for name in names if name != "manifest.json"}
+
+
 def same_bytes(a: Path, b: Path) -> bool:
     names = ("adapter_model.safetensors", "optimizer/adam.safetensors")
     return all((a / name).read_bytes() == (b / name).read_bytes() for name in names)

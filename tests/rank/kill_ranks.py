@@ -32,10 +32,8 @@ FORK = multiprocessing.get_context("fork")
 
 def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments: Any) -> None:
     """Counts this rank's file operations on the spool and its heartbeats in `moments`, and dies at `kill_at`."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TANDEM_TRAINER_RANKS": str(RANKS),
-    }  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TANDEM_TRAINER_RANKS": str(RANKS)}
     torch.set_num_threads(1)
 
     def moment() -> None:
@@ -48,12 +46,7 @@ def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments:
             moment()
 
     beat = Heartbeat.__call__
-
-    def beat_and_count(self: Heartbeat, phase: str) -> None:
-        moment()
-        beat(self, phase)
-
-    Heartbeat.__call__ = beat_and_count  # type: ignore[method-assign]
+    Heartbeat.__call__ = lambda self, phase: (moment(), beat(self, phase))  # type: ignore[assignment, func-returns-value]
     sys.addaudithook(audit)
     os._exit(worker.main(root, job.spec.id, job.attempt))
 
@@ -96,10 +89,8 @@ def train(spool: Spool, run: str, kind: str, model: Path, most: list[list[int]],
             job = jobs.claim(spool, job_id)
             found["moments"].append(attempt(spool, job, killed=-1, kill_at=0))
             jobs.finish(spool, job)
-        made = spool.checkpoints.path(run, number + 1)
-        for path in sorted(made.rglob("*")):
-            if path.is_file() and path.name != "manifest.json":
-                found["files"][f"{number + 1}/{path.relative_to(made)}"] = path.read_bytes()
+        made = jobs.files(spool.checkpoints.path(run, number + 1))
+        found["files"] |= {f"{number + 1}/{name}": content for name, content in made.items()}
     return found
 
 

@@ -44,16 +44,15 @@ def sizes() -> dict[str, list[int]]:
     kinds: dict[str, dict[int, int]] = {kind: {} for kind in ("base", "other", "lora", "gradients", "moments")}
     kinds["read"] = storages(tensor for reference in read if (tensor := reference()) is not None)
     for optimizer in optimizers:
-        policy, adam = optimizer.policy, optimizer.state()
+        policy, moments = optimizer.policy, optimizer.moments().values()
         lora, others = list(policy.lora_parameters().values()), list(policy.buffers())
         for module in policy.modules():
             others += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
         parameters, kinds["lora"] = storages(policy.parameters()), storages(lora)
         kinds["base"] = {at: size for at, size in parameters.items() if at not in kinds["lora"]}
         kinds["other"] = {at: size for at, size in storages(others).items() if at not in parameters}
-        gradients = [gradient for p in lora for gradient in (getattr(p, "main_grad", None), p.grad)]
-        kinds["gradients"] = storages(gradient for gradient in gradients if gradient is not None)
-        kinds["moments"] = storages([*adam.exp_avg.values(), *adam.exp_avg_sq.values()])
+        kinds["gradients"] = storages(parameter.grad for parameter in lora)
+        kinds["moments"] = storages(tensor for tensors in moments for tensor in tensors.values())
     return {kind: sorted(found.values()) for kind, found in kinds.items()}
 
 

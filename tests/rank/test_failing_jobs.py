@@ -1,7 +1,6 @@
 """Jobs that can't be run: each ends in an error that names the cause, and changes no checkpoint."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,18 @@ from tandem.trainer.rank import checkpoint, model_loader, session, worker
 from tandem.training.steps import Training
 
 
-def flipped(content: bytes) -> bytes:
-    """With another last bit."""
-    return content[:-1] + bytes([content[-1] ^ 1])
+def refused(spool: Spool, job_id: str, kind: str, *says: str) -> None:
+    """The job fails for good, with such an error, and makes no checkpoint."""
+    before = spool.checkpoints.steps("r")
+    error = jobs.fail_here(spool, job_id)
+    assert (error.type, error.retriable) == (kind, False)
+    assert all(words in error.message for words in says), error.message
+    assert spool.checkpoints.steps("r") == before
 
 
 def test_fp8_without_a_gpu_is_refused(spool: Spool, monkeypatch) -> None:
     monkeypatch.setenv("TANDEM_BASE_PRECISION", "fp8")
-    error = jobs.fail_here(spool, jobs.submit_sft(spool))
-    assert (error.type, error.retriable) == ("invalid_input", False)
-    assert "the CPU has no FP8; set TANDEM_BASE_PRECISION=same" in error.message
+    refused(spool, jobs.submit_sft(spool), "invalid_input", "the CPU has no FP8; set TANDEM_BASE_PRECISION=same")
 
 
 def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wait(spool: Spool, monkeypatch) -> None:
@@ -42,9 +43,7 @@ def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wai
 
     monkeypatch.setattr(session, "device", jobs.gpu_like())
     monkeypatch.setattr(model_loader, "load_weights", fails)
-    error = jobs.fail_here(spool, jobs.submit_sft(spool))
-    assert (error.type, error.retriable) == ("invalid_input", False)
-    assert "ends at byte 7" in error.message
+    refused(spool, jobs.submit_sft(spool), "invalid_input", "ends at byte 7")
 
 
 def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> None:
@@ -71,10 +70,7 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
         manifest = json.loads((directory / "manifest.json").read_text())
         del manifest["files"][checkpoint.OPTIMIZER_FILE]
         (directory / "manifest.json").write_text(json.dumps(manifest))
-    error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
-    assert (error.type, error.retriable) == ("checkpoint_damaged", False)
-    assert re.search(r"adam\.safetensors.* missing", error.message)
-    assert spool.checkpoints.steps("r") == [0, 1]
+    refused(spool, jobs.submit_sft(spool, job_id="second"), "checkpoint_damaged", "adam.safetensors", " missing")
 
 
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
@@ -86,10 +82,7 @@ def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
     for file in directory.iterdir():
         file.write_bytes(file.read_bytes().replace(weights.tobytes(), (2 * weights).tobytes()))
     PackedBatch.open(directory).close()
-    error = jobs.fail_here(spool, job)
-    assert (error.type, error.retriable) == ("invalid_input", False)
-    assert "altered" in error.message
-    assert spool.checkpoints.steps("r") == [0]
+    refused(spool, job, "invalid_input", "altered")
 
 
 def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: Spool) -> None:
@@ -97,11 +90,8 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
     groups = jobs.random_groups(0)
     turn = Turn(prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-20.0, -20.0])
     groups[0] = Group(trajectories=[Trajectory(turns=[turn], reward=1.0, advantage=3e38), *groups[0].trajectories])
-    error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=groups, grad_accumulation_sequences=64))
-    assert error.type == "non_finite"
-    assert "optimizer step 1 of 1: not finite: loss; the gradient of " in error.message
-    assert "lora_B.weight" in error.message
-    assert spool.checkpoints.steps("r") == [0]
+    job = jobs.submit_rl(spool, groups=groups, grad_accumulation_sequences=64)
+    refused(spool, job, "non_finite", "step 1 of 1: not finite: loss; the gradient of ", "lora_B.weight")
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
@@ -116,14 +106,11 @@ def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
     return [Group.model_construct(trajectories=members)]
 
 
-@pytest.mark.parametrize("policy", ["cispo", "ppo", "gspo"])
-@pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])
+@pytest.mark.parametrize(("policy", "old_logprobs"), [("cispo", "sampler"), ("gspo", "trainer")])
 def test_a_log_prob_that_no_sampler_gives_fails_the_job(spool: Spool, policy, old_logprobs) -> None:
     loss = RLLoss(policy=policy, old_logprobs=old_logprobs)
-    error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=one_token_each([1.0, 2.0], -9998.0), loss=loss))
-    assert (error.type, error.retriable) == ("invalid_input", False)
-    assert "optimizer step 1 of 1: the log-prob of a trained token is 99" in error.message
-    assert spool.checkpoints.steps("r") == [0]
+    job = jobs.submit_rl(spool, groups=one_token_each([1.0, 2.0], -9998.0), loss=loss)
+    refused(spool, job, "invalid_input", "optimizer step 1 of 1: the log-prob of a trained token is 99")
 
 
 @pytest.fixture
@@ -141,21 +128,14 @@ def no_float32_check(monkeypatch) -> None:
     ],
 )
 def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, no_float32_check, advantages, logprob, says) -> None:
-    groups = one_token_each(advantages, logprob)
-    error = jobs.fail_here(spool, jobs.submit_rl(spool, groups=groups, loss=RLLoss(policy="ppo")))
-    assert (error.type, error.retriable) == ("nothing_to_learn", False)
-    assert "the policy did not move" in error.message
-    assert says in error.message
-    assert spool.checkpoints.steps("r") == [0]
+    job = jobs.submit_rl(spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy="ppo"))
+    refused(spool, job, "nothing_to_learn", "the policy did not move", says)
 
 
 def test_an_example_whose_weight_is_lost_in_float32_fails_the_job(spool: Spool, no_float32_check) -> None:
     examples = jobs.random_examples(0)
     examples[3] = SFTExample.model_construct(**dict(examples[3]) | {"weight": 1e-50})
-    error = jobs.fail_here(spool, jobs.submit_sft(spool, examples=examples))
-    assert (error.type, error.retriable) == ("nothing_to_learn", False)
-    assert "weight of an example" in error.message
-    assert spool.checkpoints.steps("r") == [0]
+    refused(spool, jobs.submit_sft(spool, examples=examples), "nothing_to_learn", "weight of an example")
 
 
 def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:
@@ -163,10 +143,7 @@ def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None
     jobs.run_here(spool, jobs.submit_sft(spool))
     job = jobs.submit_rl(spool, loss=RLLoss(kl_coef=0.1, kl_reference=0))
     shutil.rmtree(spool.checkpoints.path("r", 0))
-    error = jobs.fail_here(spool, job)
-    assert error.type == "invalid_input"
-    assert "loss.kl_reference" in error.message
-    assert "checkpoint 0" in error.message
+    refused(spool, job, "invalid_input", "loss.kl_reference", "checkpoint 0")
 
 
 def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, monkeypatch) -> None:
@@ -219,7 +196,8 @@ def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_
     write = checkpoint._write_and_sync
 
     def flip(path: Path, parts: list[memoryview]) -> None:
-        write(path, [memoryview(flipped(b"".join(parts)))] if path.match(f"*/{name}") else parts)
+        *content, last = b"".join(parts)
+        write(path, [memoryview(bytes([*content, last ^ 1]))] if path.match(f"*/{name}") else parts)
 
     monkeypatch.setattr(checkpoint, "_write_and_sync", flip)
     jobs.claim(spool, jobs.submit_sft(spool))

@@ -1,4 +1,4 @@
-"""A rank's heartbeats say where it is and what memory it uses, and measuring that changes no result."""
+"""A rank's heartbeats say where it is and what memory it uses."""
 
 from pathlib import Path
 
@@ -52,14 +52,3 @@ def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, mon
         heartbeat(phase)
     assert seen == [[], [beat_file(tmp_path, 0)]]
     assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).phase == "train"
-
-
-def test_measuring_memory_changes_no_bit_of_the_results(spool: Spool, model: Path, monkeypatch) -> None:
-    jobs.make_run(spool, model, "silent")
-    measured = jobs.run_here(spool, jobs.submit_rl(spool, job_id="measured", epochs=2))
-    monkeypatch.setattr(MemoryWatch, "begin_phase", lambda self: None)
-    monkeypatch.setattr(MemoryWatch, "begin_step", lambda self: None)
-    monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
-    assert jobs.same_bytes(jobs.run_here(spool, jobs.submit_rl(spool, "silent", "silent", epochs=2)), measured)
-    one, other = (jobs.steps_of(spool, job_id, measured=False) for job_id in ("measured", "silent"))
-    assert one == other

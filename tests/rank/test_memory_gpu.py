@@ -116,7 +116,7 @@ def check_nothing_else_is_allocated(measured: Measured, row: Row) -> None:
 
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])
-def test_a_loaded_model_is_its_parameters_and_gradient_buffers(measured: Measured, job: str) -> None:
+def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(measured: Measured, job: str) -> None:
     if measured.device == "cuda":
         assert measured.end(job, "data")["stats"]["requested"] <= FEW  # nothing before the model
     built, loaded = measured.end(job, "build"), measured.end(job, "state")
@@ -127,18 +127,10 @@ def test_a_loaded_model_is_its_parameters_and_gradient_buffers(measured: Measure
     assert measured.lora <= size_of(built, "gradients") <= measured.lora + SCALARS
     assert size_of(built, "other") <= SCALARS  # RoPE's frequencies
     assert built["sizes"] | {"moments": loaded["sizes"]["moments"], "read": []} == loaded["sizes"]
+    assert size_of(loaded, "moments") == (0 if job == "fresh" else 2 * measured.lora)
     for row in (built, loaded):  # in between, weights are read, through memory of their own
         check_nothing_else_is_allocated(measured, row)
     assert loaded["reported"]["host_pinned"] <= SCALARS  # no buffers of the readers
-
-
-def test_a_trained_checkpoint_adds_the_moments_and_nothing_else(measured: Measured) -> None:
-    fresh, trained = measured.end("fresh", "state"), measured.end("trained", "state")
-    assert fresh["sizes"] == measured.end("fresh", "build")["sizes"] | {"read": []}
-    assert trained["sizes"] == fresh["sizes"] | {"moments": trained["sizes"]["moments"]}
-    assert size_of(trained, "moments") == 2 * measured.lora
-    if measured.device == "cuda":
-        assert trained["stats"]["requested"] - fresh["stats"]["requested"] == 2 * measured.lora
 
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])

@@ -125,12 +125,6 @@ def test_the_reference_of_a_later_job(spool: Spool, model: Path, reference: Any)
     assert reference == "start" or first < 0.5
 
 
-def test_batches_hold_the_examples_of_one_step(spool: Spool, model: Path) -> None:
-    name = submit_pairs(spool, model, "r", PreferenceLoss(kind="simpo"), batch_size=4)
-    jobs.run_here(spool, name)
-    assert sorted(step["trajectories"] for step in jobs.steps_of(spool, name)) == [4, 8]
-
-
 def test_weights_of_either_sign_and_other_targets_are_a_weighted_sum(spool: Spool, model: Path) -> None:
     """Any loss whose derivative by each log-prob a client knows is minus the sum of weight times log-prob."""
     rng = torch.Generator().manual_seed(3)

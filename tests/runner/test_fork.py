@@ -10,7 +10,7 @@ import pytest
 from runner.runner_stack import HERE, Stack
 from tandem.system import processes
 from tandem.trainer.launch import Launch
-from tandem.trainer.launch.fork import ForkServer
+from tandem.trainer.launch.forkserver import ForkServer
 from waiting import alive, until
 
 
@@ -125,15 +125,24 @@ def test_the_fork_server_is_replaced_when_the_code_changed(stack):
     assert "replacing the fork server reason='the code changed'" in stack.logged()
 
 
-@pytest.mark.parametrize("reported", ["before the next launch", "after the next launch"])
-def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, reported):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    server = ForkServer("waiting_rank", environment)
+WAITING_RANK = """
+import time
+def preload(): pass
+def main(root, job_id, attempt): time.sleep(float(job_id))
+"""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
+    """It comes before the next launch (`early`) or after it."""
+    (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
+    server = ForkServer("waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
 
     def launch(seconds):
         work = tmp_path / f"work-{seconds}"
         work.mkdir()
-        return server.launch(Launch(tmp_path, str(seconds), 1, 1, work, "waiting_rank"))
+        fields = {"root": tmp_path, "job": str(seconds), "attempt": 1, "ranks": 1, "work": work}
+        return server.launch(Launch(**fields, entry="waiting_rank"))
 
     try:
         killed = launch(600)
@@ -141,13 +150,11 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
         os.kill(server.pid, signal.SIGSTOP)
         assert killed.kill_all(10) == []
         assert killed.poll() is None  # the server can't report it yet
-        if reported == "before the next launch":
-            os.kill(server.pid, signal.SIGCONT)
+        following = None if early else launch(0.5)
+        os.kill(server.pid, signal.SIGCONT)
+        if following is None:
             time.sleep(0.5)
             following = launch(0.5)
-        else:
-            following = launch(0.5)
-            os.kill(server.pid, signal.SIGCONT)
         until("its end", lambda: following.poll() is not None, 60)
         assert following.poll() == 0
     finally:

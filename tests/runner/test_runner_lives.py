@@ -74,7 +74,7 @@ def test_supervisord_gives_the_runner_enough_time_to_stop():
     assert runner.stop_seconds > loop.STOP_SECONDS
 
 
-@pytest.mark.parametrize("launch", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launch", ["fork", "resident", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
     stack = make(launch)
     job_id = stack.submit(stack.run(), do="wait", until=1)
@@ -121,21 +121,6 @@ def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
             processes.send(rank, signal.SIGKILL)
     assert stack.wait(job_id)[0] == "succeeded"
     assert len(set(counts)) == 1
-
-
-def test_a_runner_killed_before_the_launch_leaves_a_job_that_runs_again(stack):
-    """The job is claimed while the fork server still imports: no rank runs yet when the runner dies."""
-    assert stack.stop() == 0
-    stack.forget()
-    job_id = stack.submit(stack.run("early"))
-    stack.start()
-    stack.until(lambda: "claimed" in stack.kinds(job_id), 30, "the claim")
-    stack.kill()
-    assert "fork server is ready" not in stack.logged()
-    stack.until(lambda: not stack.marked(), 5, "the fork server to die")
-    stack.start()
-    state, job = stack.wait(job_id)
-    assert (state, job.result.step) == ("succeeded", 1)
 
 
 def test_a_volume_that_goes_and_comes_back_is_waited_for(make):

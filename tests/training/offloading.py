@@ -37,9 +37,11 @@ class Training:
 
     def trained(self) -> list[Tensor]:
         """Copies of everything that training changes."""
-        state = self.optimizer.state()
-        values = [*self.policy.lora_parameters().values(), *state.exp_avg.values(), *state.exp_avg_sq.values()]
+        values = [*self.policy.lora_parameters().values(), *self._moments()]
         return [value.detach().cpu().clone() for value in values]
+
+    def _moments(self) -> list[Tensor]:
+        return [tensor for of_moment in self.optimizer.moments().values() for tensor in of_moment.values()]
 
     def base(self) -> list[Tensor]:
         """The frozen parameters."""
@@ -47,10 +49,8 @@ class Training:
 
     def device_tensors(self, part: str) -> list[Tensor]:
         """All that `offload` of the part gives back."""
-        state = self.optimizer.state()
         parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
-        optimizer = [*state.exp_avg.values(), *state.exp_avg_sq.values()]
-        optimizer += [buffer.grad_data for buffer in self.optimizer._gradients.buffers]
+        optimizer = [*self._moments(), *(memory for memory, _ in self.optimizer._gradients)]
         return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[part]
 
     def offload(self, part: str) -> int:

@@ -71,10 +71,10 @@ def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, 
     assert same(interrupted.trained(), before)
     assert same(interrupted.base(), base)
     if part != "parameters":
-        buffers = interrupted.optimizer._gradients.buffers
-        assert all(not buffer.grad_data.any() for buffer in buffers)
+        buffers = [memory for memory, _ in interrupted.optimizer._gradients]
+        assert not any(buffer.any() for buffer in buffers)
         trained = sum(parameter.numel() for parameter in interrupted.policy.lora_parameters().values())
-        assert sum(buffer.grad_data.numel() for buffer in buffers) >= trained
+        assert sum(buffer.numel() for buffer in buffers) >= trained
     for number in range(2, 4):
         assert straight.step(number) == interrupted.step(number)
     assert same(straight.trained(), interrupted.trained())

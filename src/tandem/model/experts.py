@@ -93,9 +93,6 @@ class Experts(MegatronModule):
                 if target in lora.targets:
                     self.lora_a[target] = nn.Parameter(torch.empty(experts, lora.rank, in_features))
                     self.lora_b[target] = nn.Parameter(torch.empty(experts, out_features, lora.rank))
-                    if self.topology.sizes.experts_apart:
-                        for parameter in (self.lora_a[target], self.lora_b[target]):
-                            parameter.allreduce = False  # Megatron then sums gradients over `expert_data`
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B of all experts."""

@@ -81,11 +81,6 @@ class LoraLinear(nn.Module):
         for target in self.targets:
             self.lora_a[target] = nn.Parameter(torch.empty(self.rank, in_features))
             self.lora_b[target] = nn.Parameter(torch.empty(out_features[target], self.rank))
-            # Megatron's optimizer counts replicated tensors once in norms; these marks say which are not replicated.
-            if self.column:
-                mcore.set_tensor_model_parallel_attributes(self.lora_b[target], True, 0, 1)
-            else:
-                mcore.set_tensor_model_parallel_attributes(self.lora_a[target], True, 1, 1)
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B."""

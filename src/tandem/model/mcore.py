@@ -27,11 +27,7 @@ try:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import random
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        set_tensor_model_parallel_attributes,
-    )
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp

@@ -41,12 +41,10 @@ class ItemOutputs:
 class Policy(nn.Module):
     """Built by `tandem.model.build.build_policy`.
 
-    `config` is Megatron's TransformerConfig, as its DDP and optimizer expect. Only LoRA tensors require gradients.
-    Without `lora` all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
+    `config` is Megatron's TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are
+    trained: layers add their gradients to buffers (`tandem.model.gradients`).
 
-    After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`). Tensors
-    cut over tensor-parallel ranks carry Megatron's attribute `tensor_model_parallel=True`: a global norm counts each
-    rank's part of them, and every other tensor once.
+    After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`).
     """
 
     def __init__(

@@ -209,15 +209,12 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
 
-    Sums: `loss` (weighted), `items`, `ratio`, `clipped`, `entropy`, `advantage`, `advantage_square`, `kl_sampler` (k3
-    of KL(sampler || trainer), nats), `logprob_difference` (|trainer - sampler|, nats), `kl_reference` (if there is a
-    reference), `importance` and `masked` (if there are importance weights: their sum, and how many are 0). Maxima:
-    `ratio`, `above_sampler` (trainer - sampler, nats).
+    Of the sums, `kl_sampler` is k3 of KL(sampler || trainer), `logprob_difference` |trainer - sampler|, both in nats,
+    and `masked` counts importance weights of 0. Of the maxima, `above_sampler` is trainer - sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
     assert items.sampler_logprobs is not None
-    assert items.reference_logprobs is not None or not loss.kl_coef
     per_item, ratio, clipped = policy_terms(items, loss)
     detached = items.logprobs.detach()
     sums = {"ratio": ratio, "clipped": clipped, "advantage": items.advantages}
@@ -238,7 +235,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
 
 
 def sft_loss(items: Items) -> LossOutput:
-    """Cross-entropy, l_i = -lp_i. Sums: `loss` (weighted), `items`, `entropy`."""
+    """Cross-entropy, l_i = -lp_i."""
     return _output(items, -items.logprobs, {}, {})
 
 
@@ -251,8 +248,7 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
     - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
     - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
 
-    An answer's reward is b S (SimPO: b M). Sums: `loss`, `items`, `entropy`, and per pair `pairs`, `accuracy` (the
-    chosen answer has the larger reward), `margin`, `chosen_reward`, `rejected_reward`.
+    An answer's reward is b S (SimPO: b M). Per pair, `accuracy` is whether the chosen answer has the larger reward.
     """
     assert items.pair is not None
     h = items.logprobs

@@ -1,39 +1,32 @@
-"""Adam on the LoRA parameters, with Megatron's gradient buffers and optimizer, and our gradient clipping.
+"""Adam on the LoRA parameters: torch's AdamW, with gradient buffers and clipping of our own.
 
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
+from torch.nn import Parameter
 
 from tandem.errors import TandemError
 from tandem.model import parallel
 from tandem.model.device.allocation import allocate
 from tandem.model.device.offload import Offload
+from tandem.model.lora import LoraTensor
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What Adam has of each parameter, in fp32, as torch and the checkpoints name it."""
+type Moments = dict[str, dict[str, Tensor]]
+"""Each of `MOMENTS`, by parameter name: of this rank's shards; empty before the first step."""
 
 
 class NonFinite(TandemError):
     """A loss or a gradient is NaN or infinite. The step was not applied."""
 
     code = "non_finite"
-
-
-@dataclass(frozen=True)
-class AdamState:
-    """Adam's moments of this rank's shards, fp32, by parameter name; empty before the first step."""
-
-    step: int  # steps taken
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
 
 
 class AdapterOptimizer:
@@ -44,41 +37,30 @@ class AdapterOptimizer:
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
-        self._policy, self.parameters = policy, policy.lora_parameters()
-        policy.config.calculate_per_token_loss = True  # Megatron then sums over data-parallel ranks, without averaging
-        self._gradients = DistributedDataParallel(
-            policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), policy
-        )
+        self.settings, self._topology, self.parameters = settings, parallel.current(), policy.lora_parameters()
+        self._tensors = policy.adapter.tensors
+        self._experts_apart = policy.arch.moe is not None and self._topology.sizes.experts_apart
+        tensors = {tensor.parameter: tensor for tensor in self._tensors.values()}
+        self._trained = [tensors[parameter] for parameter in policy.parameters() if parameter.requires_grad]
+        self._gradients = []
+        for apart, group in ((False, self._topology.data), (True, self._topology.expert_data)):
+            own = [one.parameter for one in self._trained if (one.experts and self._experts_apart) == apart]
+            if own:
+                self._gradients.append((_gradient_memory(own), group))
+        self._adam = torch.optim.AdamW(self.parameters.values())
         self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
-        self.reset(settings)
 
-    def reset(self, settings: OptimizerSettings) -> None:
-        """Start a new Adam that has taken no step. The gradient buffers stay."""
-        self.settings = settings
-        config = OptimizerConfig(
-            optimizer="adam", lr=settings.learning_rate, min_lr=settings.learning_rate,
-            weight_decay=settings.weight_decay, adam_beta1=settings.beta1, adam_beta2=settings.beta2,
-            adam_eps=settings.eps, clip_grad=0.0,  # Megatron's clipping takes CUDA tensors only
-        )  # fmt: skip
-        self._optimizer = get_megatron_optimizer(config, [self._gradients], use_gloo_process_groups=False)
-        self._adam_of = {
-            parameter: part.optimizer
-            for part in self._optimizer.chained_optimizers
-            for group in part.param_groups
-            for parameter in group["params"]
-        }
+    def reset(self) -> None:
+        """Forget Adam's state, as if no step had been taken."""
+        self._adam.state.clear()
 
     def offload(self) -> int:
         """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
 
         Gradients are offloaded with the optimizer, because publishing weights needs only the parameters (R23).
         """
-        self._optimizer.zero_grad()  # drops the parameters' `.grad`, which are views of the buffers
-        buffers = self._gradients.buffers + self._gradients.expert_parallel_buffers
-        state = self.state()
-        return self._gradient_memory.park(buffer.grad_data for buffer in buffers) + self._adam_memory.park(
-            [*state.exp_avg.values(), *state.exp_avg_sq.values()]
-        )
+        moments = (tensor for tensors in self.moments().values() for tensor in tensors.values())
+        return self._gradient_memory.park(memory for memory, _ in self._gradients) + self._adam_memory.park(moments)
 
     def restore(self) -> None:
         """Undo `offload`: Adam's state is as it was, gradients are zero."""
@@ -87,88 +69,98 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        self._gradients.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        for memory, _ in self._gradients:
+            memory.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum the accumulated gradients over data-parallel ranks, into the parameters' `.grad`."""
-        topology = parallel.current()
-        if (
-            max(topology.data.size(), topology.expert_data.size()) > 1
-        ):  # Megatron creates a communicator even for one rank
-            self._gradients.finish_grad_sync()
-        self._optimizer.prepare_grads()
+        """Sum the accumulated gradients over the ranks that hold the same parameters."""
+        for memory, group in self._gradients:
+            parallel.all_reduce(memory, group=group)
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient, in which a replicated parameter counts once.
 
         A collective; all ranks get the same. NaN or infinite if any gradient is.
         """
-        topology = parallel.current()
-        if self._policy.arch.moe is not None and topology.sizes.experts_apart:
+        topology = self._topology
+        if self._experts_apart:
             return self._norm_with_experts(topology)
-        square = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
-        for part in self._optimizer.chained_optimizers:
-            for grad in part.get_grads_for_grad_norm():
-                square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        square = torch.zeros((), dtype=torch.float64, device=self._gradients[0][0].device)
+        for tensor in self._trained:
+            if tensor.cut != "whole" or topology.place.tensor == 0:
+                square += _square(tensor)
         parallel.all_reduce(square, group=topology.tensor)
         square = square.cpu()
         parallel.all_reduce(square, group=topology.pipeline)
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` where `experts_apart`: the first of the ranks that hold a tensor counts it."""
+        """`gradient_norm` where experts are apart: the first of the ranks that hold a tensor counts it."""
         place, squares = topology.place, []
-        for name, tensor in self._policy.adapter.tensors.items():
+        for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
             if tensor.experts:
                 copy = place.expert_data, place.expert_tensor
             if copy[0] == 0 and (tensor.cut != "whole" or copy[1] == 0):
-                grad = self.parameters[name].grad
-                assert grad is not None
-                squares.append(torch.linalg.vector_norm(grad, dtype=torch.float64).square())
-        square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
-        parallel.all_reduce(square)
-        return float(square.sqrt())
+                squares.append(_square(tensor))
+        return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
         """Names of this rank's parameters whose gradients hold NaN or infinity."""
         return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
 
+    @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
         """Scale the gradient down to `max_grad_norm` if `norm` is larger, and apply it."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        if norm > self.settings.max_grad_norm:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.settings.max_grad_norm / norm)
-        self._optimizer.step_with_ready_grads()
+        settings, [group] = self.settings, self._adam.param_groups
+        group |= {"lr": learning_rate, "weight_decay": settings.weight_decay, "eps": settings.eps}
+        group["betas"] = settings.beta1, settings.beta2
+        if norm > settings.max_grad_norm:
+            for memory, _ in self._gradients:
+                memory.mul_(settings.max_grad_norm / norm)
+        self._adam.step()
 
     @property
     def steps(self) -> int:
         """Steps taken."""
-        return self.state().step
+        return max((int(state["step"]) for state in self._adam.state.values()), default=0)
 
-    def state(self) -> AdamState:
-        """Adam's state itself, not a copy."""
-        exp_avg, exp_avg_sq, steps = {}, {}, {0}
-        for name, parameter in self.parameters.items():
-            state = self._adam_of[parameter].state[parameter]
-            if state:
-                exp_avg[name], exp_avg_sq[name] = state["exp_avg"], state["exp_avg_sq"]
-                steps.add(int(state["step"]))
-        return AdamState(max(steps), exp_avg, exp_avg_sq)
+    def moments(self) -> Moments:
+        """Adam's own tensors, not copies."""
+        states = {name: self._adam.state[p] for name, p in self.parameters.items() if p in self._adam.state}
+        return {moment: {name: state[moment] for name, state in states.items()} for moment in MOMENTS}
 
     @torch.no_grad()
-    def load_state(self, saved: AdamState) -> None:
-        """Continue from a copy of `saved`, this rank's shards of all parameters."""
+    def load_state(self, steps: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue after `steps` steps from a copy of `saved`: `Moments` of all parameters."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {}
-        for moment, shards in zip(MOMENTS, (saved.exp_avg, saved.exp_avg_sq), strict=True):
+        for moment, shards in saved.items():
             _, moments[moment] = allocate(shapes, torch.float32, where)
             torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
         for name, parameter in self.parameters.items():
             state = {moment: copies[name] for moment, copies in moments.items()}
-            self._adam_of[parameter].state[parameter] = {"step": torch.tensor(float(saved.step)), **state}
+            self._adam.state[parameter] = {"step": torch.tensor(float(steps)), **state}
+
+
+def norm_over_ranks(squares: list[Tensor]) -> float:
+    """The root of the sum of all ranks' `squares`, float64 scalars. A collective of all ranks."""
+    square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
+    parallel.all_reduce(square)
+    return float(square.sqrt())
+
+
+def _gradient_memory(parameters: list[Parameter]) -> Tensor:
+    """Memory of zeros for the gradients of all `parameters`, which autograd adds to it from now on."""
+    memory = torch.zeros(sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device)
+    last_first = parameters[::-1]  # as Megatron's buffers have them; a sum over ranks depends on the place in memory
+    for parameter, part in zip(last_first, memory.split([p.numel() for p in last_first]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return memory
+
+
+def _square(tensor: LoraTensor) -> Tensor:
+    """Squared norm of its gradient, a float64 scalar."""
+    assert tensor.parameter.grad is not None
+    return torch.linalg.vector_norm(tensor.parameter.grad, dtype=torch.float64).square()

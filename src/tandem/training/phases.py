@@ -1,20 +1,34 @@
-"""What a rank measures of its phases: seconds, and bytes on its device."""
+"""What a rank measures: of its phases seconds and bytes on its device, and the metrics of an optimizer step."""
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.data.packed_format import PackedBatch
 from tandem.model import device, parallel
 from tandem.model.device import memory
-from tandem.spool.schema import RankMemory
+from tandem.spool.schema import JobSpec, RankMemory
+
+_MEANS = {
+    "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
+    "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
+    "importance": "importance_weight_mean", "masked": "masked_fraction",
+}  # fmt: skip
+"""Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
+_OF_PAIRS = {"accuracy": "pair_accuracy", "margin": "reward_margin", "chosen_reward": "chosen_reward",
+             "rejected_reward": "rejected_reward"}  # fmt: skip
 
 
 class MemoryWatch:
-    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
-
-    Nothing else resets the allocator's peaks. It reports nothing before the device has started, and never waits for it.
-    """
+    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt. Nothing else resets
+    the allocator's peaks. Before the device has started it reports nothing."""
 
     def __init__(self) -> None:
         self._attempt_peaks: dict[str, int] = {}
@@ -34,8 +48,10 @@ class MemoryWatch:
         if not device.started():
             return {}
         stats = self._allocator_stats()
-        now = {"allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used()}
-        now |= {"host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"]}
+        now = {
+            "allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used(),
+            "host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"],
+        }  # fmt: skip
         if name in self._phases:
             before = self._highest.get(name, self._phases[name])
             self._highest[name] = {kind: max(size, before[kind]) for kind, size in now.items()}
@@ -74,14 +90,11 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock. Phases don't nest.
-
-    `announce(name)` is called as a phase begins, and again within long ones: it writes the heartbeat.
-    """
+    """One rank's clock. Phases don't nest. `announce(name)` writes the heartbeat, as a phase begins and within long
+    ones."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
-        self.announce = announce
-        self.watch = watch
+        self.announce, self.watch = announce, watch
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, dict[str, int]] = {}
 
@@ -112,3 +125,46 @@ class Phases:
         """Each rank's `RankMemory` so far, as JSON objects by rank. A collective of all ranks."""
         reports = parallel.gather_objects(self.watch.report().model_dump())
         return {str(rank): report for rank, report in enumerate(reports)}
+
+
+def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,
+               where: torch.device) -> dict[str, float]:  # fmt: skip
+    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one collective."""
+    if not values:
+        return {}
+    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=where) for value in values.values()])
+    parallel.all_reduce(vector, op, group)
+    return dict(zip(values, vector.tolist(), strict=True))
+
+
+def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items, unweighted."""
+    items = sums["items"]
+    metrics = {"loss": sums["loss"], "trainable_tokens": items}
+    metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
+    metrics |= {metric: sums[name] / sums["pairs"] for name, metric in _OF_PAIRS.items() if name in sums}
+    if "ratio" in maxima:  # RL
+        variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
+        metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
+        metrics |= {"above_sampler_max": maxima["above_sampler"]}
+    return metrics
+
+
+def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
+    """How many trajectories the rows train and, for RL, statistics of their rewards; each trajectory counts once."""
+    trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
+    rewards = batch.trajectory_reward[trajectories].astype(np.float64)
+    count = {"trajectories": float(len(trajectories))}
+    if np.isnan(rewards).any():  # SFT, DPO
+        return count
+    statistics = {"mean": rewards.mean(), "std": rewards.std(), "min": rewards.min(), "max": rewards.max()}
+    return count | {f"reward_{name}": float(value) for name, value in statistics.items()}
+
+
+def staleness(job: JobSpec) -> dict[str, float]:
+    """By how many checkpoints the job's turns are older than the one that it starts from."""
+    data, base = job.data, job.base_step
+    if data.policy_step_min is None or data.policy_step_mean is None:
+        return {}
+    return {"off_policy_steps_max": float(base - data.policy_step_min),
+            "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip

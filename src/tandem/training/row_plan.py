@@ -17,19 +17,13 @@ from tandem.training.losses import Floats, item_weights
 
 @dataclass(frozen=True)
 class Plan:
-    """`steps[s]`: the rows of optimizer step s, in order. A row appears once per epoch. `held_out`: rows that are only
-    evaluated."""
-
-    steps: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[int, ...], ...]  # the rows of each optimizer step, in order; a row appears once per epoch
     data_parallel: int
-    held_out: tuple[int, ...] = ()
+    held_out: tuple[int, ...] = ()  # rows that are only evaluated
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
-        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`.
-
-        All ranks have equally many micro steps, so that their collectives match. A rank that has too few rows computes
-        the step's first row again, with `counts` False: its weight is zero.
-        """
+        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have equally many, for their
+        collectives: one that has too few computes the step's first row again, with weight 0 (`counts` False)."""
         rows = self.steps[step]
         own = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
         return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
@@ -53,18 +47,17 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
     Each epoch visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). A step has
-    `settings.grad_accumulation_sequences` rows over all ranks; None means `data_parallel` (R19). The last step of an
-    epoch may have fewer. Raises InvalidInput if that number is not a multiple of `data_parallel`. With
-    `settings.batch_size` the packer chose the rows of each step, and an epoch visits those steps in such a permutation.
+    `settings.grad_accumulation_sequences` rows over all ranks, the last of an epoch maybe fewer; None means
+    `data_parallel` (R19). InvalidInput if that is not a multiple of `data_parallel`. With `settings.batch_size` the
+    packer chose the rows of each step, and an epoch visits those steps in such a permutation.
     """
     with_items = np.diff(batch.item_offsets) > 0
     held_out = tuple(np.flatnonzero(with_items & (batch.row_batch < 0)).tolist())
     rows = np.flatnonzero(with_items & (batch.row_batch >= 0))
     orders = [np.random.default_rng([seed, base_step, epoch]) for epoch in range(settings.epochs)]
     if settings.batch_size is not None:
-        of_batch = [
-            tuple(rows[batch.row_batch[rows] == number].tolist()) for number in np.unique(batch.row_batch[rows])
-        ]
+        numbers = batch.row_batch[rows]
+        of_batch = [tuple(rows[numbers == number].tolist()) for number in np.unique(numbers)]
         chosen = (of_batch[number] for order in orders for number in order.permutation(len(of_batch)))
         return Plan(tuple(chosen), data_parallel, held_out)
     size = settings.grad_accumulation_sequences or data_parallel

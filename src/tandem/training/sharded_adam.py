@@ -19,7 +19,7 @@ from tandem.model.device.offload import Offload
 from tandem.model.policy import TABLE, Policy
 from tandem.model.weights.base_memory import BaseWeights, Section
 from tandem.spool.schema import OptimizerSettings
-from tandem.training.optimizer import MOMENTS
+from tandem.training.optimizer import MOMENTS, norm_over_ranks
 
 REMAINDER = "remainder"
 _OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
@@ -72,17 +72,15 @@ class ShardedAdam:
             self.tensors[REMAINDER] = torch.zeros(owned, dtype=torch.int16, device=base.memory.device)
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
-    def reset(self, settings: OptimizerSettings) -> None:
-        """Start anew, without a step taken; master values are the weights."""
-        self.settings, self.steps = settings, 0
+    def reset(self) -> None:
+        """Forget Adam's state, as if no step had been taken; master values are the weights."""
+        self.steps = 0
         for tensor in self.tensors.values():
             tensor.zero_()
 
     def offload(self) -> int:
-        """Free the device memory of gradients and Adam's state; returns the bytes freed. The state goes to host memory.
-
-        Gradients go with it, because publishing weights needs only the weights (R23).
-        """
+        """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients go with it, because
+        publishing weights needs only the weights (R23)."""
         return self._gradient_memory.park([self._gradients]) + self._state_memory.park(self.tensors.values())
 
     def restore(self) -> None:
@@ -115,9 +113,7 @@ class ShardedAdam:
             for part in self._ranges
             if part.counts
         ]
-        square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
-        parallel.all_reduce(square)
-        return float(square.sqrt())
+        return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
         """Names of the weights whose summed gradients hold NaN or infinity, among those that this rank owns."""
@@ -135,10 +131,7 @@ class ShardedAdam:
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
-        """One of `tensors` in the shapes of this rank's weights, by their names. A collective.
-
-        They are in the gradients' memory, until the next `zero_grad`.
-        """
+        """One of `tensors` in the shapes of this rank's weights, in the gradients' memory. A collective."""
         memory = self._like_weights(self.tensors[name].dtype)
         for owned in self._owned:
             memory[owned.memory] = self.tensors[name][owned.state]
@@ -211,8 +204,8 @@ class ShardedAdam:
             group = self._group(section)
             length = (section.end - section.begin) // group.size()
             begin = section.begin + group.rank() * length
-            own = slice(begin, begin + length), slice(at, at + length)
-            yield _Owned(group, slice(section.begin, section.end), *own)
+            whole, own = slice(section.begin, section.end), slice(begin, begin + length)
+            yield _Owned(group, whole, own, slice(at, at + length))
             at += length
 
     def _own_ranges(self) -> Iterator[_Range]:
@@ -236,11 +229,10 @@ class ShardedAdam:
         return self._gradients.view(dtype)[: len(self._gradients)]
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
-        views = {}
-        for name, weight in self._base.parameters.items():
-            begin = int(weight.storage_offset())
-            views[name] = memory[begin : begin + weight.numel()].view(weight.shape)
-        return views
+        return {
+            name: memory[weight.storage_offset() : weight.storage_offset() + weight.numel()].view(weight.shape)
+            for name, weight in self._base.parameters.items()
+        }
 
 
 def joined(weights: Tensor, remainder: Tensor) -> Tensor:

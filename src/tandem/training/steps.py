@@ -25,10 +25,9 @@ from tandem.model.rows import RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
-from tandem.training.phases import Phases
+from tandem.training.phases import Phases, all_reduce, item_metrics, reward_metrics, staleness
 from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
 from tandem.training.sharded_adam import ShardedAdam
-from tandem.training.step_metrics import all_reduce, item_metrics, reward_metrics, staleness
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
@@ -72,11 +71,11 @@ class Training:
         self._reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
-        """Run all optimizer steps; returns the last one's metrics, which are the same on every rank.
+        """Run all optimizer steps, numbered from 1, and `report(step, metrics)` each; returns the last one's metrics,
+        which are the same on every rank.
 
-        `report(step, metrics)` is called after each step, which are numbered from 1. Raises, before the step is
-        applied, NonFinite, with what was not finite, and InvalidInput for log-probs that the sampler can't have given;
-        at the end NothingToLearn if no step moved the policy.
+        Raises NonFinite, and InvalidInput for log-probs that no sampler gives, before such a step is applied;
+        NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.plan.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
@@ -114,10 +113,10 @@ class Training:
                 if counts and self._reports:
                     sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
             totals = self._over_rows(sums, dist.ReduceOp.SUM)
-        found = {"loss": totals["loss"], "tokens": totals["items"]}
+        found = {"held_out_loss": totals["loss"], "held_out_tokens": totals["items"]}
         if totals["pairs"]:
-            found |= {f"pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
-        return {f"held_out_{name}": value for name, value in found.items()}
+            found |= {f"held_out_pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
+        return found
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
         """Log-probs of every row that this rank will visit, without gradients."""
@@ -140,14 +139,11 @@ class Training:
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""
         sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
-        for index in self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data):
-            old, reference = self._old_logprobs.get(index), self._reference_logprobs[index]
-            if not self.policy.stage.last:
-                continue
-            if old is None:
-                old = self._tensor(self.batch.row(index).item_logprob)
+        rows = self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data)
+        for index in rows if self.policy.stage.last else ():
+            old = self._old_logprobs.get(index, self._tensor(self.batch.row(index).item_logprob))
             sums["items"] += len(old)
-            sums["nats"] += (old.double() - reference.double()).sum().cpu()
+            sums["nats"] += (old.double() - self._reference_logprobs[index].double()).sum().cpu()
         totals = self._over_rows(sums, dist.ReduceOp.SUM)
         return totals["nats"] / totals["items"]
 
@@ -281,8 +277,7 @@ class Training:
 
     def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
         """Adam moves no parameter by more than about `learning_rate * gradient / eps`."""
-        eps = self.job.optimizer.eps
-        if norm < 1e-3 * eps:
+        if norm < 1e-3 * (eps := self.job.optimizer.eps):
             shown = ("clip_fraction", "masked_fraction", "ratio_mean", "advantage_mean", "advantage_std")
             raise NothingToLearn(
                 f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest gradient has the norm "

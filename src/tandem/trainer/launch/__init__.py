@@ -1,10 +1,4 @@
-"""Ways to start the ranks of a job. Each runs the same code in the ranks and gives the same results, bit for bit.
-
-`torchrun`  torch's own launcher with new processes for each job;
-`fork`      processes forked from one that has imported torch and Megatron and has never touched CUDA;
-`resident`  ranks under torchrun that stay between jobs and give back what device memory a process can.
-
-With the first two, every process of a job exits and nothing of it stays on the device.
+"""Ways to start the ranks of a job (docs/architecture.md). All give the same results, bit for bit.
 
 An attempt's work directory holds, however its ranks were started:
 
@@ -16,10 +10,10 @@ An attempt's work directory holds, however its ranks were started:
 import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from tandem.spool.schema import Record
 from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
@@ -30,8 +24,7 @@ SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """One attempt at one job."""
 
     root: Path
@@ -40,14 +33,6 @@ class Launch:
     ranks: int
     work: Path
     entry: str = DEFAULT_ENTRY
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        fields = json.loads(text)
-        return cls(**fields | {"root": Path(fields["root"]), "work": Path(fields["work"])})
 
 
 def start_child(command: list[str], environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:

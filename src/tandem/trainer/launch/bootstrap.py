@@ -24,8 +24,7 @@ def redirect(log: Path) -> None:
 
 
 def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
-    """Run this process's rank, with its output in the rank's log; returns its exit status. What the rank raises is for
-    the caller, who writes it to stderr, which is the rank's log by now, and exits with 1.
+    """Run this process's rank, with its output in the rank's log; returns its exit status. Raises what the rank raises.
 
     `main`: by default that of the launch's entry module.
     """
@@ -47,7 +46,7 @@ def stay(entry: str, control: str) -> int:
     main = module.resident() if hasattr(module, "resident") else module.main
     own_output = os.dup(1)
     while request := runner.recv(1 << 16):
-        status = run(Launch.from_json(request), main)
+        status = run(Launch.model_validate_json(request), main)
         sys.stdout.flush()
         sys.stderr.flush()
         if status:
@@ -65,7 +64,7 @@ def main() -> int:
         return 1  # the agent died before die_with_parent took effect
     if len(sys.argv) == 3:
         return stay(sys.argv[1], sys.argv[2])
-    return run(Launch.from_json(sys.argv[1]))
+    return run(Launch.model_validate_json(sys.argv[1]))
 
 
 if __name__ == "__main__":

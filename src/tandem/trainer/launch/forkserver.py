@@ -1,19 +1,18 @@
-"""The process that ranks are forked from. It imports everything a rank needs, once, and runs no job itself.
+"""The process that ranks are forked from, and the runner's side of it (`ForkServer`). It imports everything a rank
+needs, once, and runs no job itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module>
 
 Forking is safe because of three rules:
 
-- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 (set by `launch.fork`) the
-  imports look for devices without the CUDA runtime.
+- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports look for devices
+  without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp would wait for its
-  other threads forever. The runner logs a warning with their names. (With GPUs there is one of NVML's: it waits for
-  the driver's events, and nvmlShutdown does not end it. CUDA's threads have such names too, but a server that touched
-  CUDA would not go unnoticed: its children can't use a device.)
-- All ranks are forked before the store's threads start. torch's elastic agent has threads (store, rendezvous, logs)
-  when it forks. So the ranks' parent, the leader, is our own. It sets the agent's environment and acts like the agent:
-  after the first failure it ends the other ranks, and it restarts none. The ranks' connections wait in the listening
-  socket's backlog until the store runs.
+  other threads forever. The runner logs a warning with their names. (With GPUs there is one of NVML's, which waits for
+  the driver's events and which nvmlShutdown does not end.)
+- All ranks are forked before the store's threads start. torch's elastic agent has threads when it forks. So the ranks'
+  parent, the leader, is our own. Like the agent it ends the other ranks after the first failure and restarts none. The
+  ranks' connections wait in the listening socket's backlog until the store runs.
 
 Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}} after the imports,
 and {"exited": status, "work": <the launch's work directory>}, which may come late about a launch that was killed.
@@ -22,8 +21,10 @@ and {"exited": status, "work": <the launch's work directory>}, which may come la
 import importlib
 import json
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -31,11 +32,83 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Self
 
+from tandem.system import processes
+from tandem.system.logs import Log
 from tandem.system.path_names import free_path_names
-from tandem.system.processes import adopt_orphans, describe_exit, die_with_parent
-from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, write_exits
+from tandem.system.processes import Process, adopt_orphans, describe_exit, die_with_parent
+from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, start_child, write_exits
 from tandem.trainer.launch.bootstrap import redirect, run
+
+log = Log("runner")
+
+
+class ForkServer:
+    """The fork server, and the handle of its latest launch. For what a handle's methods do see `Torchrun`.
+
+    A launch never waits for the server's imports: the request stays in the socket until they are done.
+    """
+
+    name = "fork server"
+
+    def __init__(self, entry: str, environment: dict[str, str]) -> None:
+        # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not survive a fork.
+        environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tandem.trainer.launch.forkserver", str(theirs.fileno()), entry]
+            self._process = start_child(command, environment, pass_fds=[theirs.fileno()])
+        self.pid = self._process.pid
+        self._work = ""
+        self._exit: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and self._socket.fileno() >= 0
+
+    def launch(self, launch: Launch) -> Self:
+        self._work, self._exit = str(launch.work), None
+        with suppress(OSError):  # the server has just died, which `poll` notices
+            self._socket.send(launch.model_dump_json().encode())
+        return self
+
+    def poll(self) -> int | None:
+        while self._socket.fileno() >= 0 and select.select([self._socket], [], [], 0)[0]:
+            packet = b""
+            with suppress(ConnectionError):
+                packet = self._socket.recv(1 << 16)
+            if not packet:
+                self._socket.close()
+                break
+            message = json.loads(packet)
+            if ready := message.get("ready"):
+                (log.warning if ready["threads"] else log.info)("fork server is ready", pid=self.pid, **ready)
+            elif message["work"] == self._work:  # otherwise it is about an earlier launch, which was killed
+                self._exit = message["exited"]
+        if self._exit is None and not self.alive:
+            self._exit = -signal.SIGKILL  # leader and ranks die with the server
+        return self._exit
+
+    def terminate(self) -> None:
+        leaders = [process for process in self.processes() if process.parent == self.pid]
+        for leader in leaders:
+            processes.send(leader, signal.SIGTERM)
+        if not leaders and self.poll() is None:
+            self.close()  # during its imports: the job has no process yet, and its request goes with the server
+
+    def processes(self) -> list[Process]:
+        return [process for process in processes.descendants(self.pid) if not process.zombie]
+
+    def kill_all(self, timeout: float) -> list[Process]:
+        return processes.kill_all(self.processes, timeout=timeout, known=[self.pid])
+
+    def close(self) -> None:
+        self._socket.close()
+        self.kill_all(10)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
 
 
 def main() -> None:
@@ -52,7 +125,7 @@ def main() -> None:
     ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads) or None}
     runner.send(json.dumps({"ready": ready}).encode())
     while request := runner.recv(1 << 16):
-        launch = Launch.from_json(request)
+        launch = Launch.model_validate_json(request)
         leader = _fork(partial(lead, launch, runner))
         pid = status = 0
         while pid != leader:
@@ -112,7 +185,7 @@ def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
 
 def _fork(child: Callable[[], int]) -> int:
     """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child` and exits with its
-    result. Even when `child` raises, it neither returns into the server's stack nor runs the server's exit handlers."""
+    result. It never returns into the server's stack, nor runs the server's exit handlers."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -131,14 +204,13 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    """The variables that torchrun's agent gives a rank on a single node."""
+    """The variables of torchrun's agent that something reads in a rank on a single node."""
     world = str(launch.ranks)
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
-        "ROLE_NAME": "default", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
         "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"{launch.job}-{launch.attempt}", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }  # fmt: skip
 

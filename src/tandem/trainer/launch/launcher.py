@@ -12,7 +12,7 @@ from tandem.families.topology import Sizes
 from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch
-from tandem.trainer.launch.fork import ForkServer
+from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
 log = Log("runner")
@@ -61,11 +61,11 @@ class Launcher:
         if not self.holds_devices:
             empty_directory(self._scratch)  # of the attempt before
         root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
-        launch = Launch(root, job, attempt, ranks, work, self._entry)
+        launch = Launch(root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry)
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(work, ranks, [launch.to_json()], self._environment)
+        return Torchrun(work, ranks, [launch.model_dump_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:
@@ -115,8 +115,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:
     """(path, modification time, size) of the files that a process has in memory: Tandem's and the entry module's."""
-    files = [*Path(tandem.__file__).parent.rglob("*.py")]
     spec = find_spec(entry)
-    if spec is not None and spec.origin is not None:
-        files.append(Path(spec.origin))
+    assert spec is not None
+    files = [*Path(tandem.__file__).parent.rglob("*.py"), Path(str(spec.origin))]
     return {(file, status.st_mtime_ns, status.st_size) for file in files if (status := file.stat())}

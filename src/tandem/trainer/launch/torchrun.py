@@ -94,7 +94,7 @@ class ResidentRanks(Torchrun):
         assert self._launch is not None
         self._busy.append(rank)
         with suppress(OSError):  # the rank ended, and so will the agent
-            rank.send(self._launch.to_json().encode())
+            rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
         """0 when every rank has answered that the job is done. Any other end is the agent's."""

@@ -27,7 +27,7 @@ from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
-from tandem.training.optimizer import MOMENTS, AdamState, AdapterOptimizer
+from tandem.training.optimizer import MOMENTS, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
@@ -87,19 +87,16 @@ def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -
         return
 
     def shards(moment: str) -> dict[str, Tensor]:
-        return {
-            name: policy.adapter.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in policy.lora_parameters()
-        }
+        return {name: policy.adapter.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in optimizer.parameters}
 
-    optimizer.load_state(AdamState(int(adam["step"]), *map(shards, MOMENTS)))
+    optimizer.load_state(int(adam["step"]), {moment: shards(moment) for moment in MOMENTS})
 
 
 @torch.no_grad()
 def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A collective of all ranks."""
-    adam = optimizer.state()
-    tensors = {"step": torch.tensor(adam.step, dtype=torch.int64)}
-    for moment, shards in zip(MOMENTS, (adam.exp_avg, adam.exp_avg_sq), strict=True):
+    tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
+    for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
     return Contents(policy.adapter_tensors(), tensors)
 
@@ -107,11 +104,9 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
 def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str, str]:
     """Write a checkpoint's files into the new `directory`; `previous` is the checkpoint before it.
 
-    Returns the SHA-256 of the written contents, by file, computed from memory. They are the manifest's, so everybody
-    who reads a file checks that the volume has what was in memory. Nothing is read back here: that would only read the
+    Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that would only read the
     page cache. Raises SpoolUnusable if the volume refuses the files.
     """
-
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
@@ -125,21 +120,17 @@ def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str,
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """A safetensors file: its header, then the tensors, which are contiguous and on the CPU, without a copy of them.
+    """The bytes of `safetensors.torch.save`, without its copy, which would take as long as writing.
 
-    The same bytes as `safetensors.torch.save`, whose copy would take as long as writing.
+    `tensors`: contiguous and on the CPU.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
     header: dict[str, Any] = {}
     begin = 0
     for name, tensor in ordered:
-        shape = list(tensor.shape)
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [begin, begin + tensor.nbytes],
-        }
-        begin += tensor.nbytes
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
     data = [memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()]
     return [memoryview(safetensors_header(header)), *data]
 

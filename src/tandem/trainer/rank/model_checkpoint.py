@@ -44,8 +44,8 @@ class Found:
 def check(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered, or if a trained checkpoint has no optimizer
-    state and names none; NotFound if there is no such checkpoint.
+    Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no optimizer state and
+    names none; NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
     trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
@@ -70,10 +70,7 @@ def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
-    """Fill the optimizer's state, which is new, from a checkpoint that `find` found whole.
-
-    Raises InvalidInput where its weights were trained in another dtype.
-    """
+    """Fill the optimizer's new state. Raises InvalidInput where the weights were trained in another dtype."""
     if (directory := found.state) is None:
         return
     names = {path.name for path in (directory / "optimizer").iterdir() if path.is_dir()}
@@ -92,10 +89,10 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
 def write(
     directory: Path, base_model: Path, policy: Policy, optimizer: ShardedAdam, *, state: bool, beat: Callable[[], None]
 ) -> None:
-    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all ranks.
+    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all ranks. Raises
+    SpoolUnusable if the volume refuses the files.
 
     `base_model`: has the model's other files. `state`: whether to write the optimizer's. `beat` is called now and then.
-    Raises SpoolUnusable if the volume refuses the files.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)

@@ -104,9 +104,7 @@ class ModelFiles:
                     buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
                     weights.fill(parts, buffer)
                     values = zip(parts, _in_host_memory(buffer).split(lengths), strict=True)
-                    writes.append(
-                        [writers.submit(self._write, opened, part, of.view(part.shape)) for part, of in values]
-                    )
+                    writes.append([writers.submit(self._write, opened, part, of) for part, of in values])
                 for of_buffer in writes:
                     _finish(of_buffer)
             for fd in opened.values():
@@ -115,7 +113,8 @@ class ModelFiles:
             for fd in opened.values():
                 os.close(fd)
 
-    def _write(self, opened: dict[str, int], part: Part, values: torch.Tensor) -> None:
+    def _write(self, opened: dict[str, int], part: Part, flat: torch.Tensor) -> None:
+        values = flat.view(part.shape)
         if values.ndim == 3:  # experts
             for expert, matrix in zip(range(part.of[0].start, part.of[0].stop), values, strict=True):
                 self._write_box(opened, part.name.replace("*", str(expert)), part.of[1:], matrix)

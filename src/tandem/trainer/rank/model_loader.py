@@ -1,6 +1,6 @@
 """Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on at once.
 
-For a new model on a GPU (a model that a resident rank kept is not built or warmed up again):
+For a new model on a GPU:
 
     main thread     build the model in host memory -> place it in the allocated memory -> make the optimizer
     pool            allocate the base weights (waits for CUDA) -> read them from files
@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tandem.config import Settings
+from tandem.errors import InvalidInput, NotFound
 from tandem.families.arch import Arch
 from tandem.model import device, parallel
 from tandem.model.build import build_policy
@@ -32,9 +34,10 @@ from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
+from tandem.spool import Spool
 from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
-from tandem.training.optimizer import AdamState, AdapterOptimizer
+from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -51,7 +54,7 @@ class LoadedModel:
 
 @dataclass
 class ModelLoader:
-    """Loads the model of one job. Used once."""
+    """Loads the model of one job."""
 
     settings: Settings
     arch: Arch
@@ -69,14 +72,10 @@ class ModelLoader:
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
-        self._kept_adam: AdamState | None = None
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
-        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: the model of an
-        earlier job, to be used again.
-
-        Raises what its tasks raise: InvalidInput for the base model, CheckpointDamaged for the checkpoint.
-        """
+        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: that of an earlier
+        job, to be used again. Raises InvalidInput for the base model, CheckpointDamaged for the checkpoint."""
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
                 model = self._build() if kept is None else self._restore(kept)
@@ -133,11 +132,7 @@ class ModelLoader:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
             self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
-        if isinstance(kept.optimizer, ShardedAdam):
-            kept.optimizer.settings = self.assignment.job.optimizer
-        else:
-            self._kept_adam = kept.optimizer.state()
-            kept.optimizer.reset(self.assignment.job.optimizer)
+        kept.optimizer.settings = self.assignment.job.optimizer
         return kept
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -152,18 +147,17 @@ class ModelLoader:
         return checkpoint.read(checked) if isinstance(checked, checkpoint.Contents) else None
 
     def _load_state(self, model: LoadedModel) -> None:
-        if isinstance(model.optimizer, ShardedAdam):
-            if isinstance(found := self.checked.result(), model_checkpoint.Found):
-                model.optimizer.reset(self.assignment.job.optimizer)
-                model_checkpoint.load_state(found, self.arch, model.optimizer, self.topology)
+        saved, optimizer = self._state.result(), model.optimizer
+        del self._state  # then nothing refers to the tensors that are copied, and the device's memory is free
+        if (checked := self.checked.result()) is None:
             return
-        if (saved := self._state.result()) is not None:
-            checkpoint.load(saved, model.policy, model.optimizer)
+        optimizer.reset()
+        if isinstance(optimizer, ShardedAdam):
+            assert isinstance(checked, model_checkpoint.Found)
+            model_checkpoint.load_state(checked, self.arch, optimizer, self.topology)
         else:
-            assert self._kept_adam is not None, "no checkpoint was read, although no model was kept"
-            model.optimizer.load_state(self._kept_adam)
-        # The last references to the tensors that were copied, so that the device's memory is free.
-        del self._state, self._kept_adam
+            assert saved is not None
+            checkpoint.load(saved, model.policy, optimizer)
 
 
 @contextlib.contextmanager
@@ -188,8 +182,7 @@ def _load_cublas() -> None:
 
 @torch.no_grad()
 def _connect() -> None:
-    """Have NCCL connect the groups that compute a layer together, now rather than in the rehearsal. NCCL connects a
-    group once for all-reduce and once more for all-to-all."""
+    """Have NCCL connect the groups that compute a layer together: once for all-reduce, once more for all-to-all."""
     topology = parallel.current()
     for group, exchanges in (
         (topology.tensor, topology.sizes.sequence), (topology.context, True), (topology.experts, True),
@@ -209,3 +202,40 @@ def _load_softmax_kernels(vocabulary: int) -> None:
         hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
         vocab_start=0, temperature=1.0, group=None,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def reference_policy(
+    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
+) -> Iterator[None]:
+    """Within the block the policy is the reference. What it has trained waits in host memory, and is back afterwards,
+    bit for bit.
+
+    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
+    """
+    full = policy.lora is None
+    if reference == "base" and not full:
+        with policy.adapter_disabled():
+            yield
+        return
+    directory = base_model
+    try:
+        if reference != "base" and full:
+            directory = model_checkpoint.check(spool, run, reference) or base_model
+        elif reference != "base":
+            spool.checkpoints.verify(run, reference)
+            directory = spool.checkpoints.path(run, reference)
+    except NotFound as error:
+        raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
+    trained = policy.base() if full else policy.lora_parameters()
+    own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+    try:
+        if full:
+            load_weights(directory, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
+        else:
+            policy.load_adapter(directory)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(own[name])

@@ -132,14 +132,13 @@ class Publication:
 
     def _together[T](self, action: Callable[[], T]) -> list[T]:
         """`action` on every rank, and what it returned on each. If it fails on one, all raise."""
-        result: Any = None
-        problem = ""
+        own: Any
         try:
-            result = action()
+            own = action(), ""
         except Exception as error:
             traceback.print_exc()
-            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
-        outcomes = parallel.gather_objects((result, problem))
+            own = None, f"rank {self._rank}: {type(error).__name__}: {error}"
+        outcomes = parallel.gather_objects(own)
         if problems := [problem for _, problem in outcomes if problem]:
             raise RuntimeError(problems[0])
         return [result for result, _ in outcomes]
@@ -161,11 +160,10 @@ class Publication:
         return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
-        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and how many seconds they
-        were on their way, without the time to connect.
+        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and the seconds without the
+        time to connect. Raises what torch raises where a worker is gone, stands still, or does not come.
 
-        `beat` is called at each sign of life of the workers. Raises what torch raises where a worker is gone or stands
-        still, and where none comes within STALL_SECONDS.
+        `beat` is called at each sign of life of the workers.
         """
         weights, rank, offer = TrainedWeights(self.policy), self._rank, self._offer
         dtype, where = weights.dtype, weights.device

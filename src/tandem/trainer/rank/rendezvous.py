@@ -18,8 +18,7 @@ from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
 from tandem.system import liveness
 
-# How long ranks wait for one another at the start, when each has imported what it needs.
-RENDEZVOUS_SECONDS = 300.0
+RENDEZVOUS_SECONDS = 300.0  # at most, until all ranks have imported what they need
 Beat = Callable[[str], None]
 """Writes a rank's heartbeat, in the phase that it is given."""
 
@@ -44,9 +43,8 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignment, Callable[[], None]]:
     """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment this process is alone.
 
-    Rank 0 downloads the base model if the hub has it, and so do the ranks of other hosts. That may take longer than any
-    limit on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it. If rank 0 ends, its
-    parent ends the others.
+    Rank 0, and that of each other host, downloads the base model if the hub has it. That may take longer than any limit
+    on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it.
 
     Returns the assignment, and a function that joins torch's default process group with the job's own limit on every
     wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message on the others, and InvalidInput on

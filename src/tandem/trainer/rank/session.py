@@ -3,8 +3,11 @@
 Rank 0 reads the job and sends it to the others. It alone writes events and the checkpoint.
 """
 
+import ctypes
+import gc
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,34 +22,92 @@ from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import SpoolUnusable
+from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
+from tandem.families.topology import Sizes
 from tandem.model import device, parallel
-from tandem.model.policy import Policy
+from tandem.model.device import memory
+from tandem.model.parallel import Topology
 from tandem.spool import Spool, fs
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import Beat, EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
-from tandem.trainer.rank.model_loader import LoadedModel, ModelLoader
+from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
 from tandem.trainer.rank.publication import Publication
-from tandem.trainer.rank.reference import reference_policy
-from tandem.trainer.rank.rendezvous import meet
-from tandem.trainer.rank.resident import RankState
+from tandem.trainer.rank.rendezvous import Assignment, meet
 from tandem.training.phases import MemoryWatch, Phases
 from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.steps import Training
 
 BEAT_SECONDS = 0.5
 """Within a phase the heartbeat is rewritten at most this often."""
+_libc = ctypes.CDLL(None)
+
+
+class RankState:
+    """What a rank keeps from one job to the next, if it stays (`launch=resident`): process groups and the model.
+
+    Between jobs it gives the model's device memory back. A job that needs other groups or another model begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._requirements: tuple[object, ...] | None = None  # `Assignment.requirements` of what is kept
+        self._topology: Topology | None = None
+        self.model: LoadedModel | None = None
+        self.checkpoint: tuple[str, int, str] | None = None
+        """Run, step and job of the checkpoint that equals the model's trained weights and Adam's state."""
+
+    def check_checkpoint(self, spool: Spool, assignment: Assignment, arch: Arch) -> Future[Checked | None]:
+        """Start to check the files of the checkpoint that the job starts from, in a thread. Call it before `join`."""
+        run, step = assignment.run, assignment.job.base_step
+        kept, self.checkpoint = self.checkpoint, None
+        in_memory = assignment.requirements() == self._requirements and (
+            kept == (run.name, step, spool.checkpoints.manifest(run.name, step).job)
+        )
+
+        def check() -> Checked | None:
+            if in_memory:
+                spool.checkpoints.verify(run.name, step)
+                return None
+            if run.lora is None:
+                return model_checkpoint.find(spool, run.name, step, Path(assignment.model))
+            return checkpoint.check(spool, run.name, step, arch, run.lora)
+
+        thread = ThreadPoolExecutor(1)
+        result = thread.submit(check)
+        thread.shutdown(wait=False)
+        return result
+
+    def join(self, assignment: Assignment, settings: Settings, connect: Callable[[], None]) -> Topology:
+        """The process groups for the job: the kept ones, or new ones. If they are new, the kept model is discarded."""
+        if assignment.requirements() != self._requirements or self._topology is None:
+            if self.model is not None:
+                self.model = None
+                gc.collect()
+                memory.release_cached()
+            parallel.destroy()  # which all ranks do together (R3)
+            connect()
+            timeout = assignment.job.stall_seconds
+            self._topology = parallel.init_parallel(Sizes.of(settings), timeout_seconds=timeout)
+            self._requirements = assignment.requirements()
+        return self._topology
+
+    def offload(self) -> None:
+        """Give back the model's device memory, and all memory that allocators keep unused."""
+        if self.model is not None and not self.model.policy.offloaded:
+            self.model.policy.offload()
+            self.model.optimizer.offload()
+        gc.collect()  # graphs and buffers in reference cycles
+        memory.release_cached()
+        _libc.malloc_trim(0)  # each job's threads fragment the heap further
 
 
 def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState | None = None) -> None:
-    """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists.
+    """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank has left the process
+    groups or, with the `state` of a rank that stays, given back its device memory.
 
-    Without `state` the rank has left the process groups, together with the others. With `state`, of a rank that stays,
-    it has given back its device memory, and `state` holds what the next job can use.
-
-    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't whole,
-    NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after an error.
+    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't whole, NonFinite,
+    InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after an error.
     """
     session = _Session(spool, settings, job_id, attempt, state or RankState())
     try:
@@ -74,7 +135,7 @@ class Heartbeat:
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 
     def __call__(self, phase: str) -> None:
-        """Write the file if the phase is new or the last beat is old enough."""
+        """`write` if the phase is new or the last beat is old enough."""
         if phase != self._phase or time.time() - self._written >= BEAT_SECONDS:
             self.write(phase)
 
@@ -159,7 +220,12 @@ class _Session:
             metrics |= evaluated
         # The checkpoint has what vLLM reads: with `merge` the adapter, and of all weights with `volume` the model.
         in_checkpoint = self._settings.way == ("volume" if run.lora is None else "merge")
-        publication = self._publication(policy) if run.weights == "merged" and not in_checkpoint else None
+        publication: Publication | None = None
+        if run.weights == "merged" and not in_checkpoint:
+            publication = Publication(
+                self._settings, self._spool, base_model, policy, self._work, f"{self._job_id}/{self._attempt}",
+                beat=partial(self.heartbeat, "publish"), event=self._event,
+            )  # fmt: skip
         manifest: Manifest | None = None
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
@@ -179,12 +245,6 @@ class _Session:
         if publication is not None:
             with self.phases.phase("publish"):
                 publication.send(manifest)
-
-    def _publication(self, policy: Policy) -> Publication:
-        return Publication(
-            self._settings, self._spool, Path(self._assignment.model), policy, self._work,
-            f"{self._job_id}/{self._attempt}", beat=partial(self.heartbeat, "publish"), event=self._event,
-        )  # fmt: skip
 
     def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""

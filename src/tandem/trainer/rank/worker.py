@@ -1,7 +1,4 @@
-"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves behind.
-
-`tandem.trainer.launch` calls `main` in torchrun's environment. `tandem.trainer.rank.session` has what a rank then does.
-"""
+"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves behind."""
 
 import contextlib
 import faulthandler
@@ -25,7 +22,7 @@ from tandem.spool.schema import JobError
 from tandem.system.path_names import free_path_names
 
 if TYPE_CHECKING:
-    from tandem.trainer.rank.resident import RankState
+    from tandem.trainer.rank.session import RankState
 
 # A rank that fails because another rank is gone waits this long, so that the other's own error comes first.
 PEER_GRACE_SECONDS = 3.0
@@ -59,8 +56,6 @@ def preload() -> None:
     gc.disable()
     import_module("tandem.trainer.rank.session")
     import_module("torch._inductor.config")  # torch.use_deterministic_algorithms imports it at its first call
-    with contextlib.suppress(ImportError):
-        import_module("megatron.core.models.mimo.optimizer")  # Megatron imports it to make any optimizer
     from tandem.model import device
 
     if device.choose(Settings().device) == "cuda":
@@ -81,7 +76,7 @@ def preload() -> None:
 def resident() -> Callable[[Path, str, int], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status other than 0 the
     process must end."""
-    from tandem.trainer.rank.resident import RankState
+    from tandem.trainer.rank.session import RankState
 
     free_path_names()
     return partial(main, state=RankState())

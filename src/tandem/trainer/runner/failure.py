@@ -2,6 +2,7 @@
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,7 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Follows `beat.<rank>` files. A rank makes progress when its file changes, timed by this process's clock, because
-    the ranks' and the volume's clocks may be wrong."""
+    """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's clock."""
 
     def __init__(self, work: Path, ranks: int) -> None:
         self._work = work
@@ -37,23 +37,17 @@ class Heartbeats:
     def read(self) -> list[RankProgress]:
         """Every rank's progress, the longest silent first."""
         now = time.monotonic()
-        for rank, (before, _) in self._last.items():
-            try:
-                content = beat_file(self._work, rank).read_bytes()
-            except OSError:
-                continue  # not written yet, or the volume is gone: both count as silence
-            if content != before:
-                self._last[rank] = (content, now)
-        ranks = [RankProgress(rank, now - changed, _phase(beat)) for rank, (beat, changed) in self._last.items()]
+        ranks = []
+        for rank, (content, changed) in self._last.items():
+            with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
+                if (found := beat_file(self._work, rank).read_bytes()) != content:
+                    content, changed = self._last[rank] = found, now
+            phase = "start"
+            with suppress(ValidationError):
+                beat = Beat.model_validate_json(content)
+                phase = f"{beat.phase} {beat.step}"
+            ranks.append(RankProgress(rank, now - changed, phase))
         return sorted(ranks, key=lambda progress: -progress.silent)
-
-
-def _phase(content: bytes) -> str:
-    try:
-        beat = Beat.model_validate_json(content)
-    except ValidationError:
-        return "start"
-    return f"{beat.phase} {beat.step}"
 
 
 def failure(status: int, work: Path) -> JobError:
@@ -90,9 +84,7 @@ def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
     """
     errors: list[tuple[bool, float, int, JobError]] = []
     for rank, path in rank_files(work, "error").items():
-        try:
+        with suppress(OSError, ValidationError):  # the rank was killed while it wrote
             error = JobError.model_validate_json(path.read_bytes())
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
-        except (OSError, ValidationError):
-            continue  # the rank was killed while it wrote
     return [(rank, error) for _, _, rank, error in sorted(errors, key=lambda item: item[:3])]

@@ -36,8 +36,7 @@ class JobGpus:
         self.floor: dict[str, int] = {}  # may stay in use after a job
 
     def wait_until_free(self) -> None:
-        """Wait until a job can use the devices, or the runner has to stop. A job that could only fail because they are
-        full is not claimed."""
+        """Wait until a job can use the devices, or the runner has to stop."""
         if not self._launcher.holds_devices:
             self.floor = {}
         logged = ""

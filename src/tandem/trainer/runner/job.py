@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.config import Settings
 from tandem.errors import TandemError
@@ -49,10 +50,8 @@ class JobRun:
         self._next_beat = 0.0
 
     def run(self) -> float:
-        """Run the job until its end is recorded, or until the runner is asked to stop.
-
-        Returns how many seconds the job should wait before its next attempt. Other jobs need not wait.
-        """
+        """Run the job until its end is recorded, or until the runner is asked to stop; returns how many seconds the job
+        should wait before its next attempt."""
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
         log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
@@ -102,7 +101,7 @@ class JobRun:
         if spec.base_step in steps:
             return None
         message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
-        if (other := self.spool.jobs.failed_on(spec.run, spec.base_step - 1)) is not None:
+        if other := self.spool.jobs.failed_on(spec.run, spec.base_step - 1):
             message += f": job {other[1]}, which had to make it, is {other[0]}"
         return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
 
@@ -146,11 +145,10 @@ class JobRun:
         return self._interrupted() or (result if isinstance(result, JobError) else None)
 
     def _run_ranks(self) -> tuple[JobError, list[Process]]:
-        """Run the ranks until they exit or have to stop.
+        """Run the ranks until they exit, or at the latest `deadline_seconds` after the launch or `stall_seconds` after
+        their last progress, plus TERMINATE_SECONDS + KILL_SECONDS.
 
-        That is at the latest `deadline_seconds` after the launch, or `stall_seconds` after their last progress, plus
-        TERMINATE_SECONDS + KILL_SECONDS. Returns why they failed, if they made no checkpoint, and the processes that
-        survived SIGKILL.
+        Returns why they failed, if they made no checkpoint, and the processes that survived SIGKILL.
         """
         begin = time.monotonic()
         try:
@@ -214,7 +212,7 @@ class JobRun:
         beats = _or_none(lambda: self.spool.jobs.beats(self.job.spec.id, self.job.attempt)) or {}
         before: dict[str, int] = {}
         for beat in beats.values():
-            if beat.uuid is not None and beat.uuid != "cpu" and beat.device_used_peak is not None:
+            if beat.uuid not in (None, "cpu") and beat.device_used_peak is not None:
                 before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
         # From heartbeats, which also exist for a rank that died or ran out of memory.
         memory = {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()}
@@ -222,8 +220,8 @@ class JobRun:
         self._append_event("released", data | self.gpus.measure_release(self.job, survivors))
 
     def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
-        job, append = self.job, self.spool.events.append
-        self.stop.retry(f"write the event {kind}", lambda: append(job.spec.id, kind, attempt=job.attempt, **data))
+        append = partial(self.spool.events.append, self.job.spec.id, kind, attempt=self.job.attempt, **data)
+        self.stop.retry(f"write the event {kind}", append)
 
 
 def _or_none[T](action: Callable[[], T]) -> T | None:

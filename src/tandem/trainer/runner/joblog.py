@@ -10,7 +10,7 @@ from tandem.spool.schema import Job
 from tandem.system.logs import as_json, json_line
 from tandem.system.tail import Tail, last_lines
 
-_LINE_BYTES = 3000
+_LINE_CHARACTERS = 3000
 """Longer lines are cut on stdout."""
 _PIECE_BYTES = 4096
 """What a pipe that is writable takes at once and in one piece."""
@@ -40,16 +40,14 @@ class JobStdout:
     def _write_line(self, line: str, end: float) -> bool:
         with suppress(OSError):  # the reader is gone
             if self._poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                os.write(self._descriptor, self._piece(line))
-                return True
+                return os.write(self._descriptor, self._piece(line)) > 0
         return False
 
     def _piece(self, line: str) -> bytes:
-        cut = line.encode(errors="replace")[:_LINE_BYTES].decode(errors="ignore")
-        if not as_json():
-            return f"job {self._job} {cut}\n".encode()
-        # JSON has up to six bytes for one of the line's, and an object that is cut is none.
-        while len(piece := json_line("info", "job", cut, job=self._job).encode() + b"\n") > _PIECE_BYTES:
+        cut, piece = line[:_LINE_CHARACTERS], b""
+        while not piece or len(piece) > _PIECE_BYTES:
+            text = json_line("info", "job", cut, job=self._job) if as_json() else f"job {self._job} {cut}"
+            piece = f"{text}\n".encode(errors="replace")
             cut = cut[: len(cut) // 2]
         return piece
 
@@ -68,7 +66,8 @@ class JobLog:
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
         for name, tail in self._tails.items():
-            self._write([f"[{name}] {line}" for line in tail.lines(final=final)])
+            if lines := tail.lines(final=final):
+                self._write([f"[{name}] {line}" for line in lines])
             if final:
                 tail.close()
         if final:
@@ -82,8 +81,6 @@ class JobLog:
         return last_lines(self._path)
 
     def _write(self, lines: list[str]) -> None:
-        if not lines:
-            return
         self._stdout.write(lines)
         with suppress(OSError), self._path.open("a") as file:  # the job goes on without its log
             file.write("".join(f"{line}\n" for line in lines))

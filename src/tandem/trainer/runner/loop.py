@@ -22,7 +22,6 @@ from tandem.spool.schema import Job
 from tandem.system import liveness, processes
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.system.processes import Process
 from tandem.trainer.launch.launcher import Launcher
 from tandem.trainer.runner import gpus, job, shared_gpus
 from tandem.trainer.runner.stop import Stop
@@ -43,16 +42,15 @@ class Runner:
         self.stop = Stop()
 
     def run(self) -> None:
-        """Run jobs until SIGTERM.
+        """Run jobs until SIGTERM. Waits while the volume is full.
 
-        Waits while the volume is full. Raises SpoolUnusable when the spool can't be opened or has a runner already,
-        InvalidInput when the settings name devices that don't exist, and Conflict when another volume is mounted.
+        Raises SpoolUnusable when the spool can't be opened or has a runner already, InvalidInput when the settings name
+        devices that don't exist, and Conflict when another volume is mounted.
         """
-        settings = self._settings
         with ExitStack() as held:
 
             def open_spool() -> Spool:
-                spool = Spool.create(settings.root)
+                spool = Spool.create(self._settings.root)
                 held.enter_context(spool.runner_lock(self._name))
                 return spool
 
@@ -68,7 +66,9 @@ class Runner:
         self._volume = self._mounted_volume()
         marker = ("TANDEM_RUNNER_OF", self._volume)
         processes.adopt_orphans()
-        survivors = _end_orphans(marker)
+        for orphan in processes.marked(*marker):  # its runner is dead, because this one has the lock
+            log.warning("ending a process of an earlier runner", pid=orphan.pid, command=orphan.command)
+        survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=job.KILL_SECONDS)
         launcher = Launcher(settings, self._entry, marker)
         self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
         self._gpus.survivors = survivors
@@ -121,10 +121,3 @@ def with_topology(settings: Settings) -> Settings:
     sizes = made.recommended.sizes
     log.info("chose the topology", topology=describe(sizes), settings=sizes.settings(), why=made.why)
     return settings.model_copy(update={"topology": "given", **sizes.fields()})
-
-
-def _end_orphans(marker: tuple[str, str]) -> list[Process]:
-    """End what a dead runner of this spool left; returns survivors. It is dead because this runner has its lock."""
-    for orphan in processes.marked(*marker):
-        log.warning("ending a process of an earlier runner", pid=orphan.pid, command=orphan.command)
-    return processes.kill_all(lambda: processes.marked(*marker), timeout=job.KILL_SECONDS)

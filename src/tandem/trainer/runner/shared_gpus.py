@@ -1,14 +1,12 @@
 """GPUs that the trainer shares with vLLM: putting vLLM to sleep for a job and waking it afterwards.
 
-The cycle of a job: write the hold -> check that vLLM is healthy -> vLLM sleeps -> wait until its memory is free -> the
-ranks run and exit -> wait until their memory is free -> vLLM wakes -> remove the hold. The hold is written before vLLM
-is checked, and a vLLM that starts looks for a hold first (`inference.server.serve`): so a vLLM that is about to
-take the memory is either noticed here or waits there.
+docs/architecture.md has the cycle of a job. The hold is written before vLLM is checked, and a vLLM that starts looks
+for a hold first: so a vLLM that is about to take the memory is either noticed here or waits there.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,13 +24,10 @@ from tandem.vllm_client.wake import ensure_awake, is_awake
 
 log = Log("runner")
 
-SLEEP_SECONDS = 180.0
-"""For the publisher to finish its load and for vLLM to fall asleep: the first time, 9 s for 16 GB of weights."""
-FREED_SECONDS = 10.0
-"""For the memory of a sleeping vLLM to be free."""
+SLEEP_SECONDS = 180.0  # for the publisher to finish its load and for vLLM to fall asleep
+FREED_SECONDS = 10.0  # for the memory of a sleeping vLLM to be free
 WAKE_SECONDS = 60.0
-STOPPING_WAKE_SECONDS = 15.0
-"""For vLLM to wake once the runner was asked to stop. After that the publisher wakes it."""
+STOPPING_WAKE_SECONDS = 15.0  # once the runner was asked to stop; after that the publisher wakes vLLM
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
 """The most that this file adds to the time the runner needs to stop: two requests to vLLM take 5 s each."""
 KEPT_SHARE = 0.5
@@ -43,7 +38,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Asleep:
-    """vLLM sleeps or has died, and the GPUs are the job's. Bytes in use by device UUID; fields of the event `slept`."""
+    """vLLM sleeps or has died, and the GPUs are the job's. Fields of the event `slept`; bytes in use by device UUID."""
 
     before: dict[str, int | None]  # while vLLM was awake
     devices: dict[str, int]  # before any rank runs
@@ -84,7 +79,7 @@ class SharedGpus:
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
         """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm` afterwards.
 
-        Gives up when `interrupted` returns something true. Raises SpoolUnusable, and may then be called again.
+        Gives up when `interrupted` is true. Raises SpoolUnusable, and may then be called again.
         """
         begin = time.monotonic()
         before = self._devices.used()
@@ -134,24 +129,21 @@ class SharedGpus:
         Never waits in the lock itself, because SIGTERM would not end that, and no heartbeat would be written.
         """
         end = time.monotonic() + SLEEP_SECONDS
-        with ExitStack() as stack:
-            locked = False
-            while not locked and time.monotonic() < end and not interrupted():
-                with suppress(LockHeldError):
-                    stack.enter_context(self._spool.hold.lock(blocking=False))
-                    locked = True
-                if not locked:
-                    time.sleep(0.02)
-                    self.beat()
-            yield locked
+        while time.monotonic() < end and not interrupted():
+            try:
+                with self._spool.hold.lock(blocking=False):
+                    yield True
+                    return
+            except LockHeldError:
+                time.sleep(0.02)
+                self.beat()
+        yield False
 
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
-        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS.
-
-        Returns the bytes in use by device UUID, and the same of devices where vLLM kept its memory.
-        """
+        """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS. Returns the bytes
+        in use by device UUID, and the same of devices where vLLM kept its memory."""
         most = {uuid: max(int(KEPT_SHARE * (size or 0)) - FREE_BYTES, 0) for uuid, size in before.items()}
         end = time.monotonic() + FREED_SECONDS
         last: dict[str, int | None] = {}
@@ -246,10 +238,8 @@ class SharedGpus:
             time.sleep(1.0)
 
     def _request(self, seconds: float, request: Callable[[], None], interrupted: Callable[[], object]) -> None:
-        """Run `request` in a thread and renew the hold meanwhile.
-
-        Raises what `request` raises, and InferenceUnavailable after `seconds` or when interrupted.
-        """
+        """Run `request` in a thread and renew the hold meanwhile. Raises what `request` raises, and
+        InferenceUnavailable after `seconds` or when interrupted."""
         end = time.monotonic() + seconds
 
         def beat() -> None:

@@ -36,12 +36,10 @@ class Stop:
         """The result of `action`, which is tried again after `errors`: the volume is full, gone or read-only.
 
         Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable, and an OSError
-        that says nothing about the volume after OTHER_ERROR_SECONDS of tries. `what` names the action in the log, which
-        gets one line when it first fails and one when it works again.
+        that says nothing about the volume after OTHER_ERROR_SECONDS. `what` names the action in the log, which gets a
+        line when it first fails and one when it works again.
         """
-        pause = 0.5
-        failed = False
-        give_up = time.monotonic() + OTHER_ERROR_SECONDS
+        pause, failed, give_up = 0.5, False, time.monotonic() + OTHER_ERROR_SECONDS
         while True:
             try:
                 result = action()
