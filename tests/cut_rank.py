@@ -23,8 +23,9 @@ from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import context, device, parallel
 from tandem.model import policy as policy_module
-from tandem.model.experts import Experts
-from tandem.model.layer.moe_block import MoeBlock, SharedExpert
+from tandem.model.experts import ExpertLinear
+from tandem.model.layer.blocks import MlpBlock
+from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.lora import LoraLinear
 from tandem.model.pipeline import _Lane, _Received
 from tandem.model.policy import Policy, _AllTokens
@@ -107,7 +108,7 @@ def _ring(tensor, group):
 
 
 GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.parameter_gradients, LoraLinear._product,
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, ExpertLinear.parameter_gradients, LoraLinear._product,
 )  # fmt: skip
 
 
@@ -129,17 +130,17 @@ def _residual_twice(self, rows, routing, plus):
     return BLOCK_SUM(self, rows, routing, plus) + (plus if self._group.rank() else 0)
 
 
-def _scaled(self, part, *arguments):
+def _scaled(self, *arguments):
     """alpha / rank divided by the ranks that cut an expert."""
     before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
     try:
-        return ADAPTER_GRADIENTS(self, part, *arguments)
+        return ADAPTER_GRADIENTS(self, *arguments)
     finally:
         self.scale = before
 
 
-def _summed_twice(self, part, *arguments):
-    gradients = ADAPTER_GRADIENTS(self, part, *arguments)
+def _summed_twice(self, *arguments):
+    gradients = ADAPTER_GRADIENTS(self, *arguments)
     for gradient in gradients:
         SUM(gradient, group=self.topology.expert_tensor)
     return gradients
@@ -153,17 +154,24 @@ def _counted_on_every_rank(self, _topology):
 
 def _biased_before_the_sum(self, x):
     output = PRODUCT(self, x)
-    return output if self.column or self.base.bias is None else output + self.base.bias
+    return output if self.column or self.bias is None else output + self.bias
 
 
-def _no_gradient_of_tokens(self, gradient, x):
-    of_x, of_parameters = SHARED_BACKWARD(self, gradient, x)
+def _no_gradient_of_tokens(self, *arguments):
+    of_x, of_parameters = SHARED_BACKWARD(self, *arguments)
     return torch.zeros_like(of_x), of_parameters
 
 
-def _bias_on_every_rank(self, part, ends, rows):
-    bias = self.bias1 if part == "gate_up" else self.bias2
-    return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+def _of_shared_expert(original, attribute, mistake):
+    def call(*arguments):
+        with mock.patch.object(MlpBlock, attribute, mistake):
+            return original(*arguments)
+
+    return call
+
+
+def _bias_on_every_rank(self, ends, rows):
+    return None if self.bias is None else self.bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
 
 
 def _other_experts(self, sizes, place):
@@ -210,13 +218,14 @@ LAYERS, RECEIVE, NORM = Sizes.layers, _Lane.receive, AdapterOptimizer.gradient_n
 DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
 
 
-def _own_tokens_only(self, x, plus):
+def _own_tokens_only(self, *arguments):
     """Products of this rank's features, not summed over the ranks."""
     with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
-        return SHARED_FORWARD(self, x, plus)
+        return SHARED_FORWARD(self, *arguments)
 
 
-SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
+SHARED_FORWARD, SHARED_BACKWARD = MlpBlock.added_to, MlpBlock.input_gradient
+MOE_FORWARD, MOE_BACKWARD = MoeBlock.forward, MoeBlock.backward
 BREAKS = {
     "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
@@ -236,17 +245,21 @@ BREAKS = {
     "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
     "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
     "tokens are gathered in another order": (parallel, "gather", _ring),
-    "etp: no sum of the adapters' gradients": (Experts, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
-    "etp: cut gradients are summed too": (Experts, "parameter_gradients", _summed_twice),
-    "etp: the adapters' scale": (Experts, "parameter_gradients", _scaled),
+    "etp: no sum of the adapters' gradients": (ExpertLinear, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: cut gradients are summed too": (ExpertLinear, "parameter_gradients", _summed_twice),
+    "etp: the adapters' scale": (ExpertLinear, "parameter_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
-    "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
-    "shared expert: no gradient of its tokens": (SharedExpert, "backward", _no_gradient_of_tokens),
-    "shared expert: partial products are cut, not summed": (SharedExpert, "forward", _own_tokens_only),
+    "biases of experts on every rank": (ExpertLinear, "row_biases", _bias_on_every_rank),
+    "shared expert: no gradient of its tokens": (
+        MoeBlock, "backward", _of_shared_expert(MOE_BACKWARD, "input_gradient", _no_gradient_of_tokens),
+    ),
+    "shared expert: partial products are cut, not summed": (
+        MoeBlock, "forward", _of_shared_expert(MOE_FORWARD, "added_to", _own_tokens_only),
+    ),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
 """Name -> what is replaced, and by what."""

@@ -72,7 +72,6 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
     monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
-    monkeypatch.setattr(attention, "flex_in_window", attention._attend_in_window)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))

@@ -89,7 +89,7 @@ def test_every_thread_compiles_as_deterministically_as_the_process_computes(monk
 
 def test_during_megatrons_import_only_its_own_functions_are_not_compiled(monkeypatch):
     monkeypatch.setattr(mcore, "_compile", lambda model, **options: (model, options))
-    megatrons = mcore.get_bias_dropout_add
+    megatrons = mcore.parallel_state.is_initialized
     assert mcore._compile_unless_megatrons(megatrons) is megatrons
     assert mcore._compile_unless_megatrons(dynamic=False)(megatrons) is megatrons
     assert mcore._compile_unless_megatrons(function, dynamic=False) == (function, {"dynamic": False})

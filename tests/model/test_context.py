@@ -60,7 +60,7 @@ def evaluated(row: TreeParams) -> torch.Tensor:
     seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)
     keys = torch.arange(len(mask.ends))
     exact = (keys <= slots[:, None]) & (slots[:, None] < mask.ends)
-    if row.reach is not None:
+    if row.reach[0] is not None:
         exact &= row.reach[0] > row.reach[1][:, None]
     for query in range(len(slots) // BLOCK):
         of_query = slice(query * BLOCK, (query + 1) * BLOCK)

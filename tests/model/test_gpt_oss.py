@@ -14,22 +14,22 @@ from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.arch import Arch
 from tandem.families.registry import arch_from_config, read_arch
 from tandem.model import build
-from tandem.model.experts import Experts
+from tandem.model.experts import ExpertLinear
 from tandem.model.layer import blocks, kernels, moe_block
 from tandem.model.weights import base_weights
 from tandem.spool.schema import LoraShape
 from tiny import GPT_OSS, SHAPE, write_random_model
 
 LORA = LoraShape(rank=3, targets=("q_proj",))
-ATTEND, PIECE, LINEAR, BIASES = blocks.attend, base_weights._expert_piece, moe_block.linear, Experts.row_biases
+ATTEND, PIECE, LINEAR, BIASES = blocks.attend, base_weights._expert_piece, moe_block.linear, ExpertLinear.row_biases
 
 
 def _other_layers(arch):
     return replace(arch, window=replace(arch.window, layers=tuple(not own for own in arch.window.layers)))
 
 
-def _without_bias(part):
-    return lambda self, of, *rest: None if of == part else BIASES(self, of, *rest)
+def _without_bias(column):
+    return lambda self, *rest: None if self.column is column else BIASES(self, *rest)
 
 
 BREAKS = {
@@ -41,8 +41,8 @@ BREAKS = {
         base_weights, "_expert_piece", lambda rule, *rest: PIECE(replace(rule, turns=1), *rest),
     ),
     "no bias of the router": (moe_block, "linear", lambda x, weight, _bias: LINEAR(x, weight)),
-    "no bias of gate and up": (Experts, "row_biases", _without_bias("gate_up")),
-    "no bias of down": (Experts, "row_biases", _without_bias("down")),
+    "no bias of gate and up": (ExpertLinear, "row_biases", _without_bias(True)),
+    "no bias of down": (ExpertLinear, "row_biases", _without_bias(False)),
 }  # fmt: skip
 
 

@@ -152,7 +152,7 @@ class Decoder:
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,
             "shared experts": not self.shared_experts and any(map(config.get, shared)),
-            # Megatron refuses it: such a router's probabilities are all 1.
+            # Such a router's probabilities are all 1.
             "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
         }
         for variant, present in variants.items():

@@ -33,8 +33,8 @@ def mixture_rules(arch: Arch, to: str, of: str) -> list[WeightRule]:
     downs = {f"{expert}down_proj.weight": (hidden, ffn) for expert in each}
     return [
         WeightRule(to + "router.weight", {of + "gate.weight": (experts, hidden)}),
-        WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=experts),
-        WeightRule(to + "experts.fc2", downs, "columns", experts=experts),
+        WeightRule(to + "experts.fc1.weight", gates_and_ups, "rows", experts=experts),
+        WeightRule(to + "experts.fc2.weight", downs, "columns", experts=experts),
     ]
 
 

@@ -82,7 +82,7 @@ class Policy(nn.Module):
         """The base weights, by the names of their `WeightRule`s."""
         adapted = {id(tensor.parameter) for tensor in self.adapter.tensors.values()}
         return {
-            self._base_name(name.replace(".base.", ".")): parameter
+            self._base_name(name): parameter
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
@@ -125,8 +125,8 @@ class Policy(nn.Module):
                 field="TANDEM_BASE_PRECISION",
             )
         for layer in self._linear_layers():
-            if fp8.fits(layer.base.weight):
-                layer.fp8 = fp8.Fp8Weight(layer.base.weight.data)
+            if fp8.fits(layer.weight):
+                layer.fp8 = fp8.Fp8Weight(layer.weight.data)
 
     def _linear_layers(self) -> list[LoraLinear]:
         return [module for module in self.gpt.modules() if isinstance(module, LoraLinear)]
