@@ -27,17 +27,12 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
     return end
 
 
-def test_the_dense_mask_is_the_definition():
-    end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    by_definition = torch.tensor([[k <= q < int(end[k]) for k in range(60)] for q in range(60)])
-    assert torch.equal(attention.dense_mask(end), by_definition)
-
-
-def test_a_window_is_the_last_tokens_of_the_sequence():
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_dense_mask_is_the_definition(window):
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
     sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]  # of each query, itself included
-    by_definition = torch.tensor([[k in sequence[q][-7:] for k in range(60)] for q in range(60)])
-    assert torch.equal(attention.dense_mask(end, 7), by_definition)
+    by_definition = torch.tensor([[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)])
+    assert torch.equal(attention.dense_mask(end, window), by_definition)
 
 
 def test_a_window_drops_blocks_that_are_out_of_it():

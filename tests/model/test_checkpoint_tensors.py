@@ -50,8 +50,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.bfloat16, "inf")])
 def test_a_tensor_with_one_element_that_is_not_finite_is_named(adapter, value, dtype, device):
     tensors = {name: tensor.to(dtype) for name, tensor in read_adapter(adapter, ARCH, LORA, CPU).items()}
     tensors[NAME].view(-1)[5] = float(value)
@@ -67,7 +66,7 @@ def test_a_missing_file_is_named(adapter, name):
         read_adapter(adapter, ARCH, LORA, CPU)
 
 
-@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.999])
 def test_a_truncated_file_is_named(adapter, keep):
     path = adapter / WEIGHTS_FILE
     content = path.read_bytes()

@@ -7,13 +7,13 @@ import pytest
 import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
-from tandem.families.adapter import lora_modules
+from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling, YarnScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
-from tiny import GLM4_MOE, MOE, SHAPE, write_random_model
+from tiny import GLM4_MOE, GPT_OSS, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -201,9 +201,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     assert caught.value.field == "base_model"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+REFUSED = {
+    "qwen3": [
         ({"attention_bias": True}, "biases on attention"),
         ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"model_type": "llama", "sliding_window": 4096}, "sliding-window"),  # vLLM has a window then
@@ -219,11 +218,45 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         ({"shared_expert_intermediate_size": 64}, "shared experts"),
         ({"norm_topk_prob": True, "num_experts_per_tok": 1}, "one normalised expert"),
     ],
+    "gemma3_text": [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "silu"}, "'silu'"),
+        ({"sliding_window": None}, "window of no size"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "not entries by kind"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+    ],
+    "glm4_moe": [
+        ({"first_k_dense_replace": 2}, "one must be a mixture"),
+        ({"n_group": 3}, "n_group"),
+        ({"topk_group": 5}, "topk_group"),
+        ({"topk_group": 1}, "3 experts per token, of 2"),
+        ({"mlp_bias": True}, "biases in the MLP"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+    "gpt_oss": [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config.*dequantize=True.*save_pretrained"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"sliding_window": None}, "without a sliding window"),
+        ({"num_experts_per_tok": 1}, "2 is the least"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "scaling yarn are incomplete"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+    ],
+}
+REFUSED["qwen3_moe"] = REFUSED["qwen3"]
+SIZES = {"qwen3_moe": MOE, "glm4_moe": GLM4_MOE, "gpt_oss": GPT_OSS}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"), [(family, *each) for family in REFUSED for each in REFUSED[family]]
 )
-def test_variants_that_would_give_other_logits_are_refused(change, says):
-    for config in (QWEN3, QWEN3_MOE):
-        with pytest.raises(UnknownArchitecture, match=says):
-            arch_from_config({**config, **change})
+def test_variants_that_would_give_other_logits_are_refused(family, change, says):
+    config = {"model_type": family, **SHAPE, **SIZES.get(family, {})}
+    arch_from_config(config)
+    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
+        arch_from_config({**config, **change})
 
 
 @pytest.mark.parametrize("config", [{"sliding_window": 64, "use_sliding_window": False}, {"sliding_window": 64}])
@@ -241,26 +274,16 @@ def test_a_sliding_window_that_is_not_in_use_is_accepted(config):
         ({"num_experts_per_tok": 9}, "9 experts per token, but there are 8"),
         ({"num_experts": None}, "num_local_experts is None"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"num_hidden_layers": float("inf")}, r"config\.json: .*type"),
+        ({"layer_types": 3}, r"config\.json: .*type"),
+        ({"rope_scaling": "linear"}, r"config\.json: .*(type|scaling)"),
+        ({"rope_parameters": {"rope_theta": None}}, r"config\.json: .*type"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None}, r"config\.json: .*type"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(change, says):
     with pytest.raises(InvalidInput, match=says):
         arch_from_config({**QWEN3_MOE, **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": float("inf")},
-        {"layer_types": 3},
-        {"rope_scaling": "linear"},
-        {"rope_parameters": {"rope_theta": None}},
-        {"use_sliding_window": True, "max_window_layers": None},
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused(change):
-    with pytest.raises(InvalidInput, match=r"config\.json: .*(type|scaling)"):
-        arch_from_config({**QWEN3, **change})
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
@@ -291,40 +314,47 @@ def test_a_mixture_of_experts():
     assert lora_modules(arch, LoraShape())["model.layers.1.mlp.experts.7.down_proj"] == (24, 32)
 
 
+def test_glms_shared_experts_and_first_layers():
+    arch = arch_from_config({**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"})
+    assert (arch.moe.dense_layers, arch.moe.shared_size, arch.rotary_size) == (1, 48, 8)
+    modules = lora_modules(arch, LoraShape(targets=("gate_proj",)))
+    assert modules["model.layers.0.mlp.gate_proj"] == (32, 48)
+    assert modules["model.layers.1.mlp.shared_experts.gate_proj"] == (32, 48)
+    assert len(modules) == 2 + 8
+
+
+def test_gpt_oss_is_adapted_on_attention_only():
+    arch = arch_from_config({**SHAPE, **GPT_OSS, "model_type": "gpt_oss"})
+    assert (arch.window.layers, arch.rope_factor) == ((True, False), pytest.approx(1.34657, rel=1e-5))
+    assert len(lora_modules(arch, LoraShape(targets=default_targets(arch)))) == 8
+    with pytest.raises(InvalidInput, match="as one layer; leave out gate_proj"):
+        lora_modules(arch, LoraShape(targets=("q_proj", "gate_proj")))
+
+
 @pytest.mark.parametrize(
-    ("config", "tp", "says"),
+    ("config", "sizes", "says", "nearest"),
     [
-        (QWEN3, 4, "2 key/value heads"),
-        ({**QWEN3, "intermediate_size": 49}, 2, "49 MLP features"),
-        ({**QWEN3, "vocab_size": 261}, 2, "261 vocabulary entries"),
-        (QWEN3_MOE, 2, "TANDEM_SEQUENCE_PARALLEL=1"),
+        (QWEN3, Sizes(data=2, expert=2), "has no experts", "TANDEM_EXPERT_PARALLEL=1 "),
+        (QWEN3, Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
+        (QWEN3, Sizes(pipeline=4), "2 layers", "TANDEM_PIPELINE_PARALLEL=2"),
+        (QWEN3, Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
+        ({**QWEN3, "intermediate_size": 49}, Sizes(tensor=2), "49 MLP features", "TANDEM_TENSOR_PARALLEL=1"),
+        ({**QWEN3, "vocab_size": 261}, Sizes(tensor=2), "261 vocabulary entries", "TANDEM_TENSOR_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(tensor=2), "SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(data=16, expert_tensor=16), "24 features", "TANDEM_EXPERT_TENSOR_PARALLEL=8"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(config, tp, says):
+def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(config, sizes, says, nearest):
     check(arch_from_config(config), Sizes())
-    with pytest.raises(InvalidInput, match=says):
-        check(arch_from_config(config), Sizes(tensor=tp))
+    with pytest.raises(InvalidInput) as refused:
+        check(arch_from_config(config), sizes)
+    reason, _, remedy = str(refused.value).partition("The nearest that works")
+    assert says in reason
+    assert nearest in remedy
 
 
 GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"hidden_activation": "silu"}, "'silu'"),
-        ({"sliding_window": None}, "window of no size"),
-        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
-        ({"rope_parameters": {"rope_theta": 1e6}}, "not entries by kind"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-    ],
-)
-def test_variants_of_gemma3_are_refused(change, says):
-    arch_from_config(GEMMA3)
-    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
-        arch_from_config({**GEMMA3, **change})
 
 
 def test_gemma3s_older_configs_mean_what_transformers_says():
@@ -341,26 +371,3 @@ def test_gemma3s_older_configs_mean_what_transformers_says():
     assert arch_from_config(scaled).rope_scaling == LinearScaling(8.0)
     assert theirs(scaled).rope_parameters["full_attention"]["factor"] == 8.0
     assert theirs(scaled).rope_parameters["sliding_attention"]["rope_type"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"first_k_dense_replace": 2}, "one must be a mixture"),
-        ({"n_group": 3}, "n_group"),
-        ({"topk_group": 5}, "topk_group"),
-        ({"topk_group": 1}, "3 experts per token, of 2"),
-        ({"mlp_bias": True}, "biases in the MLP"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ],
-)
-def test_variants_of_glm_are_refused(change, says):
-    config = {**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"}
-    arch = arch_from_config(config)
-    assert (arch.moe.dense_layers, arch.moe.shared_size, arch.rotary_size) == (1, 48, 8)
-    modules = lora_modules(arch, LoraShape(targets=("gate_proj",)))
-    assert modules["model.layers.0.mlp.gate_proj"] == (32, 48)
-    assert modules["model.layers.1.mlp.shared_experts.gate_proj"] == (32, 48)
-    assert len(modules) == 2 + 8
-    with pytest.raises((UnknownArchitecture, InvalidInput), match=says):
-        arch_from_config({**config, **change})

@@ -13,13 +13,9 @@ from tandem.model import logprobs
 from tiny import write_random_model
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -102,17 +98,19 @@ def test_files_with_an_index(policy, model, tmp_path):
     assert torch.equal(all_logits(make_policy(tmp_path), tokens), all_logits(policy, tokens))
 
 
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj"),
-        (
-            lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 32)}),
-            "k_proj.weight has the shape",
-        ),
+        (lambda t: t.pop(NAME), f"no tensor {NAME}$"),
+        (lambda t: t.update({NAME + "_blocks": t.pop(NAME)}), f"only {NAME}_blocks: it is quantised"),
+        (lambda t: t.update({NAME: torch.zeros(16, 32)}), "up_proj.weight has the shape"),
     ],
+    ids=["missing", "quantised", "misshapen"],
 )
-def test_a_base_model_with_a_missing_or_misshapen_tensor_is_refused(alone, tmp_path, change, says):
+def test_a_base_model_with_other_tensors_is_refused(alone, tmp_path, change, says):
     file = write_random_model(tmp_path) / "model.safetensors"
     tensors = load_file(file)
     change(tensors)

@@ -211,7 +211,8 @@ def attend(
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
         slots = None if row.deal is None else row.deal.slots
-        output = flex(query, key, value, scale, slots, *row.reach, sinks, *row.mask)
+        depth, out = row.reach
+        output = flex(query, key, value, scale, slots, depth, out, sinks, *row.mask)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]

@@ -53,25 +53,12 @@ def build_policy(
     topology = parallel.current()
     check(arch, topology.sizes)
     stage, switch, dtype = Pipeline(topology, arch.num_layers), AdapterSwitch(), dtype or device.default_dtype()
-    # Megatron's functions read only a few of the model's sizes: layers are ours.
-    config = mcore.TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        layernorm_epsilon=arch.rms_norm_eps,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=topology.sizes.tensor,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        perform_initialization=False,
-        use_cpu_initialization=True,
-    )
     layers = [
         mcore.ModuleSpec(DecoderLayer, params={"arch": arch, "index": index, "lora": lora, "switch": switch})
         for index in stage.layers
     ]
     gpt = mcore.GPTModel(
-        config,
+        _transformer_config(arch, dtype),
         mcore.TransformerBlockSubmodules(layer_specs=layers, layer_norm=partial(make_norm, arch, dtype)),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
@@ -89,6 +76,22 @@ def build_policy(
     policy = Policy(gpt, arch, lora, switch, stage, inv_freq=rope_frequencies(arch))
     policy.place(base() if base is not None else BaseWeights(arch, dtype, topology.sizes).parameters)
     return policy
+
+
+def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
+    """What Megatron reads of the model, whose layers are ours."""
+    return mcore.TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        layernorm_epsilon=arch.rms_norm_eps,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.current().sizes.tensor,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+    )
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
