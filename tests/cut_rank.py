@@ -21,7 +21,7 @@ from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
-from tandem.model import context, device, parallel
+from tandem.model import device, parallel, rows
 from tandem.model import policy as policy_module
 from tandem.model.experts import ExpertLinear
 from tandem.model.layer.blocks import MlpBlock
@@ -229,9 +229,9 @@ MOE_FORWARD, MOE_BACKWARD = MoeBlock.forward, MoeBlock.backward
 BREAKS = {
     "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
-    "cp: keys in the ranks' order": (context, "_reordered", lambda tensor, _order: tensor),
+    "cp: keys in the ranks' order": (rows, "_reordered", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
-    "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
+    "cp: the loss counts on every rank": (rows._Together, "backward", staticmethod(_gradient_of_all)),
     "cp: no sum of the adapters' gradients": (
         AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
     ),

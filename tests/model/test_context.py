@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
-from tandem.model.context import Deal, dealt_blocks
-from tandem.model.rows import RowTensors, padded
+from tandem.model.rows import Deal, RowTensors, dealt_blocks, padded
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
 GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)

@@ -7,6 +7,7 @@ import torch
 
 from live_bytes import counted
 from policies import gradients, linear_row, make_policy, write_random_adapter
+from tandem.families.memory import Kept, choose_levels
 from tandem.model import recompute
 from tandem.model.layer.blocks import AttentionBlock, Keep
 from tandem.spool.schema import LoraShape
@@ -99,12 +100,9 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
 
 
 def test_the_levels_that_a_budget_allows():
-    kept = {Keep.INPUT: 10, Keep.ATTENTION: 30, Keep.ALL: 90}
-    assert recompute.choose(kept, 4, budget=360) == [Keep.ALL] * 4
-    assert recompute.choose(kept, 4, budget=359) == [Keep.ALL] * 3 + [Keep.ATTENTION]
-    assert recompute.choose(kept, 4, budget=160) == [Keep.ALL] + [Keep.ATTENTION] * 2 + [Keep.INPUT]
-    assert recompute.choose(kept, 4, budget=59) == [Keep.INPUT] * 4
-    assert recompute.choose(kept, 4, budget=-1) == [Keep.INPUT] * 4
+    """How many of four layers keep everything, and how many the attention block."""
+    budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
+    assert {budget: choose_levels(Kept(10, 30, 90), 4, budget) for budget in budgets} == budgets
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):

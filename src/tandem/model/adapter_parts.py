@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tandem.families.adapter import adapter_shapes, layer_of, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
-from tandem.model.device.allocation import allocate
+from tandem.model.device.memory import allocate
 from tandem.model.lora import Adapters, LoraTensor
 from tandem.model.mcore import GPTModel
 from tandem.model.parallel import Topology

@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from tandem.model.compiled import Compiled
 
 if TYPE_CHECKING:
-    from tandem.model.context import Deal
+    from tandem.model.rows import Deal
 
 Kernel = Literal["sdpa", "flex"]
 

@@ -15,7 +15,7 @@ from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, rotation, tree_params
-from tandem.model.device.allocation import allocate
+from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embedded
 from tandem.model.logprobs import item_logprobs

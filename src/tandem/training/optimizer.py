@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.errors import TandemError
 from tandem.model import parallel
-from tandem.model.device.allocation import allocate
+from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings

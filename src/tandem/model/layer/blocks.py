@@ -20,7 +20,7 @@ from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import Heads, HeadShape
 from tandem.model.layer.norm import multiplier
-from tandem.model.lora import LoraLinear
+from tandem.model.lora import Adapters, LoraLinear
 
 
 class Keep(IntEnum):
@@ -43,9 +43,13 @@ class Kept:
 class Block:
     """What all blocks do: they normalise their input, and add it to their output."""
 
-    def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: Megatron's, for its `weight` and `eps`. `post_norm`: of the output before it is added; or None."""
-        self._norm, self._post_norm = norm, post_norm
+    def __init__(self, norm: Any, linears: list[Adapters], post_norm: Any = None) -> None:
+        """`post_norm`: of the output before it is added; or None."""
+        self._norm, self.linears, self._post_norm = norm, linears, post_norm
+
+    def parameters(self) -> list[Parameter]:
+        """In the order of `backward`'s gradients."""
+        return [parameter for linear in self.linears for parameter in linear.adapter()]
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
@@ -81,14 +85,10 @@ class AttentionBlock(Block):
     ) -> None:  # fmt: skip
         """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`.
         `sinks`: frozen [heads], see `Arch.sinks`."""
-        super().__init__(norm, post_norm)
+        super().__init__(norm, [qkv, proj], post_norm)
         self._windowed, self._sinks = windowed, sinks
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
-
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        return [*self._qkv.adapter(), *self._proj.adapter()]
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
@@ -130,7 +130,10 @@ class AttentionBlock(Block):
         else:
             qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
-        of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
+        of_output = of_output.view(self._slots(x), *output.shape[1:])
+        if missing := len(output) - len(of_output):
+            of_output = pad(of_output, (0, 0, 0, 0, 0, missing))
+        of_heads = graph.gradients(output, of_output)
         if row.deal is not None:
             of_heads = row.deal.scatter(of_heads)
         if self._shape.q_norm is not None and gradients.wanted(self._shape.q_norm):
@@ -145,10 +148,9 @@ class AttentionBlock(Block):
 
     def _seen(self, row: TreeParams) -> TreeParams:
         """What this layer needs to know of the row."""
-        if not self._windowed:
-            return row
-        assert row.windowed is not None
-        return row.windowed
+        seen = row.windowed if self._windowed else row
+        assert seen is not None
+        return seen
 
     def _slots(self, x: torch.Tensor) -> int:
         """Of the row, of which `x` has this rank's part."""
@@ -174,16 +176,13 @@ class MlpBlock(Block):
     """`x + W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(
-        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu", post_norm: Any = None
-    ) -> None:
-        super().__init__(norm, post_norm)
+        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu",
+        post_norm: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(norm, [gate_up, down], post_norm)
         self._gate_up, self._down = gate_up, down
         self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
         self._activate_backward = kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
-
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        return [*self._gate_up.adapter(), *self._down.adapter()]
 
     def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
@@ -286,11 +285,6 @@ def _add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> No
 def _flat(output: torch.Tensor, slots: int) -> torch.Tensor:
     """The attention's output [length, heads, size] without its padding: [slots, heads * size]."""
     return output[:slots].flatten(1)
-
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """[S, heads, size] -> [length, heads, size], with zeros at the end."""
-    return pad(tensor, (0, 0, 0, 0, 0, length - len(tensor))) if len(tensor) < length else tensor
 
 
 def named(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -45,10 +45,10 @@ class MoeBlock(Block):
         self, norm: Any, router: Any, gate_up: ExpertLinear, down: ExpertLinear, shape: MoE, layer: int,
         shared: MlpBlock | None = None,
     ) -> None:  # fmt: skip
-        """`router`: of the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
+        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
         softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
         `layer`: 0, 1, ..."""
-        super().__init__(norm)
+        super().__init__(norm, [gate_up, down, *(shared.linears if shared else [])])
         self._module, self._gate_up, self._down, self._shape, self._layer = router, gate_up, down, shape, layer
         self._shared, self._activate = shared, kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu
         self._activate_backward = kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
@@ -59,11 +59,6 @@ class MoeBlock(Block):
     def _router(self) -> Parameter:
         weight: Parameter = self._module.weight
         return weight
-
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        shared = [] if self._shared is None else self._shared.parameters()
-        return [*self._gate_up.adapter(), *self._down.adapter(), *shared]
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
