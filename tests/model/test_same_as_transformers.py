@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from policies import all_logits, linear_row, logits, make_policy
 from tandem.errors import InvalidInput
-from tandem.model import logprobs
 from tiny import write_random_model
 
 LLAMA3_ROPE = {
@@ -21,17 +20,13 @@ LLAMA3_ROPE = {
 @pytest.mark.parametrize(
     "config",
     [
-        {},
         {"tie_word_embeddings": True, "num_hidden_layers": 3},
         {"num_key_value_heads": 4, "head_dim": 8},
         {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
         {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20, "hidden_size": 40, "vocab_size": 131},
         {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        {"family": "qwen2", "head_dim": 8},
-        {"family": "llama", "num_key_value_heads": 1},
         {"family": "llama", "rope_parameters": LLAMA3_ROPE},
         {"family": "mistral", "tie_word_embeddings": True},
-        {"family": "qwen3_moe"},
         {"family": "qwen3_moe", "norm_topk_prob": False, "num_experts_per_tok": 1, "tie_word_embeddings": True},
         {"family": "qwen3_moe", "norm_topk_prob": False, "num_experts": 40, "num_experts_per_tok": 8},
     ],
@@ -58,15 +53,12 @@ def policy(alone, model):
     return make_policy(model)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_elements", [1, 5 * 260, 2**26])
-def test_items_log_probs_and_entropies(model, policy, monkeypatch, temperature, chunk_elements):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+def test_items_log_probs_and_entropies(model, policy):
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens, trained = torch.randint(0, 260, (40,)), [3, 4, 5, 17, 17, 39]
     with torch.no_grad():
-        logp = torch.log_softmax(reference(tokens[None]).logits[0].double() / temperature, -1)
-        outputs = policy(linear_row(tokens, trained, padding=9), temperature=temperature)
+        logp = torch.log_softmax(reference(tokens[None]).logits[0].double() / 0.7, -1)
+        outputs = policy(linear_row(tokens, trained, padding=9), temperature=0.7)
     sources = torch.tensor(trained) - 1
     assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
     torch.testing.assert_close(outputs.logprobs.double(), logp[sources, tokens[trained]], atol=2e-5, rtol=1e-5)
