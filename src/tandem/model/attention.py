@@ -100,7 +100,8 @@ class Blocks(NamedTuple):
     """The mask as FlexAttention takes it.
 
     For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly (`full_kv`), int32
-    [1, 1, blocks], and their indices, int32 [1, 1, blocks, blocks]. The same for each block of keys (`q`, `full_q`).
+    [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1, blocks, blocks]. The same for each block
+    of keys (`q`, `full_q`).
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
@@ -132,7 +133,8 @@ def block_mask(
         partial, full = partial[queries], full[queries]
     fields: list[NDArray[Any]] = [ends]
     for needed in (partial, full, partial.T, full.T):
-        fields += _counts_and_indices(needed)
+        first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
+        fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
     # This memory isn't pinned, so the driver has copied it when `to` returns.
     return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
@@ -164,14 +166,6 @@ def _padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
     ends = np.arange(-(-length // BLOCK) * BLOCK) + 1
     ends[:length] = subtree_end.cpu().numpy()
     return ends
-
-
-def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """bool [rows, columns] -> int32 [1, 1, rows], the number of true columns in each row, and int32
-    [1, 1, rows, columns], the columns, true ones first, in order."""
-    counts = needed.sum(1, dtype=np.int32)
-    indices = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
-    return counts[None, None], indices[None, None]
 
 
 def _attend(

@@ -63,26 +63,6 @@ class _Together(torch.autograd.Function):
         return gradient[ctx.items], None
 
 
-def deal_row(subtree_end: torch.Tensor, item_source: torch.Tensor, group: dist.ProcessGroup) -> Deal:
-    """Deal a row to the ranks of `group`.
-
-    Args:
-        subtree_end: int [length], on the host; `length` is a multiple of BLOCK * ranks.
-        item_source: int64 [items], on the device, the slot that each item is predicted from.
-    """
-    blocks = dealt_blocks(subtree_end.cpu().numpy(), group.size())
-    slots = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel()
-    own = np.zeros(len(subtree_end), bool)
-    own[slots] = True
-    by_rank = np.concatenate(blocks)
-
-    def moved(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(item_source.device)
-
-    items = moved(own)[item_source].nonzero()[:, 0]  # waits for the device
-    return Deal(moved(slots), moved(np.argsort(by_rank)), moved(by_rank), items, len(item_source), group)
-
-
 def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
     """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many blocks of keys.
 
@@ -121,14 +101,18 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
         return row
     unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
     row = padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
-    deal = deal_row(row.subtree_end, row.item_source, group)
-    local = torch.empty_like(row.tokens)
-    local[deal.slots] = torch.arange(len(deal.slots), device=local.device)
-    experts = row.slot_experts
+    blocks, where = dealt_blocks(row.subtree_end.cpu().numpy(), group.size()), row.tokens.device
+    own, by_rank = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel(), np.concatenate(blocks)
+    slots, place, order = (torch.from_numpy(array).to(where) for array in (own, np.argsort(by_rank), by_rank))
+    number = torch.full_like(row.tokens, -1)  # of each slot among this rank's
+    number[slots] = torch.arange(len(slots), device=where)
+    sources, experts = number[row.item_source], row.slot_experts
+    items = (sources >= 0).nonzero()[:, 0]  # waits for the device
     return RowTensors(
-        tokens=row.tokens[deal.slots], positions=row.positions[deal.slots], subtree_end=row.subtree_end,
-        item_source=local[row.item_source[deal.items]], item_token=row.item_token[deal.items],
-        slot_experts=None if experts is None else experts[deal.slots], deal=deal,
+        tokens=row.tokens[slots], positions=row.positions[slots], subtree_end=row.subtree_end,
+        item_source=sources[items], item_token=row.item_token[items],
+        slot_experts=None if experts is None else experts[slots],
+        deal=Deal(slots, place, order, items, len(row.item_source), group),
     )  # fmt: skip
 
 
