@@ -75,6 +75,16 @@ def test_tensor_parallel_ranks_share_the_reading_of_whole_experts_only(alone, tm
     assert {*second} & experts
 
 
+def test_each_rank_reads_the_small_parameters_in_fp32(alone, tmp_path):
+    arch = read_arch(str(write_random_model(tmp_path, family="glm4_moe")))
+    groups = [(Group(rank, 2),) * 2 for rank in range(2)]
+    first, second = (BaseWeights(arch, torch.bfloat16, Sizes(), groups=each).own_share() for each in groups)
+    assert {*first} | {*second} == {*BaseWeights(arch, torch.bfloat16, Sizes()).parameters}
+    both = {*first} & {*second}
+    assert both == {name for name in first if name.endswith("correction_bias")} != set()
+    assert {first[name].dtype for name in both} == {torch.float32}
+
+
 def test_the_allocation_has_no_room_for_anything_else(alone, tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, family="qwen3_moe")))
     weights = BaseWeights(arch, torch.bfloat16, Sizes())
