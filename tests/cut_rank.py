@@ -1,14 +1,13 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-ORDERS is a JSON file, {directory: {world: {number: topology}}}. A topology is `Sizes`' fields, or such with `break`,
-the name of a deliberate mistake. For each in turn the ranks compute rows of <directory>/model with <directory>/adapter,
-and leave the results in <directory>/<world>.<number>.<rank>.pt.
+ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each in turn the ranks compute rows of
+<directory>/model with <directory>/adapter, and leave the results in <directory>/<world>.<number>.<rank>.pt.
+`BREAKS` are mistakes that the oracle must see.
 """
 
 import json
 import os
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -283,17 +282,13 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: dict[str,
     torch.use_deterministic_algorithms(True)
     device.activate("cpu")
     for number, fields in topologies.items():
-        mistake = fields.pop("break", None)
-        with ExitStack() as broken:
-            if mistake is not None:
-                broken.enter_context(mock.patch.object(*BREAKS[mistake]))
-            parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
-            family = read_arch(str(directory / "model")).model_type
-            policy = make_policy(directory / "model", lora(family), directory / "adapter")
-            result: dict[str, object] = {"loaded": policy.adapter_tensors()}
-            if mistake is None and family != "gpt_oss":
-                result["sent"] = sent(policy)
-            torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
+        parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
+        family = read_arch(str(directory / "model")).model_type
+        policy = make_policy(directory / "model", lora(family), directory / "adapter")
+        result: dict[str, object] = {"loaded": policy.adapter_tensors()}
+        if family != "gpt_oss":
+            result["sent"] = sent(policy)
+        torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
         parallel.gather_objects(None)
         parallel.parallel_state.destroy_model_parallel()
     parallel.destroy()
