@@ -31,7 +31,7 @@ PARTS = (
     ("tandem.trainer.rank.session", "meet"),
     ("tandem.trainer.rank.session", "RankState.join"),
     ("tandem.trainer.rank.checkpoint", "check"),
-    ("tandem.model.device.cuda_start", "_create_context"),
+    ("tandem.model.device", "_create_context"),
     ("tandem.model.weights.base_memory", "BaseWeights.__init__"),
     ("tandem.model.weights.base_memory", "BaseWeights.connect"),
     ("tandem.model.weights.base_memory", "BaseWeights.exchange"),

@@ -1,14 +1,13 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-ORDERS is a JSON file, {directory: {world: {number: topology}}}. A topology is `Sizes`' fields, or such with `break`,
-the name of a deliberate mistake. For each in turn the ranks compute rows of <directory>/model with <directory>/adapter,
-and leave the results in <directory>/<world>.<number>.<rank>.pt.
+ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each in turn the ranks compute rows of
+<directory>/model with <directory>/adapter, and leave the results in <directory>/<world>.<number>.<rank>.pt.
+`BREAKS` are mistakes that the oracle must see.
 """
 
 import json
 import os
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -21,10 +20,11 @@ from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
-from tandem.model import context, device, parallel
+from tandem.model import device, parallel, rows
 from tandem.model import policy as policy_module
-from tandem.model.experts import Experts
-from tandem.model.layer.moe_block import MoeBlock, SharedExpert
+from tandem.model.experts import ExpertLinear
+from tandem.model.layer.blocks import MlpBlock
+from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.lora import LoraLinear
 from tandem.model.pipeline import _Lane, _Received
 from tandem.model.policy import Policy, _AllTokens
@@ -107,7 +107,7 @@ def _ring(tensor, group):
 
 
 GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.parameter_gradients, LoraLinear._product,
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, ExpertLinear.parameter_gradients, LoraLinear._product,
 )  # fmt: skip
 
 
@@ -129,17 +129,17 @@ def _residual_twice(self, rows, routing, plus):
     return BLOCK_SUM(self, rows, routing, plus) + (plus if self._group.rank() else 0)
 
 
-def _scaled(self, part, *arguments):
+def _scaled(self, *arguments):
     """alpha / rank divided by the ranks that cut an expert."""
     before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
     try:
-        return ADAPTER_GRADIENTS(self, part, *arguments)
+        return ADAPTER_GRADIENTS(self, *arguments)
     finally:
         self.scale = before
 
 
-def _summed_twice(self, part, *arguments):
-    gradients = ADAPTER_GRADIENTS(self, part, *arguments)
+def _summed_twice(self, *arguments):
+    gradients = ADAPTER_GRADIENTS(self, *arguments)
     for gradient in gradients:
         SUM(gradient, group=self.topology.expert_tensor)
     return gradients
@@ -153,17 +153,24 @@ def _counted_on_every_rank(self, _topology):
 
 def _biased_before_the_sum(self, x):
     output = PRODUCT(self, x)
-    return output if self.column or self.base.bias is None else output + self.base.bias
+    return output if self.column or self.bias is None else output + self.bias
 
 
-def _no_gradient_of_tokens(self, gradient, x):
-    of_x, of_parameters = SHARED_BACKWARD(self, gradient, x)
+def _no_gradient_of_tokens(self, *arguments):
+    of_x, of_parameters = SHARED_BACKWARD(self, *arguments)
     return torch.zeros_like(of_x), of_parameters
 
 
-def _bias_on_every_rank(self, part, ends, rows):
-    bias = self.bias1 if part == "gate_up" else self.bias2
-    return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+def _of_shared_expert(original, attribute, mistake):
+    def call(*arguments):
+        with mock.patch.object(MlpBlock, attribute, mistake):
+            return original(*arguments)
+
+    return call
+
+
+def _bias_on_every_rank(self, ends, rows):
+    return None if self.bias is None else self.bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
 
 
 def _other_experts(self, sizes, place):
@@ -210,19 +217,20 @@ LAYERS, RECEIVE, NORM = Sizes.layers, _Lane.receive, AdapterOptimizer.gradient_n
 DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
 
 
-def _own_tokens_only(self, x, plus):
+def _own_tokens_only(self, *arguments):
     """Products of this rank's features, not summed over the ranks."""
     with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
-        return SHARED_FORWARD(self, x, plus)
+        return SHARED_FORWARD(self, *arguments)
 
 
-SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
+SHARED_FORWARD, SHARED_BACKWARD = MlpBlock.added_to, MlpBlock.input_gradient
+MOE_FORWARD, MOE_BACKWARD = MoeBlock.forward, MoeBlock.backward
 BREAKS = {
     "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
-    "cp: keys in the ranks' order": (context, "_reordered", lambda tensor, _order: tensor),
+    "cp: keys in the ranks' order": (rows, "_reordered", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
-    "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
+    "cp: the loss counts on every rank": (rows._Together, "backward", staticmethod(_gradient_of_all)),
     "cp: no sum of the adapters' gradients": (
         AdapterOptimizer, "reduce_gradients", lambda _: None,
     ),
@@ -236,17 +244,21 @@ BREAKS = {
     "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
     "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
     "tokens are gathered in another order": (parallel, "gather", _ring),
-    "etp: no sum of the adapters' gradients": (Experts, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
-    "etp: cut gradients are summed too": (Experts, "parameter_gradients", _summed_twice),
-    "etp: the adapters' scale": (Experts, "parameter_gradients", _scaled),
+    "etp: no sum of the adapters' gradients": (ExpertLinear, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: cut gradients are summed too": (ExpertLinear, "parameter_gradients", _summed_twice),
+    "etp: the adapters' scale": (ExpertLinear, "parameter_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
-    "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
-    "shared expert: no gradient of its tokens": (SharedExpert, "backward", _no_gradient_of_tokens),
-    "shared expert: partial products are cut, not summed": (SharedExpert, "forward", _own_tokens_only),
+    "biases of experts on every rank": (ExpertLinear, "row_biases", _bias_on_every_rank),
+    "shared expert: no gradient of its tokens": (
+        MoeBlock, "backward", _of_shared_expert(MOE_BACKWARD, "input_gradient", _no_gradient_of_tokens),
+    ),
+    "shared expert: partial products are cut, not summed": (
+        MoeBlock, "forward", _of_shared_expert(MOE_FORWARD, "added_to", _own_tokens_only),
+    ),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
 """Name -> what is replaced, and by what."""
@@ -270,17 +282,13 @@ def run(rank: int, world: int, port: int, directory: Path, topologies: dict[str,
     torch.use_deterministic_algorithms(True)
     device.activate("cpu")
     for number, fields in topologies.items():
-        mistake = fields.pop("break", None)
-        with ExitStack() as broken:
-            if mistake is not None:
-                broken.enter_context(mock.patch.object(*BREAKS[mistake]))
-            parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
-            family = read_arch(str(directory / "model")).model_type
-            policy = make_policy(directory / "model", lora(family), directory / "adapter")
-            result: dict[str, object] = {"loaded": policy.adapter_tensors()}
-            if mistake is None and family != "gpt_oss":
-                result["sent"] = sent(policy)
-            torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
+        parallel.init_parallel(Sizes(**fields), timeout_seconds=300)
+        family = read_arch(str(directory / "model")).model_type
+        policy = make_policy(directory / "model", lora(family), directory / "adapter")
+        result: dict[str, object] = {"loaded": policy.adapter_tensors()}
+        if family != "gpt_oss":
+            result["sent"] = sent(policy)
+        torch.save(result | compute(policy), directory / f"{world}.{number}.{rank}.pt")
         parallel.gather_objects(None)
         parallel.parallel_state.destroy_model_parallel()
     parallel.destroy()

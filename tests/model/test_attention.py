@@ -27,17 +27,12 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
     return end
 
 
-def test_the_dense_mask_is_the_definition():
-    end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    by_definition = torch.tensor([[k <= q < int(end[k]) for k in range(60)] for q in range(60)])
-    assert torch.equal(attention.dense_mask(end), by_definition)
-
-
-def test_a_window_is_the_last_tokens_of_the_sequence():
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_dense_mask_is_the_definition(window):
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
     sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]  # of each query, itself included
-    by_definition = torch.tensor([[k in sequence[q][-7:] for k in range(60)] for q in range(60)])
-    assert torch.equal(attention.dense_mask(end, 7), by_definition)
+    by_definition = torch.tensor([[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)])
+    assert torch.equal(attention.dense_mask(end, window), by_definition)
 
 
 def test_a_window_drops_blocks_that_are_out_of_it():
@@ -72,7 +67,6 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
     monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
-    monkeypatch.setattr(attention, "flex_in_window", attention._attend_in_window)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))

@@ -49,8 +49,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.bfloat16, "inf")])
 def test_a_tensor_with_one_element_that_is_not_finite_is_named(adapter, value, dtype, device):
     tensors = {name: tensor.to(dtype) for name, tensor in read_adapter(adapter, ARCH, LORA, CPU).items()}
     tensors[NAME].view(-1)[5] = float(value)
@@ -65,7 +64,7 @@ def test_a_missing_file_is_named(adapter):
         read_adapter(adapter, ARCH, LORA, CPU)
 
 
-@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.999])
 def test_a_truncated_file_is_named(adapter, keep):
     path = adapter / WEIGHTS_FILE
     content = path.read_bytes()
@@ -81,16 +80,12 @@ def test_a_full_volume_under_an_identity_adapter_is_an_os_error(tmp_path: Path) 
         write_identity_adapter(tmp_path, ARCH, LORA, base_model="tiny", seed=1)
 
 
-def test_the_identity_adapter_depends_only_on_the_seed(tmp_path):
-    written = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (tmp_path / name).mkdir()
-        write_identity_adapter(tmp_path / name, ARCH, LORA, base_model="tiny", seed=seed)
-        written.append((tmp_path / name / WEIGHTS_FILE).read_bytes())
-    assert written[0] == written[1] != written[2]
-
-
-def test_the_identity_adapter_is_pefts_initialisation(adapter):
+def test_the_identity_adapter_is_pefts_initialisation(adapter, tmp_path_factory):
+    of_seed = []
+    for seed in (1, 2):
+        write_identity_adapter(another := tmp_path_factory.mktemp("adapter"), ARCH, LORA, base_model="tiny", seed=seed)
+        of_seed.append((another / WEIGHTS_FILE).read_bytes())
+    assert (adapter / WEIGHTS_FILE).read_bytes() == of_seed[0] != of_seed[1]
     tensors = {name: tensor.numpy() for name, tensor in read_adapter(adapter, ARCH, LORA, CPU).items()}
     assert len(tensors) == 2 * 2 * 7
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tandem.model import compiled, mcore
+from tandem.model import compiled
 from tandem.model.compiled import Compiled
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
@@ -87,14 +87,6 @@ def test_every_thread_compiles_as_deterministically_as_the_process_computes(monk
     assert seen == [True, False]
 
 
-def test_during_megatrons_import_only_its_own_functions_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(mcore, "_compile", lambda model, **options: (model, options))
-    megatrons = mcore.get_bias_dropout_add
-    assert mcore._compile_unless_megatrons(megatrons) is megatrons
-    assert mcore._compile_unless_megatrons(dynamic=False)(megatrons) is megatrons
-    assert mcore._compile_unless_megatrons(function, dynamic=False) == (function, {"dynamic": False})
-
-
 def test_what_makes_another_kind():
     x, weight, scale = arguments()
     calls = [(x, weight, scale), arguments(4), (x, weight.t(), scale), (x.detach(), weight, scale), (x, weight, 0.5),
@@ -146,13 +138,10 @@ def test_only_the_first_process_compiles_the_attention(where):
     assert outputs == [["1", "True"], ["0", "True"]]
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda file: b"", lambda file: b"not a pickle", lambda file: file[: len(file) // 2]]
-)
-def test_a_damaged_file_is_written_again(compiles, files, damage):
+def test_a_damaged_file_is_written_again(compiles, files):
     made = Compiled(function)(*arguments())
     (file,) = files.iterdir()
-    file.write_bytes(damage(file.read_bytes()))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.warns(UserWarning, match="can't be used, compiling again"):
         assert torch.equal(Compiled(function)(*arguments()), made)
     assert torch.equal(Compiled(function)(*arguments()), made)

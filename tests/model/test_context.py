@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
-from tandem.model.context import Deal, dealt_blocks
-from tandem.model.rows import RowTensors, padded
+from tandem.model.rows import Deal, RowTensors, dealt_blocks, padded
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
 GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)
@@ -60,7 +59,7 @@ def evaluated(row: TreeParams) -> torch.Tensor:
     seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)
     keys = torch.arange(len(mask.ends))
     exact = (keys <= slots[:, None]) & (slots[:, None] < mask.ends)
-    if row.reach is not None:
+    if row.reach[0] is not None:
         exact &= row.reach[0] > row.reach[1][:, None]
     for query in range(len(slots) // BLOCK):
         of_query = slice(query * BLOCK, (query + 1) * BLOCK)

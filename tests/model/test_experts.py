@@ -1,6 +1,6 @@
 """The arithmetic of experts, and the same bits on a GPU.
 
-test_same_as_transformers.py would see a dropped token, and test_same_as_peft.py an auxiliary loss.
+test_same_as_transformers.py would see a dropped token, and test_same_gradients.py an auxiliary loss.
 """
 
 import subprocess
@@ -16,32 +16,25 @@ TESTS = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1, 0), (0, 0, 13, 0, 0), (3, 3, 3, 2, 2)])
-def test_grouped_products(sizes):
+@pytest.mark.parametrize(
+    ("where", "dtype", "features"),
+    [("cpu", torch.float64, 4), *(pytest.param("cuda", torch.bfloat16, n, marks=pytest.mark.gpu) for n in (256, 16))],
+)
+def test_grouped_products(sizes, where, dtype, features):
+    """Exact on the CPU; bf16 through torch's grouped product against fp64, with empty and odd groups."""
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(13, size, generator=generator, dtype=torch.float64) for size in (4, 6))
-    matrices = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
-    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    assert torch.equal(grouped_product(x, matrices, ends), products(x, matrices, sizes))
-    assert torch.equal(grouped_outer(x, y, ends), outers(x, y, sizes))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("features", [256, 16])
-@pytest.mark.parametrize("sizes", [(300, 0, 700, 1, 23), (0, 0, 1024, 0, 0), (205, 205, 205, 205, 204)])
-def test_grouped_products_on_a_gpu(sizes, features):
-    """bf16 through torch's grouped product against fp64, with empty and odd groups."""
-    generator = torch.Generator().manual_seed(0)
+    sizes = sizes if where == "cpu" else tuple(77 * size for size in sizes)
     # Made on the CPU and moved, because where other tests have run before, `device="cuda"` means the CPU.
-    x, y = (torch.randn(1024, size, generator=generator).cuda().bfloat16() for size in (features, 512))
-    matrices = torch.randn(5, 512, features, generator=generator).cuda().bfloat16()
-    ends = torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
+    x, y = (torch.randn(sum(sizes), size, generator=generator).to(where, dtype) for size in (features, 2 * features))
+    matrices = torch.randn(5, features, 2 * features, generator=generator).to(where, dtype)
+    ends = torch.tensor(sizes).cumsum(0).to(where, torch.int32)
     for actual, expected in (
-        (grouped_product(x, matrices.transpose(1, 2), ends), products(x, matrices.transpose(1, 2), sizes)),
-        (grouped_product(y, matrices, ends), products(y, matrices, sizes)),
+        (grouped_product(x, matrices, ends), products(x, matrices, sizes)),
+        (grouped_product(y, matrices.transpose(1, 2), ends), products(y, matrices.transpose(1, 2), sizes)),
         (grouped_outer(x, y, ends), outers(x, y, sizes)),
     ):
-        assert actual.dtype is torch.bfloat16
-        assert (actual.double() - expected).norm() <= 0.01 * expected.norm()
+        assert actual.dtype is dtype
+        assert (actual.double() - expected).norm() <= (0.0 if where == "cpu" else 0.01 * expected.norm())
     assert not grouped_outer(x, y, ends)[[group for group, size in enumerate(sizes) if size == 0]].any()
 
 

@@ -7,18 +7,19 @@ import pytest
 import transformers
 
 from tandem.errors import InvalidInput, UnknownArchitecture
-from tandem.families.adapter import lora_modules
+from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
-from tiny import GLM4_MOE, MOE, SHAPE, write_random_model
+from tiny import GLM4_MOE, GPT_OSS, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
 GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
 GLM4 = {**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"}
+OSS = {**SHAPE, **GPT_OSS, "model_type": "gpt_oss"}
 
 
 def test_the_config_that_transformers_writes_is_read(tmp_path):
@@ -211,6 +212,13 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         (GEMMA3, {"sliding_window": None}, "window of no size"),
         (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
         (GLM4, {"mlp_bias": True}, "biases in the MLP"),
+        (OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config.*dequantize=True.*save_pretrained"),
+        (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        (OSS, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        (OSS, {"sliding_window": None}, "without a sliding window"),
+        (OSS, {"num_experts_per_tok": 1}, "2 is the least"),
+        (OSS, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "scaling yarn are incomplete"),
+        (OSS, {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         # Wrong values.
         (QWEN3_MOE, {"hidden_size": None}, "hidden_size is None"),
@@ -268,12 +276,26 @@ def test_a_mixture_of_experts():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [({"intermediate_size": 49}, "49 MLP features"), ({"vocab_size": 261}, "261 vocabulary entries")],
+    ("config", "sizes", "says", "nearest"),
+    [
+        (QWEN3, Sizes(data=2, expert=2), "has no experts", "TANDEM_EXPERT_PARALLEL=1 "),
+        (QWEN3, Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
+        (QWEN3, Sizes(pipeline=4), "2 layers", "TANDEM_PIPELINE_PARALLEL=2"),
+        (QWEN3, Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
+        ({**QWEN3, "intermediate_size": 49}, Sizes(tensor=2), "49 MLP features", "TANDEM_TENSOR_PARALLEL=1"),
+        ({**QWEN3, "vocab_size": 261}, Sizes(tensor=2), "261 vocabulary entries", "TANDEM_TENSOR_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(tensor=2), "SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),
+        (QWEN3_MOE, Sizes(data=16, expert_tensor=16), "24 features", "TANDEM_EXPERT_TENSOR_PARALLEL=8"),
+    ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(change, says):
-    with pytest.raises(InvalidInput, match=says):
-        check(arch_from_config({**QWEN3, **change}), Sizes(tensor=2))
+def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(config, sizes, says, nearest):
+    check(arch_from_config(config), Sizes())
+    with pytest.raises(InvalidInput) as refused:
+        check(arch_from_config(config), sizes)
+    reason, _, remedy = str(refused.value).partition("The nearest that works")
+    assert says in reason
+    assert nearest in remedy
 
 
 def test_gemma3s_older_configs_mean_what_transformers_says():
@@ -294,3 +316,11 @@ def test_glms_first_layers_are_dense_and_the_others_have_a_shared_expert():
     assert modules["model.layers.0.mlp.gate_proj"] == (32, 48)
     assert modules["model.layers.1.mlp.shared_experts.gate_proj"] == (32, 48)
     assert len(modules) == 2 + 8
+
+
+def test_gpt_oss_is_adapted_on_attention_only():
+    arch = arch_from_config(OSS)
+    assert (arch.window.layers, arch.rope_factor) == ((True, False), pytest.approx(1.34657, rel=1e-5))
+    assert len(lora_modules(arch, LoraShape(targets=default_targets(arch)))) == 8
+    with pytest.raises(InvalidInput, match="as one layer; leave out gate_proj"):
+        lora_modules(arch, LoraShape(targets=("q_proj", "gate_proj")))

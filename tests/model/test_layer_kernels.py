@@ -41,32 +41,45 @@ def test_rms_norm(random, where, features):
     close(actual - plus, expected_x.grad, where)
 
 
+def silu(gate, up):
+    return torch.nn.functional.silu(gate) * up
+
+
+def gelu(gate, up):
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def clamped(gate, up):
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("features", [64, 3000])
-def test_swiglu(random, where, features):
+@pytest.mark.parametrize(("name", "formula"), [("swiglu", silu), ("geglu", gelu)])
+def test_activations(random, where, features, name, formula):
     gate_up, gradient = random(5, 2 * features), random(5, features)
     expected_input = gate_up.double().requires_grad_()
-    gate, up = expected_input.chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
+    expected = formula(*expected_input.chunk(2, -1))
     expected.backward(gradient.double())
     gate_up, gradient = gate_up.to(where), gradient.to(where)
-    close(kernels.swiglu(gate_up), expected.detach(), where)
-    of_input, again = kernels.swiglu_backward(gradient, gate_up)
+    close(getattr(kernels, name)(gate_up), expected.detach(), where)
+    of_input, again = getattr(kernels, name + "_backward")(gradient, gate_up)
     close(again, expected.detach(), where)
     close(of_input, expected_input.grad, where)
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("features", [64, 768])
-def test_expert_swiglu(random, where, features):
-    gate_up, gradient, probs = random(5, 2 * features), random(5, features), random(5).abs()
+@pytest.mark.parametrize(("name", "formula"), [("expert_swiglu", silu), ("clamped_swiglu", clamped)])
+def test_activations_of_experts(random, where, features, name, formula):
+    gate_up, gradient, probs = 4 * random(5, 2 * features), random(5, features), random(5).abs()
     expected_input, expected_probs = gate_up.double().requires_grad_(), probs.double().requires_grad_()
-    gate, up = expected_input.chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up * expected_probs[:, None]
+    expected = formula(*expected_input.chunk(2, -1)) * expected_probs[:, None]
     expected.backward(gradient.double())
     gate_up, gradient, probs = (tensor.to(where) for tensor in (gate_up, gradient, probs))
-    close(kernels.expert_swiglu(gate_up, probs), expected.detach(), where)
-    of_input, again, of_probs = kernels.expert_swiglu_backward(gradient, gate_up, probs)
+    close(getattr(kernels, name)(gate_up, probs), expected.detach(), where)
+    of_input, again, of_probs = getattr(kernels, name + "_backward")(gradient, gate_up, probs)
     close(again, expected.detach(), where)
     close(of_input, expected_input.grad, where)
     close(of_probs, expected_probs.grad, where)

@@ -9,16 +9,21 @@ import transformers
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from model.test_same_as_peft import TOKENS, loss, loss_of_logits, merged
-from policies import assert_close, gradients, linear_row, logits, make_policy, write_random_adapter
+from policies import assert_close, gradients, linear_row, logits, make_policy, merged, write_random_adapter
 from tandem.families.registry import read_arch
 from tandem.model.layer.blocks import Keep
 from tandem.model.weights.checkpoint_tensors import read_adapter
 from tandem.spool.schema import LoraShape
 from tiny import MOE, SHAPE, write_random_model
 
+TOKENS = torch.randint(0, 260, (70,), generator=torch.Generator().manual_seed(5))
 LORA = LoraShape(rank=4, alpha=10.0)
 LAYERS, EXPERTS, CHOSEN = SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"]
+
+
+def loss(logprobs):
+    """A function of all next-token log-probs that weighs each differently."""
+    return (logprobs * torch.linspace(-1.0, 2.0, len(logprobs))).mean()
 
 
 def random_experts(seed: int = 3) -> torch.Tensor:
@@ -27,13 +32,9 @@ def random_experts(seed: int = 3) -> torch.Tensor:
     return torch.rand(len(TOKENS), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.int16)
 
 
-def force(model, experts: torch.Tensor) -> None:
-    """transformers' routers choose these; -1: what they would choose."""
-    for index, layer in enumerate(model.model.layers):
-        layer.mlp.gate.forward = forced(layer.mlp.gate, experts[:, index].long())
-
-
 def forced(gate, given: torch.Tensor):
+    """transformers' router chooses these; -1: what it would choose."""
+
     def forward(hidden):
         scores = linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
         probs = scores.softmax(-1)
@@ -55,10 +56,11 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     load = transformers.AutoModelForCausalLM.from_pretrained  # its grouped product has no float64
     reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(False)
     free = reference(TOKENS[None]).logits[0]
-    force(reference, experts)
+    for index, layer in enumerate(reference.model.layers):
+        layer.mlp.gate.forward = forced(layer.mlp.gate, experts[:, index].long())
     expected = functional_call(reference, merged(reference, adapter, LORA), (TOKENS[None],)).logits[0]
     assert (free - reference(TOKENS[None]).logits[0]).abs().max() > 0.5  # other experts compute something else
-    loss_of_logits(expected).backward()
+    loss(torch.log_softmax(expected[:-1], -1).gather(-1, TOKENS[1:, None]).squeeze(-1)).backward()
 
     policy = make_policy(model, LORA, directory)
     row = replace(linear_row(TOKENS), slot_experts=experts)

@@ -41,8 +41,7 @@ def whole(stored, target):
     return Piece(stored, 0, max(1, target[0].numel()) if len(target) else 1, target)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 4096, 2**25])
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(("chunk_bytes", "threads"), [(1, 4), (100, 1), (4096, 4), (2**25, 1)])
 def test_every_tensor_arrives_bit_for_bit(file, tensors, chunk_bytes, threads, monkeypatch):
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", chunk_bytes)
     stored = read_headers([file])
@@ -82,17 +81,9 @@ def test_small_neighbours_are_read_together(file, monkeypatch):
     assert len(reads) == 4  # 25 tensors of 40 bytes each
 
 
-def test_no_pieces():
-    fill_targets([])
-
-
-def joined(header, data):
-    text = json.dumps(header).encode()
+def joined(header, data, **entry):
+    text = json.dumps(header | ({"x": entry} if entry else {})).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-def with_x(header, data, **entry):
-    return joined(header | {"x": entry}, data)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +95,10 @@ def with_x(header, data, **entry):
         (lambda h, d: struct.pack("<Q", 4) + b"[[[[", "can't be read"),
         (lambda h, d: struct.pack("<Q", 2) + b"[]", "can't be read"),
         (lambda h, d: joined(h, d[:-1]), "ends at byte"),
-        (lambda h, d: with_x(h, d, dtype="F4", shape=[1], data_offsets=[0, 1]), "dtype F4"),
-        (lambda h, d: with_x(h, d, dtype="F32", shape=[3], data_offsets=[0, 8]), "does not fill"),
-        (lambda h, d: with_x(h, d, dtype="F32", shape=[1], data_offsets=[-4, 0]), "does not fill"),
-        (lambda h, d: with_x(h, d, shape=[1]), "can't be read"),
+        (lambda h, d: joined(h, d, dtype="F4", shape=[1], data_offsets=[0, 1]), "dtype F4"),
+        (lambda h, d: joined(h, d, dtype="F32", shape=[3], data_offsets=[0, 8]), "does not fill"),
+        (lambda h, d: joined(h, d, dtype="F32", shape=[1], data_offsets=[-4, 0]), "does not fill"),
+        (lambda h, d: joined(h, d, shape=[1]), "can't be read"),
     ],
 )
 def test_a_file_that_is_not_whole_is_named(file, change, says):

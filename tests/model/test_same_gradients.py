@@ -16,18 +16,29 @@ from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
 LORA = LoraShape(rank=3, alpha=1.5)
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
+SHAPES = {
+    "qwen3": [
+        LoraShape(rank=1, alpha=3.0, targets=("q_proj", "v_proj", "up_proj")),
+        LoraShape(rank=13, alpha=32.0, targets=("k_proj", "gate_proj", "down_proj", "o_proj")),
+    ],
+    "qwen3_moe": [
+        LoraShape(rank=8, alpha=3.0, targets=("gate_proj", "up_proj", "down_proj")),
+        LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
+        LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
+    ],
+}
 
 
 def lora_of(case: str) -> LoraShape:
-    return LORA.model_copy(update={"targets": ATTENTION}) if CASES[case]["family"] == "gpt_oss" else LORA
+    return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
 
 
-def reference(model, directory, adapter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def reference(model, directory, adapter, lora) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients by PEFT key. A mixture's adapter is added to its weights, because PEFT can't adapt experts."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
     if any(".experts." in key for key in adapter):
-        weights = merged(base, adapter, LORA)
+        weights = merged(base, adapter, lora)
         run, trained = lambda tokens: functional_call(base, weights, (tokens[None],)).logits[0], adapter
     else:
         theirs = peft.PeftModel.from_pretrained(base, directory, is_trainable=True)
@@ -41,14 +52,15 @@ def reference(model, directory, adapter) -> tuple[torch.Tensor, dict[str, torch.
     return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients(alone, tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "lora"), [(case, lora) for case in CASES for lora in [lora_of(case), *SHAPES.get(case, [])]]
+)
+def test_loss_and_gradients(alone, tmp_path, case, lora):
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case])
-    lora = lora_of(case)
     arch, directory = read_arch(str(model)), write_random_adapter(tmp_path / "adapter", model, lora)
     adapter = read_adapter(directory, arch, lora, torch.device("cpu"))
     adapter = {key: value.clone().requires_grad_() for key, value in adapter.items()}
-    expected_loss, expected = reference(model, directory, adapter)
+    expected_loss, expected = reference(model, directory, adapter, lora)
     policy = make_policy(model, lora, directory)
     for keep in Keep:
         for layer in policy.gpt.decoder.layers:
@@ -60,6 +72,7 @@ def test_loss_and_gradients(alone, tmp_path, case):
             actual |= policy.adapter.gather(name, gradient)
         assert (loss - expected_loss).abs() <= 1e-5 * expected_loss.abs(), keep
         assert_close(actual, expected, 1e-5)
+    assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
 
 @pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss"])

@@ -1,6 +1,6 @@
 """Every topology computes what one rank computes, and two runs have the same bits.
 
-`BROKEN` lists mistakes that the comparison must see (`cut_rank.BREAKS` makes them).
+`tests/oracle` has the mistakes that such a comparison must see.
 """
 
 import json
@@ -14,20 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import SEED
-from cut_rank import BREAKS, lora
+from cut_rank import lora
 from policies import write_random_adapter
 from ranks import run_program
-from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.families.topology import Sizes, check
+from tandem.families.registry import read_arch, weight_rules
 from tiny import write_random_model
 
 SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
 SP: dict[str, Any] = {"tensor": 2, "sequence": True}
 CP: dict[str, Any] = {"context": 2}
 PP: dict[str, Any] = {"pipeline": 2}
-DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP], 4: [{**SP, **PP}, PP]}
+DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP, {"tensor": 2}], 4: [{**SP, **PP}, PP]}
 MIXTURE = {
     1: [{}],
     4: [
@@ -47,22 +45,6 @@ TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "gpt_oss": BIASED,
     "llama": UNEVEN,
 }
-BROKEN = {
-    ("qwen3", 2): {
-        name: {"cp: ": CP, "pp: ": PP}.get(name[:4], SP)
-        for name in BREAKS
-        if name.startswith(("sp: ", "cp: ", "pp: ", "tokens "))
-    },
-    ("qwen3_moe", 4): {
-        name: {**SP, "expert": 2, "expert_tensor": 2}
-        for name in BREAKS
-        if not name.startswith(("sp: ", "cp: ", "pp: ", "bias", "shared"))
-    },
-    ("glm4_moe", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("shared")},
-    ("gpt_oss", 2): {name: {**SP, "expert_tensor": 2} for name in BREAKS if name.startswith("bias")},
-}  # fmt: skip
-
-
 CASES = [
     (family, world, number)
     for family, topologies in TOPOLOGIES.items()
@@ -82,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """(family, world) -> number -> the results of each rank, of what the selected tests ask for; and the models'
-    directories. Mistakes are numbered after the topologies."""
+    directories."""
     found: dict[Any, Any] = {}
     orders: dict[str, Any] = {}
     asked = _asked([item.callspec.params for item in request.session.items if item.path == request.path])
@@ -93,12 +75,10 @@ def results(request, tmp_path_factory):
         more = {"num_hidden_layers": LAYERS[family]} if family in LAYERS else {}
         model = write_random_model(directory / "model", family=family, seed=9, spread=spread, **more)
         write_random_adapter(directory / "adapter", model, lora(family), seed=9)
-        given = {}
-        for world, some in topologies.items():
-            broken = ({**fields, "break": name} for name, fields in BROKEN.get((family, world), {}).items())
-            several = dict(enumerate([*some, *broken]))
-            given[world] = {number: several[number] for number in sorted(asked.get((family, world), ()))}
-        orders[str(directory)] = given
+        orders[str(directory)] = {
+            world: {number: some[number] for number in sorted(asked.get((family, world), ()))}
+            for world, some in topologies.items()
+        }
     (file := tmp_path_factory.mktemp("orders") / "orders.json").write_text(json.dumps(orders))
     run_program(str(SCRIPT), str(file), seconds=500)
     for family, world in asked:
@@ -117,7 +97,6 @@ def _asked(parameters: list[dict[str, Any]]) -> dict[tuple[str, int], set[int]]:
         if "world" in of_test:
             key = of_test["family"], of_test["world"]
             asked[key] |= {of_test[name] for name in ("number", "first", "second") if name in of_test}
-            asked[key] |= {len(TOPOLOGIES[key[0]][key[1]]) + of_test["index"]} if "index" in of_test else set()
             asked[key[0], 1] = {0}
     return asked
 
@@ -183,37 +162,3 @@ def test_whole_weights_are_sent_once(results, family, world, number):
     wanted = put_together(results[family, 1][0])
     for name, value in put_together(results[family, world][number]).items():
         torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize(
-    ("family", "world", "index", "name"),
-    [(*key, index, name) for key, names in BROKEN.items() for index, name in enumerate(names)],
-)
-def test_a_mistake_is_seen(results, family, world, index, name):
-    (alone,) = results[family, 1][0]
-    some = results[family, world][len(TOPOLOGIES[family][world]) + index]
-    assert max(difference(rank, alone) for rank in some) > 1e-3, name
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "says", "nearest"),
-    [
-        ("qwen3", Sizes(data=2, expert=2), "has no experts", "TANDEM_EXPERT_PARALLEL=1 "),
-        ("qwen3", Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
-        ("qwen3", Sizes(pipeline=4), "2 layers", "TANDEM_PIPELINE_PARALLEL=2"),
-        ("qwen3", Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
-        ("qwen3_moe", Sizes(tensor=2), "TANDEM_SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
-        ("qwen3_moe", Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),
-        ("qwen3_moe", Sizes(data=16, expert_tensor=16), "24 features", "TANDEM_EXPERT_TENSOR_PARALLEL=8"),
-    ],
-)
-def test_the_refusal_names_the_nearest_that_works(family, sizes, says, nearest):
-    from tiny import MOE, SHAPE
-
-    arch = arch_from_config({"model_type": family, **SHAPE, **(MOE if family == "qwen3_moe" else {})})
-    with pytest.raises(InvalidInput) as refused:
-        check(arch, sizes)
-    reason, _, remedy = str(refused.value).partition("The nearest that works")
-    assert says in reason
-    assert nearest in remedy

@@ -43,6 +43,8 @@ def test_rows_are_dealt_once_and_evenly(batch: PackedBatch, ranks: int, per_rank
     for rank in range(ranks):
         needed = {row for step in range(len(plan.steps)) for row, _ in plan.micro_steps(step, rank)}
         assert sorted(plan.visited_rows(rank)) == sorted(needed)
+    own = [row for rank in range(ranks) for row in plan.own_rows(epochs, rank)]
+    assert sorted(own) == list(range(len(batch)))  # each row counts once
 
 
 def test_the_order_depends_on_seed_step_and_epoch(batch: PackedBatch) -> None:
@@ -90,10 +92,3 @@ def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) 
     for kind, want in {"token": np.abs(advantage).mean(), "trajectory": np.mean(of_trajectory)}.items():
         assert advantage_divisor(batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")) == pytest.approx(want)
     assert advantage_divisor(batch, RLLoss()) == advantage_divisor(batch, SFTLoss()) == 1.0
-
-
-def test_each_row_counts_once_over_the_ranks(batch: PackedBatch) -> None:
-    for ranks in (1, 2, 3):
-        plan = plan_of(batch, None, ranks=ranks, epochs=2)
-        rows = [row for rank in range(ranks) for row in plan.own_rows(2, rank)]
-        assert sorted(rows) == list(range(len(batch)))

@@ -149,8 +149,8 @@ class Decoder:
             ]
         return [
             WeightRule(to + "router.weight", {of + "gate.weight": (moe.num_experts, hidden)}),
-            WeightRule(to + "experts.fc1", gates_and_ups, "rows", experts=moe.num_experts),
-            WeightRule(to + "experts.fc2", downs, "columns", experts=moe.num_experts),
+            WeightRule(to + "experts.fc1.weight", gates_and_ups, "rows", experts=moe.num_experts),
+            WeightRule(to + "experts.fc2.weight", downs, "columns", experts=moe.num_experts),
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
@@ -167,7 +167,7 @@ class Decoder:
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,
             "shared experts": not self.shared_experts and any(map(config.get, shared)),
-            # Megatron refuses it: such a router's probabilities are all 1.
+            # Such a router's probabilities are all 1.
             "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
         }
         for variant, present in variants.items():

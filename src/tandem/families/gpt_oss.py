@@ -48,10 +48,14 @@ class GptOss(Decoder):
         return [
             WeightRule(to + "router.weight", {of + "router.weight": (experts, hidden)}),
             WeightRule(to + "router.bias", {of + "router.bias": (experts,)}),
-            WeightRule(to + "experts.fc1", {gate_up: (experts, hidden, 2 * ffn)}, "rows", experts=experts, turns=2),
-            WeightRule(to + "experts.bias1", {gate_up + "_bias": (experts, 2 * ffn)}, "rows", experts=experts, turns=2),
-            WeightRule(to + "experts.fc2", {down: (experts, ffn, hidden)}, "columns", experts=experts, turns=1),
-            WeightRule(to + "experts.bias2", {down + "_bias": (experts, hidden)}, experts=experts, turns=1),
+            WeightRule(
+                to + "experts.fc1.weight", {gate_up: (experts, hidden, 2 * ffn)}, "rows", experts=experts, turns=2
+            ),
+            WeightRule(
+                to + "experts.fc1.bias", {gate_up + "_bias": (experts, 2 * ffn)}, "rows", experts=experts, turns=2
+            ),
+            WeightRule(to + "experts.fc2.weight", {down: (experts, ffn, hidden)}, "columns", experts=experts, turns=1),
+            WeightRule(to + "experts.fc2.bias", {down + "_bias": (experts, hidden)}, experts=experts, turns=1),
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from tandem.families.adapter import adapter_shapes, layer_of, peft_keys, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.weight_rules import Cut
-from tandem.model.device.allocation import allocate
-from tandem.model.experts import Experts
-from tandem.model.lora import LoraLinear, LoraTensor
+from tandem.model.device.memory import allocate
+from tandem.model.lora import Adapters, LoraTensor
 from tandem.model.mcore import GPTModel
 from tandem.model.parallel import Topology
 from tandem.spool.schema import LoraShape
@@ -84,12 +83,12 @@ def _tensors(gpt: GPTModel, layers: range) -> dict[str, LoraTensor]:
     tensors: dict[str, LoraTensor] = {}
     for index, layer in zip(layers, gpt.decoder.layers, strict=True):
         for name, module in layer.named_modules():
-            if not isinstance(module, (LoraLinear, Experts)):
+            if not isinstance(module, Adapters):
                 continue
             block = "self_attn" if name.startswith("self_attention.") else "mlp"
             if name.startswith("mlp.shared_experts."):
                 block = "mlp.shared_experts"
-            path = f"model.layers.{index}.{block}" + (".experts.*" if isinstance(module, Experts) else "")
+            path = f"model.layers.{index}.{block}" + (".experts.*" if module.stacked else "")
             for target, a_and_b in module.lora_tensors().items():
                 tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
     return tensors

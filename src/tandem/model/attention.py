@@ -3,7 +3,7 @@ window q sees the last `window` of these keys in its sequence, itself included.
 
 Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is PyTorch's compiled
 FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without visible keys. The mask is made once per
-row for all layers and passes through Megatron in `PackedSeqParams`.
+row for all layers.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tandem.model.compiled import Compiled
-from tandem.model.mcore import PackedSeqParams
 
 if TYPE_CHECKING:
-    from tandem.model.context import Deal
+    from tandem.model.rows import Deal
 
 Kernel = Literal["sdpa", "flex"]
 
@@ -27,16 +26,16 @@ BLOCK = 128  # FlexAttention's own default, in slots
 
 
 @dataclass
-class TreeParams(PackedSeqParams):
-    """What all layers need to know of a row."""
+class TreeParams:
+    """What all layers need to know of a row. Megatron takes it for its own `PackedSeqParams`."""
 
-    mask: "torch.Tensor | Blocks | None" = None  # bool [S, S] for `sdpa`, Blocks for `flex`
-    length: int = 0  # of the attention's queries, to which the layers' slots are padded
-    deal: "Deal | None" = None  # which slots the queries are of, where context-parallel ranks share the row
-    rotation: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layers' slots, from `rotation`
-    experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
+    mask: "torch.Tensor | Blocks"  # bool [S, S] for `sdpa`, Blocks for `flex`
+    length: int  # of the attention's queries, to which the layers' slots are padded
+    rotation: tuple[torch.Tensor, torch.Tensor]  # of the layers' slots, from `rotation`
     # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its reach.
-    reach: tuple[torch.Tensor, torch.Tensor] | None = None
+    reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+    deal: "Deal | None" = None  # which slots the queries are of, where context-parallel ranks share the row
+    experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
     windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
 
 
@@ -53,22 +52,19 @@ def tree_params(
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
         deal: which slots of the row this rank computes; None: the row's first.
     """
-    reach, slots = None, None if deal is None else deal.slots
-    device = rotation[0].device
+    slots, device = None if deal is None else deal.slots, rotation[0].device
     if kernel == "sdpa":
         if slots is None:
-            subtree_end = subtree_end[: len(rotation[0])]
-        mask: torch.Tensor | Blocks = dense_mask(subtree_end.to(device), window)
-        if slots is not None:
-            mask = mask[slots]
-    else:
-        mask = block_mask(subtree_end, device, window, slots)
-        if window is not None:
-            depth = torch.from_numpy(depths(_padded_ends(subtree_end))).to(device)
-            reach = depth, (depth if slots is None else depth[slots]) - window
+            mask = dense_mask(subtree_end[: len(rotation[0])].to(device), window)
+        else:
+            mask = dense_mask(subtree_end.to(device), window)[slots]
+        return TreeParams(mask, len(mask), rotation, deal=deal)
     length = len(subtree_end) if slots is None else len(slots)
-    # Not `thd`: to Megatron a row is one sequence.
-    return TreeParams(qkv_format="sbhd", mask=mask, length=length, rotation=rotation, reach=reach, deal=deal)
+    params = TreeParams(block_mask(subtree_end, device, window, slots), length, rotation, deal=deal)
+    if window is not None:
+        depth = torch.from_numpy(depths(_padded_ends(subtree_end))).to(device)
+        params.reach = depth, (depth if slots is None else depth[slots]) - window
+    return params
 
 
 def rotation(
@@ -104,7 +100,8 @@ class Blocks(NamedTuple):
     """The mask as FlexAttention takes it.
 
     For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly (`full_kv`), int32
-    [1, 1, blocks], and their indices, int32 [1, 1, blocks, blocks]. The same for each block of keys (`q`, `full_q`).
+    [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1, blocks, blocks]. The same for each block
+    of keys (`q`, `full_q`).
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
@@ -136,7 +133,8 @@ def block_mask(
         partial, full = partial[queries], full[queries]
     fields: list[NDArray[Any]] = [ends]
     for needed in (partial, full, partial.T, full.T):
-        fields += _counts_and_indices(needed)
+        first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
+        fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
     # This memory isn't pinned, so the driver has copied it when `to` returns.
     return Blocks(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
 
@@ -170,90 +168,32 @@ def _padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
     return ends
 
 
-def _counts_and_indices(needed: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """bool [rows, columns] -> int32 [1, 1, rows], the number of true columns in each row, and int32
-    [1, 1, rows, columns], the columns, true ones first, in order."""
-    counts = needed.sum(1, dtype=np.int32)
-    indices = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
-    return counts[None, None], indices[None, None]
-
-
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *blocks: torch.Tensor
-) -> torch.Tensor:
-    ends = blocks[0]
-
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor | None,
+    depth: torch.Tensor | None, out: torch.Tensor | None, sinks: torch.Tensor | None, ends: torch.Tensor,
+    *blocks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends[key])
+        slot = query if slots is None else slots[query]
+        seen = (key <= slot) & (slot < ends[key])
+        return seen if depth is None or out is None else seen & (depth[key] > out[query])
 
-    return _flex(query, key, value, scale, tree_mask, *blocks)
-
-
-def _attend_in_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, depth: torch.Tensor, out: torch.Tensor,
-    *blocks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    ends = blocks[0]
-
-    def window_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < ends[key]) & (depth[key] > out[query])
-
-    return _flex(query, key, value, scale, window_mask, *blocks)
-
-
-def _attend_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
-    *blocks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    ends = blocks[0]
-
-    def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= slots[query]) & (slots[query] < ends[key])
-
-    return _flex(query, key, value, scale, part_mask, *blocks)
-
-
-def _attend_part_in_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor,
-    depth: torch.Tensor, out: torch.Tensor, *blocks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    ends = blocks[0]
-
-    def part_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= slots[query]) & (slots[query] < ends[key]) & (depth[key] > out[query])
-
-    return _flex(query, key, value, scale, part_mask, *blocks)
-
-
-def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask_mod: Any, *blocks: torch.Tensor
-) -> torch.Tensor:
-    lengths, sinks = (query.shape[2], key.shape[2]), blocks[len(Blocks._fields) :]
-    fields: dict[str, Any] = dict(zip(Blocks._fields[1:], blocks[1 : len(Blocks._fields)], strict=True))
-    mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **fields)
-    if not sinks:
+    fields: dict[str, Any] = dict(zip(Blocks._fields[1:], blocks, strict=True))
+    lengths = (query.shape[2], key.shape[2])
+    mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    if sinks is None:
         return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
     output, aux = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
     assert aux.lse is not None
     # The sink adds exp(sink) to the sum of exponentials.
-    return (output * torch.sigmoid(aux.lse - sinks[0].float()[:, None])[..., None]).to(query.dtype)
+    return (output * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(query.dtype)
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, S, head_dim], scale, *Blocks,
-and, where heads have sinks, these [heads]."""
-
-flex_in_window = Compiled(_attend_in_window)
-"""`flex` in a sliding window; after scale `TreeParams.reach`."""
-
-
-flex_part = Compiled(_attend_part)
-"""`flex` with the queries of some slots; after scale `Deal.slots`."""
-
-flex_part_in_window = Compiled(_attend_part_in_window)
-"""`flex_part` in a sliding window; after the slots `TreeParams.reach`."""
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, keys, head_dim], scale, the
+queries' slots if they are not all of the row's (`Deal.slots`), `TreeParams.reach` or two None, sinks, *Blocks."""
 
 
 def attend(
@@ -264,18 +204,13 @@ def attend(
     head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of each head's softmax, without a value."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
-        blocks = row.mask if sinks is None else (*row.mask, sinks)
-        reach = () if row.reach is None else row.reach
-        if row.deal is None:
-            output = (flex_in_window if reach else flex)(query, key, value, scale, *reach, *blocks)
-        else:
-            part: Any = flex_part_in_window if reach else flex_part
-            output = part(query, key, value, scale, row.deal.slots, *reach, *blocks)
+        slots = None if row.deal is None else row.deal.slots
+        depth, out = row.reach
+        output = flex(query, key, value, scale, slots, depth, out, sinks, *row.mask)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        assert row.mask is not None
         mask, size = row.mask, query.shape[-1]
         if sinks is not None:
             query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale)

@@ -5,21 +5,16 @@ adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows
 gradients are computed here, not by autograd.
 """
 
-from typing import Any, Literal
+from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from tandem.families.weight_rules import Cut
 from tandem.model import gradients, parallel
-from tandem.model.lora import AdapterSwitch, LoraTensor, join_stacked, target_blocks
-from tandem.model.mcore import MegatronModule, TransformerConfig
+from tandem.model.lora import Adapters, AdapterSwitch
 from tandem.spool.schema import LoraShape
 
-Part = Literal["gate_up", "down"]
-_CUTS: dict[Part, tuple[Cut, Cut]] = {"gate_up": ("whole", "rows"), "down": ("columns", "whole")}
-"""How A and B are cut over expert-tensor-parallel ranks."""
 _ALIGNED = 8  # elements; in bf16 torch's grouped product takes only rows of whole 16 bytes
 
 
@@ -53,131 +48,68 @@ def _sizes(ends: torch.Tensor) -> list[int]:
     return sizes
 
 
-class Experts(MegatronModule):
-    """The weights of a layer's experts: of this rank's, and its part of their features. A part is two projections, gate
-    and up, or one, down.
+class ExpertLinear(Adapters):
+    """The same linear layer of each of this rank's experts: frozen, with adapters; or trained itself. Uninitialised.
 
     Ranks that cut the same experts (ETP) have the same rows in the same order. Outputs, gradients of rows and gradients
     of probabilities are then this rank's summands; gradients of adapters are complete.
     """
 
-    def __init__(self, _num_experts: int, config: TransformerConfig, **_: Any) -> None:
-        super().__init__(config=config)
-        topology, hidden, dtype = parallel.current(), config.hidden_size, config.params_dtype
-        num_experts = config.num_moe_experts // topology.sizes.expert
-        ffn = config.moe_ffn_hidden_size // topology.sizes.expert_tensor
+    aligned = _ALIGNED
+
+    def __init__(
+        self, experts: int, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None,
+        switch: AdapterSwitch, *, dtype: torch.dtype, bias: bool,
+    ) -> None:  # fmt: skip
+        """`experts`, `in_features` and `rows` are of all ranks together; see `Adapters`."""
+        topology = parallel.current()
+        sizes = topology.sizes
+        if cut == "rows":
+            rows = {target: count // sizes.expert_tensor for target, count in rows.items()}
+        else:
+            in_features //= sizes.expert_tensor
+        experts //= sizes.expert
+        super().__init__(in_features, rows, cut, lora, switch, experts=experts)
         self.topology = topology
-        self.fc1 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, dtype=dtype))  # gate, then up
-        self.fc2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, dtype=dtype))
-        self.bias1: nn.Parameter | None = None  # [experts, 2 * ffn]
-        self.bias2: nn.Parameter | None = None  # [experts, hidden], on all ranks that cut an expert
-        self.features: dict[Part, dict[str, tuple[int, int]]] = {
-            "gate_up": {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn)},
-            "down": {"down_proj": (ffn, hidden)},
-        }
-        self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
-        self.switch, self.rank, self.scale = AdapterSwitch(), 0, 0.0
+        self.weight = nn.Parameter(torch.empty(experts, sum(rows.values()), in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
-    def add_biases(self) -> None:
-        """Add frozen biases to both parts, uninitialised."""
-        self.bias1, self.bias2 = (
-            nn.Parameter(weight.new_empty(weight.shape[:2]), requires_grad=False) for weight in (self.fc1, self.fc2)
-        )
-
-    def add_adapters(self, lora: LoraShape, switch: AdapterSwitch) -> None:
-        """Add the adapters of the targets that `lora` names, uninitialised."""
-        self.switch, self.rank, self.scale = switch, lora.rank, lora.alpha / lora.rank
-        experts = len(self.fc1)
-        for projections in self.features.values():
-            for target, (in_features, out_features) in projections.items():
-                if target in lora.targets:
-                    self.lora_a[target] = nn.Parameter(torch.empty(experts, lora.rank, in_features))
-                    self.lora_b[target] = nn.Parameter(torch.empty(experts, out_features, lora.rank))
-
-    def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
-        """Adapted target -> A and B of all experts."""
-        tensors = {}
-        for target in self.lora_a:
-            cut_a, cut_b = _CUTS["down" if target in self.features["down"] else "gate_up"]
-            a, b = self.lora_a[target], self.lora_b[target]
-            tensors[target] = LoraTensor(a, cut_a, experts=True), LoraTensor(b, cut_b, experts=True)
-        return tensors
-
-    def adapter(self, part: Part) -> list[nn.Parameter]:
-        """A of each adapted target, then B of each."""
-        targets = self._targets(part)
-        return [*(self.lora_a[target] for target in targets), *(self.lora_b[target] for target in targets)]
-
-    def row_biases(self, part: Part, ends: torch.Tensor, rows: int) -> torch.Tensor | None:
+    def row_biases(self, ends: torch.Tensor, rows: int) -> torch.Tensor | None:
         """The bias of each of the `rows` rows, or None. Where ranks cut an expert and their outputs are summed, only
         the first has one."""
-        bias = self.bias1 if part == "gate_up" else self.bias2
-        if bias is None or (part == "down" and self.topology.place.expert_tensor):
+        if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         row = torch.arange(rows, device=ends.device)
-        return bias[torch.searchsorted(ends, row, right=True)]
+        return self.bias[torch.searchsorted(ends, row, right=True)]
 
-    def product(self, part: Part, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [N, in], whose groups end at `ends` -> (output [N, out]; A x [N, targets * rank], padded)."""
-        output = grouped_product(rows, self._weight(part).transpose(1, 2), ends)
-        if not self._adapted(part):
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [N, in], whose groups end at `ends` -> (output [N, out] without bias; A x [N, targets * rank],
+        padded)."""
+        output = grouped_product(rows, self.weight.transpose(1, 2), ends)
+        if not self.adapted:
             return output, None
-        inner = grouped_product(rows, self._a(part, rows.dtype).transpose(1, 2), ends)
-        return output.add_(grouped_product(inner, self._b(part, rows.dtype).transpose(1, 2), ends)), inner
+        inner = grouped_product(rows, self._a(rows.dtype).transpose(1, 2), ends)
+        return output.add_(grouped_product(inner, self._b(rows.dtype).transpose(1, 2), ends)), inner
 
-    def input_gradient(
-        self, part: Part, gradient: torch.Tensor, ends: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def input_gradient(self, gradient: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output, those of the rows and of A x."""
-        of_rows = grouped_product(gradient, self._weight(part), ends)
-        if not self._adapted(part):
+        of_rows = grouped_product(gradient, self.weight, ends)
+        if not self.adapted:
             return of_rows, None
-        of_inner = grouped_product(gradient, self._b(part, gradient.dtype), ends)
-        return of_rows.add_(grouped_product(of_inner, self._a(part, gradient.dtype), ends)), of_inner
+        of_inner = grouped_product(gradient, self._b(gradient.dtype), ends)
+        return of_rows.add_(grouped_product(of_inner, self._a(gradient.dtype), ends)), of_inner
 
     def parameter_gradients(
-        self, part: Part, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor,
-        inner: torch.Tensor | None, ends: torch.Tensor,
+        self, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor, inner: torch.Tensor | None,
+        ends: torch.Tensor,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """The gradients of `adapter(part)`, fp32. Adds the weight's to its buffer, where it is trained."""
-        if gradients.wanted(self._weight(part)):
-            gradients.add(self._weight(part), grouped_outer(gradient, rows, ends))
+        """The gradients of `adapter()`, fp32. Adds the weight's to its buffer, where it is trained."""
+        if gradients.wanted(self.weight):
+            gradients.add(self.weight, grouped_outer(gradient, rows, ends))
         if of_inner is None or inner is None:
-            return [torch.zeros_like(parameter) for parameter in self.adapter(part)]
-        targets = self._targets(part)
-        whole_a = grouped_outer(of_inner, rows, ends).float()
-        of_b = grouped_outer(gradient, inner, ends).float().mul_(self.scale)
+            return [torch.zeros_like(parameter) for parameter in self.adapter()]
+        of_a, of_b = grouped_outer(of_inner, rows, ends).float(), grouped_outer(gradient, inner, ends).float()
+        of_b.mul_(self.scale)
         # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this rank's summands.
-        parallel.all_reduce(whole_a if part == "gate_up" else of_b, group=self.topology.expert_tensor)
-        of_a = whole_a[:, : len(targets) * self.rank].split(self.rank, 1)
-        return [*of_a, *self._blocks(part, of_b)]
-
-    def _weight(self, part: Part) -> nn.Parameter:
-        return self.fc1 if part == "gate_up" else self.fc2
-
-    def _targets(self, part: Part) -> list[str]:
-        return [target for target in self.features[part] if target in self.lora_a]
-
-    def _adapted(self, part: Part) -> bool:
-        return self.switch.on and bool(self._targets(part))
-
-    def _a(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """A of the part's adapted targets: [experts, targets * rank, in], padded to whole 16 bytes."""
-        whole = join_stacked([self.lora_a[target] for target in self._targets(part)], dim=1)
-        return pad(whole, (0, 0, 0, -whole.shape[1] % _ALIGNED)).to(dtype)
-
-    def _b(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """alpha / rank * B: [experts, out, targets * rank], padded likewise; zero where a row is of one target and a
-        column of another."""
-        targets, experts = self._targets(part), len(self.fc1)
-        columns = len(targets) * self.rank
-        rows = sum(out_features for _, out_features in self.features[part].values())
-        whole = self.lora_b[targets[0]].new_zeros(experts, rows, columns + -columns % _ALIGNED)
-        for target, block in zip(targets, self._blocks(part, whole), strict=True):
-            torch.mul(self.lora_b[target], self.scale, out=block)
-        return whole.to(dtype)
-
-    def _blocks(self, part: Part, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of [experts, out, columns], each adapted target's rows and columns."""
-        rows = {target: out_features for target, (_, out_features) in self.features[part].items()}
-        return target_blocks(whole, rows, self.lora_a.keys(), self.rank)
+        parallel.all_reduce(of_a if self.column else of_b, group=self.topology.expert_tensor)
+        return self._split(of_a, of_b)

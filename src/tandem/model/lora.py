@@ -1,4 +1,4 @@
-"""LoRA on Megatron's parallel linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
+"""LoRA on linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
 
 Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, also where Megatron fuses
 the base weights. All are fp32 and cast to the activations' dtype in use, so they are their own master weights.
@@ -22,16 +22,15 @@ and A x of a row-parallel layer.
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from tandem.families.weight_rules import Cut
-from tandem.model import gradients, mcore, parallel
+from tandem.model import gradients, parallel
 from tandem.model.fp8 import Fp8Weight
 from tandem.spool.schema import LoraShape
 
@@ -52,41 +51,41 @@ class LoraTensor:
     experts: bool = False  # stacked, [experts, rows, columns]; the ranks of the experts have it
 
 
-class LoraLinear(nn.Module):
-    """A Megatron linear layer: frozen, with adapters, which are uninitialised; or trained itself."""
+class Adapters(nn.Module):
+    """A and B, uninitialised, of each adapted target of a weight: a matrix that fuses several, or that of each expert.
+
+    The weight's rows, or those of all experts, are `blocks` equal blocks, each with its share of every target's rows.
+    """
+
+    aligned = 1
+    """The rows of `_a`, and the columns of `_b`, are padded with zeros to a multiple of it."""
 
     def __init__(
-        self,
-        base: mcore.ColumnParallelLinear | mcore.RowParallelLinear,
-        out_features: dict[str, int],
-        lora: LoraShape | None,
-        switch: AdapterSwitch,
-        groups: int = 1,
-    ) -> None:
-        """`out_features`: of this rank, for each target that `base` fuses, adapted or not. `groups`: the rows of `base`
-        are that many blocks, each with its share of every target's rows; Megatron's `linear_qkv` has one per key head.
-        """
+        self, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None, switch: AdapterSwitch, *,
+        groups: int = 1, experts: int | None = None,
+    ) -> None:  # fmt: skip
+        """`in_features`, `rows`: of this rank, the latter for each target, adapted or not; `cut`: how ranks cut the
+        weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv` has one per key head."""
         super().__init__()
-        self.base, self.out_features, self.groups = base, out_features, groups
-        self.rank, self.switch = lora.rank if lora else 0, switch
-        self.scale = lora.alpha / lora.rank if lora else 0.0
-        self.column = isinstance(base, mcore.ColumnParallelLinear)
-        self.group: dist.ProcessGroup = base.tp_group
-        self.sequence = parallel.current().sizes.sequence
-        self.fp8: Fp8Weight | None = None
-        """The frozen weight, where it is quantised; `base.weight` then has no values."""
-        self.targets = [target for target in out_features if lora and target in lora.targets]
-        in_features = base.input_size if self.column else base.input_size_per_partition
+        self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
+        self.rank, self.scale = (lora.rank, lora.alpha / lora.rank) if lora else (0, 0.0)
+        self.targets = [target for target in rows if lora and target in lora.targets]
+        self.blocks = groups if experts is None else experts
+        self.block_rows = {target: count // groups for target, count in rows.items()}
+        stack = () if experts is None else (experts,)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         for target in self.targets:
-            self.lora_a[target] = nn.Parameter(torch.empty(self.rank, in_features))
-            self.lora_b[target] = nn.Parameter(torch.empty(out_features[target], self.rank))
+            self.lora_a[target] = nn.Parameter(torch.empty(*stack, self.rank, in_features))
+            self.lora_b[target] = nn.Parameter(torch.empty(*stack, rows[target], self.rank))
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B."""
         cut_a: Cut = "whole" if self.column else "columns"
         cut_b: Cut = "rows" if self.column else "whole"
-        return {t: (LoraTensor(self.lora_a[t], cut_a), LoraTensor(self.lora_b[t], cut_b)) for t in self.targets}
+        return {
+            target: (LoraTensor(a, cut_a, self.stacked), LoraTensor(b, cut_b, self.stacked))
+            for (target, a), b in zip(self.lora_a.items(), self.lora_b.values(), strict=True)
+        }
 
     def adapter(self) -> list[nn.Parameter]:
         """A of each adapted target, then B of each."""
@@ -96,6 +95,64 @@ class LoraLinear(nn.Module):
     def adapted(self) -> bool:
         return bool(self.targets) and self.switch.on
 
+    def _a(self, dtype: torch.dtype) -> torch.Tensor:
+        """A of all adapted targets: [targets * rank, in], of experts [experts, targets * rank, in]; padded."""
+        parts = list(self.lora_a.values())
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        if padding := -whole.shape[-2] % self.aligned:
+            whole = pad(whole, (0, 0, 0, padding))
+        return whole.to(dtype)
+
+    def _b(self, dtype: torch.dtype) -> torch.Tensor:
+        """alpha / rank * B of all targets: [out, targets * rank] in the order of the weight's rows, of experts
+        [experts, out, targets * rank]; padded. Zero where a row is of one target and a column of another."""
+        columns, first = len(self.targets) * self.rank, self.lora_b[self.targets[0]]
+        whole = first.new_zeros(self.blocks, sum(self.block_rows.values()), columns + -columns % self.aligned)
+        for target, block in zip(self.targets, self._target_blocks(whole), strict=True):
+            torch.mul(self.lora_b[target].view(block.shape), self.scale, out=block)
+        return (whole if self.stacked else whole.flatten(0, 1)).to(dtype)
+
+    def _split(self, of_a: torch.Tensor, of_b: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients of `adapter()` in those of `_a`, and of `_b` before it is scaled."""
+        parts = of_a[..., : len(self.targets) * self.rank, :].split(self.rank, -2)
+        blocks = self._target_blocks(of_b.view(self.blocks, -1, of_b.shape[-1]))
+        return [*parts, *(block.reshape(b.shape) for block, b in zip(blocks, self.lora_b.values(), strict=True))]
+
+    def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Of [blocks, sum of rows, columns] each adapted target's own rows, and `rank` columns after those of the
+        adapted targets before it."""
+        blocks: list[torch.Tensor] = []
+        begin = 0
+        for target, count in self.block_rows.items():
+            if target in self.targets:
+                column = len(blocks) * self.rank
+                blocks.append(whole[:, begin : begin + count, column : column + self.rank])
+            begin += count
+        return blocks
+
+
+class LoraLinear(Adapters):
+    """A linear layer: frozen, with adapters; or trained itself. Column parallel if its rows are cut, else row
+    parallel. Uninitialised."""
+
+    def __init__(
+        self, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None, switch: AdapterSwitch, *,
+        dtype: torch.dtype, groups: int = 1, bias: bool = False,
+    ) -> None:  # fmt: skip
+        """`in_features` and `rows` are of all ranks together, `groups` is of this rank; see `Adapters`."""
+        topology = parallel.current()
+        parts = topology.sizes.tensor
+        if cut == "rows":
+            rows = {target: count // parts for target, count in rows.items()}
+        else:
+            in_features //= parts
+        super().__init__(in_features, rows, cut, lora, switch, groups=groups)
+        self.group, self.sequence = topology.tensor, topology.sizes.sequence
+        self.weight = nn.Parameter(torch.empty(sum(rows.values()), in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
+        self.fp8: Fp8Weight | None = None
+        """The frozen weight, where it is quantised; `weight` then has no values."""
+
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,9 +161,9 @@ class LoraLinear(nn.Module):
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
-        bias = None if self.column else self.base.bias
+        bias = None if self.column else self.bias
         if residual is not None and self.group.size() == 1 and self.fp8 is None and bias is None:
-            output = torch.addmm(residual, x, self.base.weight.t())  # one pass less than the product and a sum
+            output = torch.addmm(residual, x, self.weight.t())  # one pass less than the product and a sum
         else:
             output = self._product(x)
             if not self.column:
@@ -128,7 +185,7 @@ class LoraLinear(nn.Module):
         if self.sequence and not self.column:
             gradient = parallel.gather(gradient, self.group)
             of_inner = None if of_inner is None else parallel.gather(of_inner, self.group)
-        of_x = gradient @ self.base.weight if self.fp8 is None else self.fp8.backward(gradient)
+        of_x = gradient @ self.weight if self.fp8 is None else self.fp8.backward(gradient)
         if self.column:
             of_x = self._summed(of_x)
         if of_inner is None:
@@ -142,25 +199,23 @@ class LoraLinear(nn.Module):
     ) -> list[torch.Tensor]:
         """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward. Adds those
         of the layer's own weight and bias to their buffers, where these are trained."""
-        if gradients.wanted(self.base.weight):
+        if gradients.wanted(self.weight):
             self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:
             return [torch.zeros_like(parameter) for parameter in self.adapter()]
-        whole_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner).mul_(self.scale)
+        of_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner).mul_(self.scale)
         if self.sequence:  # each rank has that of its own tokens
-            parallel.all_reduce(whole_a if self.column else of_b, group=self.group)
-        of_a = whole_a.split(self.rank)
-        parts = self._blocks(of_b.unflatten(0, (self.groups, -1)))
-        return [*of_a, *(part.flatten(0, 1) for part in parts)]
+            parallel.all_reduce(of_a if self.column else of_b, group=self.group)
+        return self._split(of_a, of_b)
 
     def _add_base_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        if gradients.wanted(self.base.bias):
-            gradients.add(self.base.bias, gradient.sum(0, dtype=torch.float32))
+        if gradients.wanted(self.bias):
+            gradients.add(self.bias, gradient.sum(0, dtype=torch.float32))
         if self.sequence and self.column:
             x = parallel.gather(x, self.group)
         elif self.sequence:
             gradient = parallel.gather(gradient, self.group)
-        gradients.add_product(self.base.weight, gradient, x)
+        gradients.add_product(self.weight, gradient, x)
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""
@@ -171,48 +226,8 @@ class LoraLinear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """`W x`, with a column-parallel layer's bias: this rank's part."""
-        bias = self.base.bias if self.column else None
+        bias = self.bias if self.column else None
         if self.fp8 is None:
-            return linear(x, self.base.weight, bias)
+            return linear(x, self.weight, bias)
         output = self.fp8.forward(x)
         return output if bias is None else output.add_(bias)
-
-    def _a(self, dtype: torch.dtype) -> torch.Tensor:
-        """A of all adapted targets, stacked: [targets * rank, in]."""
-        return join_stacked(list(self.lora_a.values()), dim=0).to(dtype)
-
-    def _b(self, dtype: torch.dtype) -> torch.Tensor:
-        """alpha / rank * B of all targets, [out, targets * rank] in the order of `base`'s rows: zero where a row is of
-        one target and a column of another."""
-        first = next(iter(self.lora_b.values()))
-        whole = first.new_zeros(
-            self.groups, sum(self.out_features.values()) // self.groups, len(self.targets) * self.rank
-        )
-        for target, part in zip(self.targets, self._blocks(whole), strict=True):
-            torch.mul(self.lora_b[target].view(part.shape), self.scale, out=part)
-        return whole.flatten(0, 1).to(dtype)
-
-    def _blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of [groups, out / groups, targets * rank], each adapted target's rows and columns."""
-        rows = {target: features // self.groups for target, features in self.out_features.items()}
-        return target_blocks(whole, rows, self.targets, self.rank)
-
-
-def target_blocks(
-    whole: torch.Tensor, rows: Mapping[str, int], adapted: Collection[str], rank: int
-) -> list[torch.Tensor]:
-    """Each adapted target's block of `whole` [n, sum of rows, columns], where a fused layer's B are: its own rows, and
-    `rank` columns after those of the adapted targets before it. `rows`: of each target, adapted or not, in order."""
-    blocks: list[torch.Tensor] = []
-    begin = 0
-    for target, count in rows.items():
-        if target in adapted:
-            column = len(blocks) * rank
-            blocks.append(whole[:, begin : begin + count, column : column + rank])
-        begin += count
-    return blocks
-
-
-def join_stacked(outputs: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
-    """One after the other: gate, up; or a single output."""
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=dim)

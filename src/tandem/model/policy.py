@@ -15,7 +15,7 @@ from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, rotation, tree_params
-from tandem.model.device.allocation import allocate
+from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embedded
 from tandem.model.logprobs import item_logprobs
@@ -80,7 +80,7 @@ class Policy(nn.Module):
         """The base weights, by the names of their `WeightRule`s."""
         adapted = {id(tensor.parameter) for tensor in self.adapter.tensors.values()}
         return {
-            self._base_name(name.replace(".base.", ".")): parameter
+            self._base_name(name): parameter
             for name, parameter in self.gpt.named_parameters()
             if id(parameter) not in adapted
         }
@@ -123,8 +123,8 @@ class Policy(nn.Module):
                 field="TANDEM_BASE_PRECISION",
             )
         for layer in self._linear_layers():
-            if fp8.fits(layer.base.weight):
-                layer.fp8 = fp8.Fp8Weight(layer.base.weight.data)
+            if fp8.fits(layer.weight):
+                layer.fp8 = fp8.Fp8Weight(layer.weight.data)
 
     def _linear_layers(self) -> list[LoraLinear]:
         return [module for module in self.gpt.modules() if isinstance(module, LoraLinear)]

@@ -56,8 +56,10 @@ def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     else:
         transient = max(kept[level] + working[level] for level in Keep) - kept[Keep.ALL]
     budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
-    in_flight = 1 + policy.stage.ahead
-    return choose({level: in_flight * size for level, size in kept.items()}, len(policy.gpt.decoder.layers), budget)
+    in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
+    everything, attention = choose_levels(Kept(*(in_flight * kept[level] for level in Keep)), layers, budget)
+    least = layers - everything - attention
+    return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least
 
 
 def lower(policy: Policy) -> bool:
@@ -74,14 +76,6 @@ def lower(policy: Policy) -> bool:
                 layer.keep = Keep(level - 1)
             return True
     return False
-
-
-def choose(kept: dict[Keep, int], layers: int, budget: float) -> list[Keep]:
-    """The levels that `choose_levels` says, by layer. `kept`: bytes that a layer keeps at each level; `budget`: bytes
-    for all layers."""
-    everything, attention = choose_levels(Kept(*(kept[level] for level in Keep)), layers, budget)
-    least = layers - everything - attention
-    return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least
 
 
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:

@@ -1,14 +1,83 @@
-"""A packed row on the device, and the part of it that one rank computes."""
+"""A packed row on the device, and the part of it that one rank computes.
+
+Context-parallel ranks share each row: its slots are dealt in blocks. Each rank computes its blocks' queries; keys and
+values are gathered for each layer and not kept. What is computed per slot needs nothing else.
+"""
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from tandem.model.attention import BLOCK
-from tandem.model.context import Deal, deal_row
+from tandem.model import parallel
+from tandem.model.attention import BLOCK, seen_blocks
+from tandem.model.layer.kernels import Heads
 from tandem.model.parallel import Topology
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which slots of a row this rank has. The row has `length` slots, each rank length / ranks."""
+
+    slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's, rising
+    place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
+    by_rank: torch.Tensor  # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank
+    items: torch.Tensor  # int64 [own items], on the device: those of the row that this rank predicts
+    num_items: int
+    group: dist.ProcessGroup
+
+    def gather(self, heads: Heads) -> Heads:
+        """This rank's queries, and the keys and values of the whole row, in its order."""
+        q, k, v = heads
+        both = parallel.gather(torch.cat([k, v], 1), self.group)
+        k, v = _reordered(both, self.place).chunk(2, 1)
+        return q, k.contiguous(), v.contiguous()
+
+    def scatter(self, gradients: Heads) -> Heads:
+        """From the gradients of what `gather` returned those of its arguments, summed over the ranks in their order."""
+        q, k, v = gradients
+        k, v = parallel.scatter_sum(_reordered(torch.cat([k, v], 1), self.by_rank), self.group).chunk(2, 1)
+        return q, k, v
+
+    def together(self, own: torch.Tensor) -> torch.Tensor:
+        """[own items] -> [items], of all ranks. Every rank computes the loss of all, so no gradient is summed."""
+        whole: torch.Tensor = _Together.apply(own, self)
+        return whole
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, deal: Deal) -> torch.Tensor:
+        ctx.items = deal.items
+        whole = own.new_zeros(deal.num_items).index_copy(0, deal.items, own)
+        parallel.all_reduce(whole, group=deal.group)  # exact: all ranks but one add 0
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient[ctx.items], None
+
+
+def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
+    """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many blocks of keys.
+
+    Blocks are dealt in the order of how many blocks of keys they see, the most first: to rank 0, 1, ..., and back.
+    """
+    partial, full = seen_blocks(subtree_end, len(subtree_end))
+    order = np.argsort(-(partial | full).sum(1), kind="stable")
+    turns = order.reshape(-1, ranks)
+    turns[1::2] = turns[1::2, ::-1]
+    return [np.sort(turns[:, rank]) for rank in range(ranks)]
+
+
+def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[blocks * BLOCK, ...], its blocks in another order."""
+    return tensor.unflatten(0, (-1, BLOCK))[order].flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -32,14 +101,18 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
         return row
     unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
     row = padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
-    deal = deal_row(row.subtree_end, row.item_source, group)
-    local = torch.empty_like(row.tokens)
-    local[deal.slots] = torch.arange(len(deal.slots), device=local.device)
-    experts = row.slot_experts
+    blocks, where = dealt_blocks(row.subtree_end.cpu().numpy(), group.size()), row.tokens.device
+    own, by_rank = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel(), np.concatenate(blocks)
+    slots, place, order = (torch.from_numpy(array).to(where) for array in (own, np.argsort(by_rank), by_rank))
+    number = torch.full_like(row.tokens, -1)  # of each slot among this rank's
+    number[slots] = torch.arange(len(slots), device=where)
+    sources, experts = number[row.item_source], row.slot_experts
+    items = (sources >= 0).nonzero()[:, 0]  # waits for the device
     return RowTensors(
-        tokens=row.tokens[deal.slots], positions=row.positions[deal.slots], subtree_end=row.subtree_end,
-        item_source=local[row.item_source[deal.items]], item_token=row.item_token[deal.items],
-        slot_experts=None if experts is None else experts[deal.slots], deal=deal,
+        tokens=row.tokens[slots], positions=row.positions[slots], subtree_end=row.subtree_end,
+        item_source=sources[items], item_token=row.item_token[items],
+        slot_experts=None if experts is None else experts[slots],
+        deal=Deal(slots, place, order, items, len(row.item_source), group),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from tandem.errors import TandemError
 from tandem.model import parallel
-from tandem.model.device.allocation import allocate
+from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.lora import LoraTensor
 from tandem.model.policy import Policy

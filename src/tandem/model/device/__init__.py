@@ -1,17 +1,37 @@
-"""The device of this process, chosen by `activate`: one GPU, or the CPU."""
+"""The device of this process, chosen by `activate`: one GPU, or the CPU.
 
+CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a good part of a
+rank's start, more so if several ranks start at once. torch creates it at the first use of the GPU, and holds the
+interpreter's lock all the while. Instead:
+
+1. `activate` starts a thread that creates the context through CUDA's runtime library. A call through ctypes releases
+   the interpreter's lock.
+2. Meanwhile the rank joins its process groups and builds the model in host memory.
+3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use the context that
+   exists.
+
+The thread ignores errors: torch runs into the same error afterwards, and reports it with a message.
+"""
+
+import contextlib
+import ctypes
 import os
+import threading
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 
-from tandem.model.device import cpu_shim, cuda_start
+from tandem.model.device import cpu_shim
 
 Kind = Literal["cpu", "cuda"]
 
 _kind: Kind | None = None  # set by `activate`
 _gpu_seen = False  # set by `choose`
+_gpu = 0  # number of the GPU, among those that the process can see
+_start: threading.Thread | None = None
+_started = False  # whether any thread has waited for CUDA
+_current = threading.local()  # `.set`: the GPU is the current device of this thread
 
 
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
@@ -29,19 +49,29 @@ def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
 def activate(kind: Kind, local_rank: int = 0) -> torch.device:
     """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the process can see.
 
-    Returns at once; CUDA starts in a thread (see `cuda_start`). Call it before anything is built. A second call with
-    the same kind does nothing; with the other kind it raises RuntimeError. A missing GPU is reported by the first
-    function that needs it.
+    Returns at once; CUDA starts in a thread. Call it before anything is built. A second call with the same kind does
+    nothing; with the other kind it raises RuntimeError. A missing GPU is reported by the first function that needs it.
     """
-    global _kind
+    global _kind, _gpu, _start
     if _kind not in (None, kind):
         raise RuntimeError(f"this process runs on {_kind} already; start another process for {kind}")
     if _kind is None and kind == "cuda":
-        cuda_start.begin(local_rank)
+        _gpu, _start = local_rank, threading.Thread(target=_create_context, args=(local_rank,), daemon=True)
+        _start.start()
     elif _kind is None:
         cpu_shim.install()
     _kind = kind
-    return torch.device(kind, cuda_start.index) if kind == "cuda" else torch.device(kind)
+    return torch.device(kind, _gpu) if kind == "cuda" else torch.device(kind)
+
+
+def _create_context(gpu: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        runtime().cudaSetDevice(gpu)
+
+
+def runtime() -> ctypes.CDLL:
+    """CUDA's runtime library, the copy that torch has loaded. Its calls release the interpreter's lock."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def is_cuda() -> bool:
@@ -53,14 +83,26 @@ def is_cuda() -> bool:
 
 def started() -> bool:
     """Whether the device is ready. Until then this process has no memory on it."""
-    return not is_cuda() or cuda_start.finished
+    return not is_cuda() or _started
 
 
 def wait_until_started() -> Kind:
-    """Wait for the device, make it the calling thread's current device, and return its kind."""
+    """Wait for the device, make it the calling thread's current device, and return its kind. RuntimeError if the GPU
+    can't be used."""
+    global _started
     if not is_cuda():
         return "cpu"
-    cuda_start.wait()
+    if getattr(_current, "set", False):
+        return "cuda"
+    if _start is not None:
+        _start.join()
+    try:
+        # torch 2.11 would ask NVML eight times.
+        torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
+        torch.cuda.set_device(_gpu)
+    except RuntimeError as error:
+        raise RuntimeError(f"GPU {_gpu} of those that this process can see can't be used: {error}") from error
+    _current.set = _started = True
     return "cuda"
 
 
@@ -76,7 +118,7 @@ def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
 
 def device() -> torch.device:
     """The device that `activate` chose, when it has started."""
-    return torch.device("cuda", cuda_start.index) if wait_until_started() == "cuda" else torch.device("cpu")
+    return torch.device("cuda", _gpu) if wait_until_started() == "cuda" else torch.device("cpu")
 
 
 def synchronize() -> None:
@@ -89,10 +131,10 @@ def uuid() -> str:
     """The GPU's UUID in NVML's form (`GPU-…` or `MIG-…`), or "cpu"."""
     if wait_until_started() == "cpu":
         return "cpu"
-    index, visible = cuda_start.index, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].startswith("MIG-"):
-        return visible[index]
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if _gpu < len(visible) and visible[_gpu].startswith("MIG-"):
+        return visible[_gpu]
+    return f"GPU-{torch.cuda.get_device_properties(_gpu).uuid}"
 
 
 def default_dtype() -> torch.dtype:

@@ -1,12 +1,34 @@
-"""Memory of this process's device: how much is in use, and freeing what allocators keep unused. All sizes in bytes."""
+"""Memory of this process's device: allocations, how much is in use, and freeing what allocators keep unused. All sizes
+in bytes."""
 
 import contextlib
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from tandem.model.device import wait_until_started
+
+ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
+
+
+def allocate(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, where: torch.device, *, multiple: int = ALIGNMENT
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Pack many uninitialised tensors into one allocation, because each driver call blocks the other threads.
+
+    Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a view of it of each
+    shape, in the order of `shapes`.
+    """
+    begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
+    for name, shape in shapes.items():
+        begins[name] = end
+        end += -(-math.prod(shape) // step) * step
+    length = -(-end * dtype.itemsize // multiple) * multiple // dtype.itemsize
+    whole = torch.empty(length, dtype=dtype, device=where)
+    return whole, {name: whole[at : at + math.prod(shapes[name])].view(shapes[name]) for name, at in begins.items()}
 
 
 def stats() -> dict[str, int]:

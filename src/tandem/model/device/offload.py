@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from tandem.model import device
-from tandem.model.device.allocation import ALIGNMENT
+from tandem.model.device.memory import ALIGNMENT
 
 
 class Offload:

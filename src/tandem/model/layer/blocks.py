@@ -20,7 +20,7 @@ from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import Heads, HeadShape
 from tandem.model.layer.norm import multiplier
-from tandem.model.lora import LoraLinear
+from tandem.model.lora import Adapters, LoraLinear
 
 
 class Keep(IntEnum):
@@ -43,9 +43,13 @@ class Kept:
 class Block:
     """What all blocks do: they normalise their input, and add it to their output."""
 
-    def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`norm`: Megatron's, for its `weight` and `eps`. `post_norm`: of the output before it is added; or None."""
-        self._norm, self._post_norm = norm, post_norm
+    def __init__(self, norm: Any, linears: list[Adapters], post_norm: Any = None) -> None:
+        """`post_norm`: of the output before it is added; or None."""
+        self._norm, self.linears, self._post_norm = norm, linears, post_norm
+
+    def parameters(self) -> list[Parameter]:
+        """In the order of `backward`'s gradients."""
+        return [parameter for linear in self.linears for parameter in linear.adapter()]
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
@@ -81,14 +85,10 @@ class AttentionBlock(Block):
     ) -> None:  # fmt: skip
         """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`.
         `sinks`: frozen [heads], see `Arch.sinks`."""
-        super().__init__(norm, post_norm)
+        super().__init__(norm, [qkv, proj], post_norm)
         self._windowed, self._sinks = windowed, sinks
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
-
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        return [*self._qkv.adapter(), *self._proj.adapter()]
 
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
@@ -130,14 +130,17 @@ class AttentionBlock(Block):
         else:
             qkv, inner, heads = self._heads(normalised, row)
             graph.again(heads)
-        of_heads = graph.gradients(output, _padded(of_output.view(self._slots(x), *output.shape[1:]), len(output)))
+        of_output = of_output.view(self._slots(x), *output.shape[1:])
+        if missing := len(output) - len(of_output):
+            of_output = pad(of_output, (0, 0, 0, 0, 0, missing))
+        of_heads = graph.gradients(output, of_output)
         if row.deal is not None:
             of_heads = row.deal.scatter(of_heads)
         if self._shape.q_norm is not None and gradients.wanted(self._shape.q_norm):
-            of_norms = kernels.head_norm_gradients(of_heads, qkv, self._shape, *_rotation(row))
+            of_norms = kernels.head_norm_gradients(of_heads, qkv, self._shape, *row.rotation)
             for weight, of_weight in zip((self._shape.q_norm, self._shape.k_norm), of_norms, strict=True):
                 gradients.add(weight, of_weight)
-        of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *_rotation(row))
+        of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *row.rotation)
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
         of_parameters = [*self._qkv.parameter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
         del of_qkv, normalised
@@ -145,10 +148,9 @@ class AttentionBlock(Block):
 
     def _seen(self, row: TreeParams) -> TreeParams:
         """What this layer needs to know of the row."""
-        if not self._windowed:
-            return row
-        assert row.windowed is not None
-        return row.windowed
+        seen = row.windowed if self._windowed else row
+        assert seen is not None
+        return seen
 
     def _slots(self, x: torch.Tensor) -> int:
         """Of the row, of which `x` has this rank's part."""
@@ -166,7 +168,7 @@ class AttentionBlock(Block):
         return qkv, inner, self._split(qkv, row)
 
     def _split(self, qkv: torch.Tensor, row: TreeParams) -> Heads:
-        heads = kernels.split_heads(qkv, self._head_shape(), *_rotation(row), row.length)
+        heads = kernels.split_heads(qkv, self._head_shape(), *row.rotation, row.length)
         return heads if row.deal is None else row.deal.gather(heads)
 
 
@@ -174,33 +176,43 @@ class MlpBlock(Block):
     """`x + W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(
-        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu", post_norm: Any = None
-    ) -> None:
-        super().__init__(norm, post_norm)
+        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu",
+        post_norm: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(norm, [gate_up, down], post_norm)
         self._gate_up, self._down = gate_up, down
         self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
         self._activate_backward = kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
 
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        return [*self._gate_up.adapter(), *self._down.adapter()]
-
     def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
-        gate_up, inner = self._gate_up(self._normalised(x))
+        y, tensors = self.added_to(x, self._normalised(x), keep)
+        return y, Kept(x if keep is not None and keep >= Keep.ATTENTION else None, tensors)
+
+    def added_to(
+        self, x: torch.Tensor, normalised: torch.Tensor, keep: Keep | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """x plus the MLP of `normalised`, both [S, hidden]; and what to keep."""
+        gate_up, inner = self._gate_up(normalised)
         y, down_inner = self._added(self._down, self._activate(gate_up), x)
-        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
+        tensors = named("down_inner", down_inner)
         if keep is Keep.ALL:
-            kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
-        return y, kept
+            tensors |= {"gate_up": gate_up} | named("inner", inner)
+        return y, tensors
 
     def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
-        x = kept.x
-        assert x is not None
-        normalised = self._normalised(x)
-        if "gate_up" in kept.tensors:
-            gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
+        assert kept.x is not None
+        of_normalised, of_parameters = self.input_gradient(gradient, self._normalised(kept.x), kept.tensors)
+        return self._input_gradient(of_normalised, kept.x, gradient), of_parameters
+
+    def input_gradient(
+        self, gradient: torch.Tensor, normalised: torch.Tensor, kept: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """From the gradient of what `added_to` returned, those of `normalised` and of `parameters()`. Uses up `kept`,
+        what that forward kept."""
+        if "gate_up" in kept:
+            gate_up, inner = kept.pop("gate_up"), kept.pop("inner", None)
         else:
             gate_up, inner = self._gate_up(normalised)
         of_added = gradient
@@ -208,12 +220,10 @@ class MlpBlock(Block):
             of_added = self._unnormalised(gradient, self._down, self._activate(gate_up))
         of_activated, of_inner = self._down.input_gradient(of_added)
         of_gate_up, activated = self._activate_backward(of_activated, gate_up)
-        of_down = self._down.parameter_gradients(of_added, of_inner, activated, kept.tensors.pop("down_inner", None))
+        of_down = self._down.parameter_gradients(of_added, of_inner, activated, kept.pop("down_inner", None))
         del of_activated, activated, gate_up
         of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
-        of_parameters = [*self._gate_up.parameter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
-        del of_gate_up, normalised
-        return self._input_gradient(of_normalised, x, gradient), of_parameters
+        return of_normalised, [*self._gate_up.parameter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
 
 
 class _HeadsGraph:
@@ -277,16 +287,6 @@ def _flat(output: torch.Tensor, slots: int) -> torch.Tensor:
     return output[:slots].flatten(1)
 
 
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """[S, heads, size] -> [length, heads, size], with zeros at the end."""
-    return pad(tensor, (0, 0, 0, 0, 0, length - len(tensor))) if len(tensor) < length else tensor
-
-
 def named(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """For `Kept.tensors`."""
     return {} if tensor is None else {name: tensor}
-
-
-def _rotation(row: TreeParams) -> tuple[torch.Tensor, torch.Tensor]:
-    assert row.rotation is not None
-    return row.rotation

@@ -1,21 +1,44 @@
-"""A decoder layer of Megatron's GPTModel whose forward and backward are ours."""
+"""A decoder layer of Megatron's GPTModel whose parameters, forward and backward are ours."""
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
+from tandem.families.arch import Arch
 from tandem.model.attention import TreeParams
+from tandem.model.experts import ExpertLinear
 from tandem.model.layer.blocks import AttentionBlock, Keep, Kept, MlpBlock
+from tandem.model.layer.kernels import HeadShape
 from tandem.model.layer.moe_block import MoeBlock
-from tandem.model.mcore import TransformerLayer
+from tandem.model.layer.norm import make_norm
+from tandem.model.lora import AdapterSwitch, LoraLinear
+from tandem.model.mcore import MegatronModule, TransformerConfig
+from tandem.model.parallel import current
+from tandem.spool.schema import LoraShape
 
 
-class DecoderLayer(TransformerLayer):
-    """`blocks`: attention, and an MLP or a mixture of experts."""
+class DecoderLayer(MegatronModule):
+    """Attention, and an MLP or a mixture of experts. Parameters are uninitialised and have Megatron's names."""
 
-    blocks: list[AttentionBlock | MlpBlock | MoeBlock]
     keep = Keep.ALL
+
+    def __init__(
+        self, config: TransformerConfig, arch: Arch, index: int, lora: LoraShape | None, switch: AdapterSwitch, **_: Any
+    ) -> None:
+        """`index`: of the layer, counted over all stages."""
+        super().__init__(config=config)
+        self._arch, self._index, self._dtype = arch, index, config.params_dtype
+        self._adapters: dict[str, Any] = {"lora": lora, "switch": switch, "dtype": self._dtype}
+        norm = self._norm = partial(make_norm, arch, self._dtype)
+        self.input_layernorm, self.pre_mlp_layernorm = norm(), norm()
+        self.post_self_attn_layernorm = norm() if arch.post_norms else None
+        self.post_mlp_layernorm = norm() if arch.post_norms else None
+        self.self_attention, self.mlp = nn.Module(), nn.Module()
+        mixture = arch.moe is not None and index >= arch.moe.dense_layers
+        self.blocks = [self._attention_block(), self._moe_block() if mixture else self._mlp_block()]
 
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
@@ -29,6 +52,65 @@ class DecoderLayer(TransformerLayer):
             for block in self.blocks:
                 x, _kept = block.forward(x, packed_seq_params, None)
         return x[:, None], None
+
+    def _attention_block(self) -> AttentionBlock:
+        arch, attention, tp = self._arch, self.self_attention, current().sizes.tensor
+        rows = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+        qkv = LoraLinear(
+            arch.hidden_size, rows, "rows", groups=arch.num_kv_heads // tp, bias=arch.qkv_bias, **self._adapters
+        )
+        proj = LoraLinear(
+            arch.query_size, {"o_proj": arch.hidden_size}, "columns", bias=arch.output_bias, **self._adapters
+        )
+        attention.linear_qkv, attention.linear_proj = qkv, proj
+        sinks = self._vector(arch.num_heads // tp) if arch.sinks else None
+        q_norm, k_norm = (self._norm(arch.head_dim), self._norm(arch.head_dim)) if arch.qk_norm else (None, None)
+        attention.register_parameter("sinks", sinks)
+        attention.register_module("q_layernorm", q_norm)
+        attention.register_module("k_layernorm", k_norm)
+        heads = HeadShape(
+            arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
+            None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+            partial_rope=arch.rotary_size not in (None, arch.head_dim), offset_norms=arch.offset_norms,
+        )  # fmt: skip
+        windowed = arch.window is not None and arch.window.layers[self._index]
+        return AttentionBlock(
+            self.input_layernorm, qkv, proj, heads, windowed=windowed, scale=arch.attention_scale,
+            post_norm=self.post_self_attn_layernorm, sinks=sinks,
+        )  # fmt: skip
+
+    def _mlp_block(self) -> MlpBlock:
+        linears = self._mlp(self.mlp, self._arch.ffn_hidden_size)
+        return MlpBlock(
+            self.pre_mlp_layernorm, *linears, activation=self._arch.activation, post_norm=self.post_mlp_layernorm
+        )
+
+    def _mlp(self, mlp: nn.Module, features: int) -> tuple[LoraLinear, LoraLinear]:
+        hidden, gate_up = self._arch.hidden_size, {"gate_proj": features, "up_proj": features}
+        mlp.linear_fc1 = fc1 = LoraLinear(hidden, gate_up, "rows", **self._adapters)
+        mlp.linear_fc2 = fc2 = LoraLinear(features, {"down_proj": hidden}, "columns", **self._adapters)
+        return fc1, fc2
+
+    def _moe_block(self) -> MoeBlock:
+        moe, hidden = self._arch.moe, self._arch.hidden_size
+        assert moe is not None
+        router = self.mlp.router = nn.Module()
+        router.weight = Parameter(torch.empty(moe.num_experts, hidden, dtype=self._dtype))
+        router.register_parameter("bias", self._vector(moe.num_experts) if moe.biases else None)
+        if moe.router == "sigmoid":
+            router.correction_bias = Parameter(torch.empty(moe.num_experts))
+        ffn, options = moe.ffn_hidden_size, self._adapters | {"bias": moe.biases}
+        gate_up = ExpertLinear(moe.num_experts, hidden, {"gate_proj": ffn, "up_proj": ffn}, "rows", **options)
+        down = ExpertLinear(moe.num_experts, ffn, {"down_proj": hidden}, "columns", **options)
+        self.mlp.experts = nn.ModuleDict({"fc1": gate_up, "fc2": down})
+        shared = None
+        if moe.shared_size:
+            self.mlp.shared_experts = nn.Module()
+            shared = MlpBlock(self.pre_mlp_layernorm, *self._mlp(self.mlp.shared_experts, moe.shared_size))
+        return MoeBlock(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
+
+    def _vector(self, size: int) -> Parameter:
+        return Parameter(torch.empty(size, dtype=self._dtype))
 
 
 class _Blocks(torch.autograd.Function):

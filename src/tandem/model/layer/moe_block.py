@@ -19,10 +19,9 @@ from torch.nn.functional import linear, pad
 from tandem.families.arch import MoE
 from tandem.model import gradients, parallel
 from tandem.model.attention import TreeParams
-from tandem.model.experts import Experts
+from tandem.model.experts import ExpertLinear
 from tandem.model.layer import kernels
-from tandem.model.layer.blocks import Block, Keep, Kept, named
-from tandem.model.lora import LoraLinear
+from tandem.model.layer.blocks import Block, Keep, Kept, MlpBlock, named
 
 
 @dataclass
@@ -39,41 +38,18 @@ class Routing:
     ends: torch.Tensor  # int32 [experts of this rank], one past each expert's last row
 
 
-@dataclass(frozen=True)
-class SharedExpert:
-    """The MLP of all tokens: `W_down swiglu(W_gate_up x)`."""
-
-    gate_up: LoraLinear
-    down: LoraLinear
-
-    def parameters(self) -> list[Parameter]:
-        return [*self.gate_up.adapter(), *self.down.adapter()]
-
-    def forward(self, x: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
-        return self.down(kernels.swiglu(self.gate_up(x)[0]), plus)[0]
-
-    def backward(self, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The gradients of x and of `parameters()`. Nothing was kept, because the experts are far larger."""
-        gate_up, inner = self.gate_up(x)
-        down_inner = self.down(kernels.swiglu(gate_up))[1]
-        of_activated, of_inner = self.down.input_gradient(gradient)
-        of_gate_up, activated = kernels.swiglu_backward(of_activated, gate_up)
-        of_down = self.down.parameter_gradients(gradient, of_inner, activated, down_inner)
-        of_x, of_inner = self.gate_up.input_gradient(of_gate_up)
-        return of_x, [*self.gate_up.parameter_gradients(of_gate_up, of_inner, x, inner), *of_down]
-
-
 class MoeBlock(Block):
     """`x + shared(norm(x)) + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(
-        self, norm: Any, router: Any, experts: Experts, shape: MoE, layer: int, shared: SharedExpert | None = None
-    ) -> None:
-        """`router`: of the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
+        self, norm: Any, router: Any, gate_up: ExpertLinear, down: ExpertLinear, shape: MoE, layer: int,
+        shared: MlpBlock | None = None,
+    ) -> None:  # fmt: skip
+        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
         softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
         `layer`: 0, 1, ..."""
-        super().__init__(norm)
-        self._module, self._experts, self._shape, self._layer = router, experts, shape, layer
+        super().__init__(norm, [gate_up, down, *(shared.linears if shared else [])])
+        self._module, self._gate_up, self._down, self._shape, self._layer = router, gate_up, down, shape, layer
         self._shared, self._activate = shared, kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu
         self._activate_backward = kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
         self._topology = parallel.current()
@@ -84,31 +60,29 @@ class MoeBlock(Block):
         weight: Parameter = self._module.weight
         return weight
 
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        shared = [] if self._shared is None else self._shared.parameters()
-        return [*self._experts.adapter("gate_up"), *self._experts.adapter("down"), *shared]
-
     def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
         tokens = parallel.gather(normalised, self._group)
-        gate_up, inner = self._gate_up(tokens[routing.token], routing.ends)
+        gate_up, inner = self._gates_and_ups(tokens[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where rows are shorter.
         scaled = self._activate(gate_up, routing.row_probs)
-        output, down_inner = self._experts.product("down", scaled, routing.ends)
-        if (bias := self._experts.row_biases("down", routing.ends, len(output))) is not None:
+        output, down_inner = self._down(scaled, routing.ends)
+        if (bias := self._down.row_biases(routing.ends, len(output))) is not None:
             output.addcmul_(bias, routing.row_probs[:, None].to(bias.dtype))
         kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
         y = self._sum(output, routing, x)
-        return y if self._shared is None else self._shared.forward(normalised, y), kept
+        if self._shared is not None:  # its gate and up are not kept: the experts' are far larger
+            y, of_shared = self._shared.added_to(y, normalised, Keep.INPUT)
+            kept.tensors |= named("shared_inner", of_shared.get("down_inner"))
+        return y, kept
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
-        x, experts = kept.x, self._experts
+        x = kept.x
         assert x is not None
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
@@ -116,17 +90,17 @@ class MoeBlock(Block):
         if "gate_up" in kept.tensors:
             gate_up, inner = kept.tensors.pop("gate_up"), kept.tensors.pop("inner", None)
         else:
-            gate_up, inner = self._gate_up(rows, ends)
+            gate_up, inner = self._gates_and_ups(rows, ends)
         of_output = parallel.gather(gradient, self._group)[routing.token]
-        of_scaled, of_inner = experts.input_gradient("down", of_output, ends)
+        of_scaled, of_inner = self._down.input_gradient(of_output, ends)
         of_gate_up, scaled, of_probs = self._activate_backward(of_scaled, gate_up, routing.row_probs)
-        if (bias := experts.row_biases("down", ends, len(of_output))) is not None:
+        if (bias := self._down.row_biases(ends, len(of_output))) is not None:
             of_probs += (of_output.float() * bias).sum(-1)
         down_inner = kept.tensors.pop("down_inner", None)
-        of_down = experts.parameter_gradients("down", of_output, of_inner, scaled, down_inner, ends)
+        of_down = self._down.parameter_gradients(of_output, of_inner, scaled, down_inner, ends)
         del of_output, of_scaled, scaled, gate_up
-        of_rows, of_inner = experts.input_gradient("gate_up", of_gate_up, ends)
-        of_parameters = [*experts.parameter_gradients("gate_up", of_gate_up, of_inner, rows, inner, ends), *of_down]
+        of_rows, of_inner = self._gate_up.input_gradient(of_gate_up, ends)
+        of_parameters = [*self._gate_up.parameter_gradients(of_gate_up, of_inner, rows, inner, ends), *of_down]
         del of_gate_up, rows
         if self._group.size() > 1:
             of_probs = pad(of_probs, (0, 1))
@@ -136,14 +110,15 @@ class MoeBlock(Block):
             gradients.add_product(self._router, of_logits, normalised)
         of_router = of_logits.to(x.dtype) @ self._router
         if self._shared is not None:
-            of_shared, of_shared_parameters = self._shared.backward(gradient, normalised)
+            shared_inner = named("down_inner", kept.tensors.pop("shared_inner", None))
+            of_shared, of_shared_parameters = self._shared.input_gradient(gradient, normalised, shared_inner)
             of_router, of_parameters = of_router + of_shared, [*of_parameters, *of_shared_parameters]
         of_normalised = self._sum(of_rows, routing, of_router)
         return self._input_gradient(of_normalised, x, gradient), of_parameters
 
-    def _gate_up(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, inner = self._experts.product("gate_up", rows, ends)
-        bias = self._experts.row_biases("gate_up", ends, len(rows))
+    def _gates_and_ups(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, inner = self._gate_up(rows, ends)
+        bias = self._gate_up.row_biases(ends, len(rows))
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:

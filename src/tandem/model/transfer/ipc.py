@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch._C._distributed_c10d import Store
 
-from tandem.model.device.cuda_start import runtime
+from tandem.model.device import runtime
 
 Export = tuple[bytes, int]
 """CUDA's handle of an allocation (cudaIpcMemHandle_t), and the offset of a byte in it."""

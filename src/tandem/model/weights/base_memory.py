@@ -13,7 +13,7 @@ from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, check, on_stage
 from tandem.model import device, parallel
-from tandem.model.device.allocation import ALIGNMENT, allocate
+from tandem.model.device.memory import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
 
 _GAP = "gap"
@@ -31,7 +31,7 @@ class Section:
 
 class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and
-    its `sections`.
+    its `sections`. The few small parameters in fp32 (`WeightRule.fp32`) are apart.
 
     Ranks that need the same weights may share the reading: each reads a share of them from the files, calls `connect`
     meanwhile, and then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
@@ -49,9 +49,8 @@ class BaseWeights:
         own_rules = (rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage))
         rules = sorted(own_rules, key=lambda rule: rule.experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
-        shapes = {rule.parameter: rule.shape(sizes) for rule in rules}
-        own = [rule.parameter for rule in rules if rule.fp32]
-        shapes |= {name: (shapes[name][0] * torch.float32.itemsize // dtype.itemsize,) for name in own}
+        shapes = {rule.parameter: rule.shape(sizes) for rule in rules if not rule.fp32}
+        own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32}
         experts = {rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None}
         apart = bool(experts) and sizes.experts_apart
         if apart:  # what comes before the experts divides by the number of ranks too
@@ -63,8 +62,9 @@ class BaseWeights:
         self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
         self._copies: list[Callable[[], None]] = []  # from there
         self.memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT * sizes.world)
-        self.parameters |= {name: self.parameters[name].view(torch.float32) for name in own}
         self.parameters.pop(_GAP, None)
+        self._shared = dict(self.parameters)  # without the few small ones in fp32, which each rank reads itself
+        self.parameters |= allocate(own, torch.float32, device.device())[1]
         first = int(self.parameters[next(iter(experts))].storage_offset()) if apart else len(self.memory)
         self.sections = [Section(0, first, experts=False)]
         if apart:
@@ -75,7 +75,7 @@ class BaseWeights:
         rank's."""
         if self._groups is None:
             return self.parameters
-        share: dict[str, torch.Tensor] = {}
+        share = {name: part for name, part in self.parameters.items() if name not in self._shared}
         for section in self.sections:
             share |= self._shares(section)[self._readers(section).rank()]
         return share
@@ -138,11 +138,11 @@ class BaseWeights:
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
         """Each rank's share of a section: the parameters whose middle lies in the rank's equal part of it."""
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
-        begins = {name: each.storage_offset() * self._ratio(each) for name, each in self.parameters.items()}
-        mine = {name: each for name, each in self.parameters.items() if section.begin <= begins[name] < section.end}
+        begins = {name: each.storage_offset() for name, each in self._shared.items()}
+        mine = {name: each for name, each in self._shared.items() if section.begin <= begins[name] < section.end}
         size = len(self._range(mine))
         for name, parameter in mine.items():
-            middle = begins[name] - section.begin + parameter.numel() * self._ratio(parameter) / 2
+            middle = begins[name] - section.begin + parameter.numel() / 2
             shares[int(middle * len(shares) / size)][name] = parameter
         return shares
 
@@ -150,9 +150,4 @@ class BaseWeights:
         """The flat range of the memory that these consecutive parameters occupy."""
         tensors = list(parameters.values())
         first, last = tensors[0], tensors[-1]
-        end = (last.storage_offset() + last.numel()) * self._ratio(last)
-        return self.memory[first.storage_offset() * self._ratio(first) : end]
-
-    def _ratio(self, parameter: torch.Tensor) -> int:
-        """Elements of the memory in one of the parameter."""
-        return parameter.element_size() // self.memory.element_size()
+        return self.memory[first.storage_offset() : last.storage_offset() + last.numel()]

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import os
 import struct
 from collections import deque
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model.device.allocation import host_buffer
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
@@ -169,7 +169,7 @@ def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, 
     """
     with contextlib.ExitStack() as held, torch.no_grad():
         aligned = -(-buffer_bytes // 16) * 16  # whole elements of any dtype
-        buffer = held.enter_context(host_buffer(aligned, pinned=where.type == "cuda"))
+        buffer = held.enter_context(_host_buffer(aligned, pinned=where.type == "cuda"))
         memory = memoryview(buffer.numpy())
         stream = torch.cuda.Stream(where) if where.type == "cuda" else None
         if stream is not None:
@@ -217,3 +217,23 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
         if count == 0:
             raise InvalidInput(f"{path} can't be read: it ends at byte {offset + done}", field="base_model")
         done += count
+
+
+@contextlib.contextmanager
+def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
+    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU.
+
+    Pinned memory is in huge pages if the kernel has any, because small ones take longer to pin and to read.
+    """
+    if not pinned:
+        yield torch.empty(size, dtype=torch.uint8)
+        return
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer, runtime = torch.frombuffer(memory, dtype=torch.uint8), torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)))
+    try:
+        yield buffer
+    finally:
+        runtime.cudaHostUnregister(buffer.data_ptr())
