@@ -99,8 +99,15 @@ def docker(
     return done
 
 
+def _profiles(names: Sequence[str]) -> list[str]:
+    return [word for name in names for word in ("--profile", name)]
+
+
 class Compose:
-    """`docker compose` on some of the repository's files, without .env and the caller's variables."""
+    """`docker compose` on some files, without .env and the caller's variables.
+
+    `up` starts the stack; leaving the context removes it with its volumes.
+    """
 
     def __init__(self, *files: str, project: str = "tandem-test", **variables: str) -> None:
         self.files = files
@@ -122,39 +129,6 @@ class Compose:
         """The merged configuration."""
         return json.loads(self.run(*_profiles(profiles), "config", "--format", "json", **variables).stdout)
 
-
-def _profiles(names: Sequence[str]) -> list[str]:
-    return [word for name in names for word in ("--profile", name)]
-
-
-class ComposeStack(Compose):
-    """The CPU stack. `up` starts it; leaving the context removes it with its volumes."""
-
-    def __init__(self, directory: Path, *overrides: str, **variables: str) -> None:
-        self.secrets_dir = directory / "secrets"
-        self.secrets_dir.mkdir(parents=True)
-        create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
-        (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
-        subprocess.run([create], check=True, capture_output=True)
-        self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
-        super().__init__(
-            MAIN, CPU, *overrides,
-            project=f"tandem-test-{secrets.token_hex(3)}",
-            **{
-                "TANDEM_SECRETS_DIR": str(self.secrets_dir),
-                "TANDEM_MODELS_DIR": str(directory / "models"),
-                "TANDEM_CONTROLLER_PORT": str(self.controller_port),
-                "TANDEM_INFERENCE_PORT": str(self.inference_port),
-                "PROMETHEUS_PORT": str(self.prometheus_port),
-                "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:stand-in"),
-                "TANDEM_HEARTBEAT_SECONDS": "1",
-                "TANDEM_LEASE_SECONDS": "10",
-                **variables,
-            },
-        )  # fmt: skip
-        self.controller_url = f"http://127.0.0.1:{self.controller_port}"
-        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
-
     def __enter__(self) -> Self:
         return self
 
@@ -171,29 +145,6 @@ class ComposeStack(Compose):
         came_up = done.returncode == 0 and seconds < timeout
         assert came_up, f"up --wait: {done.returncode} after {seconds:.0f} s\n{done.stderr[-3000:]}\n{self.tails()}"
         return seconds
-
-    def secret(self, name: str) -> str:
-        return (self.secrets_dir / name).read_text()
-
-    @cached_property
-    def client(self) -> Tandem:
-        return Tandem(self.controller_url, self.secret("api_key"))
-
-    def submit(self, run: str, epochs: int, **options: Any) -> str:
-        return local_stack.train(self.client, run, epochs, learning_rate=1e-4, **options)
-
-    @property
-    def api_headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.secret('api_key')}"}
-
-    def chat_status(self, model: str) -> int | None:
-        """The HTTP status of a chat; None without an answer."""
-        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
-        url = f"{self.inference_url}/v1/chat/completions"
-        try:
-            return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code
-        except httpx.TransportError:
-            return None
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not."""
@@ -268,3 +219,55 @@ class ComposeStack(Compose):
         """`docker kill`, after which the engine does not restart the container."""
         docker("kill", self.container(service))
         assert self.inspect(service)["State"]["ExitCode"] == 137
+
+
+class ComposeStack(Compose):
+    """The CPU stack, with ports, secrets and a client of its own."""
+
+    def __init__(self, directory: Path, *overrides: str, **variables: str) -> None:
+        self.secrets_dir = directory / "secrets"
+        self.secrets_dir.mkdir(parents=True)
+        create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
+        (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
+        subprocess.run([create], check=True, capture_output=True)
+        self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
+        super().__init__(
+            MAIN, CPU, *overrides,
+            project=f"tandem-test-{secrets.token_hex(3)}",
+            **{
+                "TANDEM_SECRETS_DIR": str(self.secrets_dir),
+                "TANDEM_MODELS_DIR": str(directory / "models"),
+                "TANDEM_CONTROLLER_PORT": str(self.controller_port),
+                "TANDEM_INFERENCE_PORT": str(self.inference_port),
+                "PROMETHEUS_PORT": str(self.prometheus_port),
+                "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:stand-in"),
+                "TANDEM_HEARTBEAT_SECONDS": "1",
+                "TANDEM_LEASE_SECONDS": "10",
+                **variables,
+            },
+        )  # fmt: skip
+        self.controller_url = f"http://127.0.0.1:{self.controller_port}"
+        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+
+    def secret(self, name: str) -> str:
+        return (self.secrets_dir / name).read_text()
+
+    @cached_property
+    def client(self) -> Tandem:
+        return Tandem(self.controller_url, self.secret("api_key"))
+
+    def submit(self, run: str, epochs: int, **options: Any) -> str:
+        return local_stack.train(self.client, run, epochs, learning_rate=1e-4, **options)
+
+    @property
+    def api_headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secret('api_key')}"}
+
+    def chat_status(self, model: str) -> int | None:
+        """The HTTP status of a chat; None without an answer."""
+        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
+        url = f"{self.inference_url}/v1/chat/completions"
+        try:
+            return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code
+        except httpx.TransportError:
+            return None

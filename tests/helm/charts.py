@@ -21,7 +21,7 @@ from typing import Any
 import helm_sdkpy
 import yaml
 
-from helm.kubernetes_api import OPTIONAL_GROUPS, ApiServer, Object
+from helm.kubernetes_api import ApiServer, Object
 from helm.pods import pod_template
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
@@ -100,16 +100,14 @@ def render(
     values: Values = None,
     *,
     version: str = NEWEST,
-    groups: tuple[str, ...] = OPTIONAL_GROUPS,
     existing: tuple[Object, ...] = (),
     **options: Any,
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
-    `groups`: the optional API groups that it serves; `existing`: objects for the templates' `lookup`; `options`: those
-    of `install`.
+    `existing`: objects for the templates' `lookup`; `options`: those of `install`.
     """
-    server = _shared_server(version, groups)
+    server = _shared_server(version)
     server.recorded = {}
     server.reset(*existing)
     try:
@@ -122,8 +120,8 @@ def render(
 
 
 @cache
-def _shared_server(version: str, groups: tuple[str, ...]) -> ApiServer:
-    server = ApiServer(version, groups).__enter__()
+def _shared_server(version: str) -> ApiServer:
+    server = ApiServer(version).__enter__()
     server.records = False
     atexit.register(server.__exit__)
     return server
@@ -166,29 +164,27 @@ def uninstall(server: ApiServer) -> None:
     asyncio.run(helm_sdkpy.Uninstall(_configuration(server)).run("t", wait=False, timeout=60))
 
 
-def package(directory: Path, chart: Path) -> Path:
+def package(directory: Path) -> Path:
     """`helm package` into a directory; the path of the archive."""
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
-    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(chart), str(directory))))
+    config = _configuration(_shared_server(NEWEST))
+    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(CHART), str(directory))))
 
 
-def lint(values: Values = None, *, chart: Path = CHART) -> list[str]:
+def lint(values: Values = None) -> list[str]:
     """`helm lint` with values: `"error values.yaml"` and the like, without informational messages.
 
     The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's lint ignores `fail`:
     only `render` finds what templates refuse.
     """
-    copy = _lint_copy(chart)
-    original = load_values(chart / "values.yaml")
-    (copy / "values.yaml").write_text(yaml.safe_dump(merged(original, load_values(values)), sort_keys=False))
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
-    result = asyncio.run(helm_sdkpy.Lint(config).run(str(copy)))
+    original = load_values(CHART / "values.yaml")
+    (_lint_copy() / "values.yaml").write_text(yaml.safe_dump(merged(original, load_values(values)), sort_keys=False))
+    result = asyncio.run(helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy())))
     return [f"{SEVERITIES[m['Severity']]} {m['Path']}" for m in result["Messages"] or [] if m["Severity"] != 1]
 
 
 @cache
-def _lint_copy(chart: Path) -> Path:
-    return Path(shutil.copytree(chart, Path(tempfile.mkdtemp(dir=WORK)) / chart.name))
+def _lint_copy() -> Path:
+    return Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / CHART.name))
 
 
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:

@@ -9,8 +9,7 @@ import yaml
 from helm import matrix
 from helm.charts import CHART, NEWEST, Rendered
 from helm.matrix import COMPONENT, INSTANCE, NAME, VALUES
-from helm.pod_security import violations
-from helm.pods import containers, pod_template
+from helm.pods import breaches, containers, pod_template
 from helm.reachability import Network, Pod, selects
 from helm.renders import NAMESPACE, component, environment, of, with_values
 from helm.schemas import validate
@@ -188,9 +187,7 @@ JOB = yaml.safe_load((CHART.parent / "example.yaml").read_text())
 def test_the_example_client_is_a_job_that_a_restricted_namespace_accepts():
     assert validate(JOB, NEWEST) == []
     pod = pod_template(JOB)
-    assert list(violations(pod)) == []
-    assert pod["spec"]["automountServiceAccountToken"] is False
-    assert pod["spec"]["enableServiceLinks"] is False
+    assert breaches(pod) == []
 
 
 def test_the_example_client_reaches_only_the_two_apis_and_has_only_the_api_key():

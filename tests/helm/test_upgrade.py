@@ -183,4 +183,7 @@ def test_an_upgrade_that_turns_every_switch_changes_no_immutable_field():
         for values in (EVERYTHING, {"podDisruptionBudget": {"enabled": True}}, {}):
             charts.upgrade(server, merged(matrix.BASE, values), release="a")
         names = {o["metadata"]["name"] for o in server.objects("StatefulSet")}
-    assert names == {"a-tandem-trainer", "a-tandem-inference"}
+        assert names == {"a-tandem-trainer", "a-tandem-inference"}
+        server.objects("StatefulSet")[0]["spec"]["serviceName"] = "other"
+        with pytest.raises(charts.helm_sdkpy.UpgradeError, match=r"spec\.serviceName: field is immutable"):
+            charts.upgrade(server, matrix.BASE, release="a")
