@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -219,6 +219,12 @@ class Compose:
         """`docker kill`, after which the engine does not restart the container."""
         docker("kill", self.container(service))
         assert self.inspect(service)["State"]["ExitCode"] == 137
+
+
+@cache
+def everything(*files: str, **variables: str) -> dict[str, Any]:
+    """The configuration of all profiles."""
+    return Compose(*files).config("*", **variables)
 
 
 class ComposeStack(Compose):

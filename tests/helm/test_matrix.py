@@ -77,11 +77,6 @@ def test_texts_that_look_like_numbers_stay_texts(more):
     check_schemas(of(merged(values, more)))
 
 
-@pytest.mark.parametrize(("release", "namespace"), [("r" * 53, "ns"), ("tandem", "n" * 63)])
-def test_long_names_of_releases_and_namespaces(release, namespace):
-    check_schemas(of(matrix.BASE, release=release, namespace=namespace))
-
-
 def test_a_release_is_installed_upgraded_and_uninstalled_and_its_data_stays():
     with ApiServer() as server:
         release = charts.install(server, matrix.BASE)

@@ -10,7 +10,7 @@ from helm import matrix
 from helm.charts import CHART, NEWEST, Rendered
 from helm.matrix import COMPONENT, INSTANCE, NAME, VALUES
 from helm.pods import breaches, containers, pod_template
-from helm.reachability import Network, Pod, selects
+from helm.reachability import Network, Pod
 from helm.renders import NAMESPACE, component, environment, of, with_values
 from helm.schemas import validate
 
@@ -93,32 +93,22 @@ def expected(components: set[str], clients: set[str]) -> dict[tuple[str, int], s
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_only_expected_connections_reach_pods(name):
+def test_only_expected_connections_are_open(name):
     found = world(name)
     clients = {"client", "proxy elsewhere"} if "everything" in name else {"client"}
     allowed = expected(set(found.own), clients)
     assert set(found.own) >= TESTS | {"controller"}
-    for destination in found.own:
+    dns = Pod("dns", "kube-system", {"k8s-app": "kube-dns"}), Pod("dns of the node", address="169.254.20.10")
+    for one in found.own:
+        works = one not in TESTS
+        assert found.reached(one, INTERNET, 443) == works, one
+        assert not any(found.reached(one, INTERNET, port) for port in (22, 80, 8000, 8443)), one
+        assert not found.reached(one, INTERNET, 443, "UDP")
+        assert found.reached(one, PROXY_OUTSIDE, 3128) == (works and "everything" in name)
+        assert all(found.reached(one, server, 53, protocol) for server in dns for protocol in ("UDP", "TCP"))
         for port in PORTS:
-            sources = found.reaching(destination, port)
-            assert sources == allowed.get((destination, port), set()), f"{destination}:{port}"
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_only_expected_connections_leave_the_release(name):
-    found = world(name)
-    for source in found.own:
-        works = source not in TESTS
-        assert found.reached(source, INTERNET, 443) == works, source
-        assert not any(found.reached(source, INTERNET, port) for port in (22, 80, 8000, 8443)), source
-        assert not found.reached(source, INTERNET, 443, "UDP")
-        assert found.reached(source, PROXY_OUTSIDE, 3128) == (works and "everything" in name)
-        for protocol in ("UDP", "TCP"):
-            assert found.reached(source, Pod("dns", "kube-system", {"k8s-app": "kube-dns"}), 53, protocol)
-            assert found.reached(source, Pod("dns of the node", address="169.254.20.10"), 53, protocol)
-        for stranger in STRANGERS.values():
-            for port in PORTS:
-                assert not found.reached(source, stranger, port), (source, stranger.name, port)
+            assert found.reaching(one, port) == allowed.get((one, port), set()), f"{one}:{port}"
+            assert not [s for s in (*STRANGERS.values(), *found.others.values()) if found.reached(one, s, port)], one
 
 
 def test_an_offline_hub_closes_the_way_to_the_internet():
@@ -184,33 +174,25 @@ JOB = yaml.safe_load((CHART.parent / "example.yaml").read_text())
 """A client of a release `tandem` in the same namespace."""
 
 
-def test_the_example_client_is_a_job_that_a_restricted_namespace_accepts():
-    assert validate(JOB, NEWEST) == []
+def test_the_example_client_is_restricted_and_reaches_only_the_two_apis():
     pod = pod_template(JOB)
-    assert breaches(pod) == []
-
-
-def test_the_example_client_reaches_only_the_two_apis_and_has_only_the_api_key():
-    rendered, job = of(matrix.BASE, release="tandem"), pod_template(JOB)
+    assert validate(JOB, NEWEST) == breaches(pod) == []
+    rendered = of(matrix.BASE, release="tandem")
     services = {o["metadata"]["name"]: o["spec"] for o in rendered.all("Service")}
-    pods = [Pod.of(component(pod), NAMESPACE, pod) for _, pod in rendered.pods()]
+    pods = {component(other): Pod.of(component(other), NAMESPACE, other) for _, other in rendered.pods()}
     network = Network(rendered.all("NetworkPolicy"), {NAMESPACE: {}})
-    client = Pod.of("example", NAMESPACE, job)
-    (container,) = job["spec"]["containers"]
+    (container,) = pod["spec"]["containers"]
     variables = environment(container)
     reached = set()
     for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "OPENAI_BASE_URL")):
         service = services[url.hostname]
         (port,) = (p for p in service["ports"] if p["port"] == url.port)
-        (pod,) = (p for p in pods if selects({"matchLabels": service["selector"]}, p.labels))
-        reached.add((pod.name, pod.ports[port["targetPort"]][0]))
-    ports = (8000, 8080, 9400, 9401)
-    assert {(p.name, n) for p in pods for n in ports if network.reaches(client, p, n)} == reached
+        name = service["selector"][COMPONENT]
+        reached.add((name, pods[name].ports[port["targetPort"]][0]))
+    client = Pod.of("example", NAMESPACE, pod)
+    assert {(name, n) for name, p in pods.items() for n in PORTS if network.reaches(client, p, n)} == reached
     assert {name for name, _ in reached} == {"controller", "inference"}
-    for pod in pods:
-        assert not selects({"matchLabels": {COMPONENT: pod.name}}, client.labels)
-    (volume,) = (v for v in job["spec"]["volumes"] if "projected" in v)
+    (volume,) = (v for v in pod["spec"]["volumes"] if "projected" in v)
     (source,) = volume["projected"]["sources"]
-    assert source["secret"]["name"] == "tandem"
-    assert [item["key"] for item in source["secret"]["items"]] == ["api_key"]
+    assert source["secret"] == {"name": "tandem", "items": [{"key": "api_key", "path": "api_key"}]}
     assert variables["TANDEM_API_KEY_FILE"] == "/etc/tandem/secrets/api_key"
