@@ -45,7 +45,7 @@ for pid in pids:
     os.kill(pid, number)
 print(*pids)
 """
-# Prints every process's command line and the fields of its /proc status, as JSON by pid.
+# Prints the fields of every process's /proc status, as JSON by pid.
 PROCESSES = """
 import json, pathlib
 processes = {}
@@ -53,7 +53,6 @@ for entry in pathlib.Path("/proc").glob("[0-9]*"):
     try:
         lines = (entry / "status").read_text().splitlines()
         processes[entry.name] = {k: v.strip() for k, v in (line.split(":", 1) for line in lines)}
-        processes[entry.name]["command"] = (entry / "cmdline").read_text()
     except OSError:
         pass
 print(json.dumps(processes))
@@ -219,6 +218,18 @@ class Compose:
         """`docker kill`, after which the engine does not restart the container."""
         docker("kill", self.container(service))
         assert self.inspect(service)["State"]["ExitCode"] == 137
+
+
+def check_processes(stack: Compose, service: str, uid: str) -> None:
+    """Every process has this user and no rights; the root file system is read-only."""
+    for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
+        assert status["Uid"].split() == [uid] * 4
+        assert status["Gid"].split()[0] == "0"
+        assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    for path in ("/x", "/opt/tandem/x", "/usr/bin/x", "/etc/x"):
+        done = stack.exec(service, "sh", "-c", f"echo x >>{path}", check=False)
+        assert "Read-only file system" in done.stderr, (service, path)
 
 
 @cache

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,13 +19,11 @@ from ranks import fork_ranks
 from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
-from tandem.families.weight_rules import WeightRule
 from tandem.model import context, device, parallel
-from tandem.model import policy as policy_module
 from tandem.model.experts import Experts
 from tandem.model.layer.moe_block import MoeBlock, SharedExpert
 from tandem.model.lora import LoraLinear
-from tandem.model.pipeline import _Lane, _Received
+from tandem.model.pipeline import _Received
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape, OptimizerSettings
@@ -101,14 +98,10 @@ def _own_part(tensor, group):
     return tensor.chunk(group.size())[group.rank()].clone()
 
 
-def _ring(tensor, group):
-    """Gathers the ranks' parts in another order."""
-    return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
-
-
-GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, Experts.parameter_gradients, LoraLinear._product,
+SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
+    parallel.all_reduce, MoeBlock._sum, Experts.parameter_gradients, LoraLinear._product,
 )  # fmt: skip
+NORM, SHARED_BACKWARD = AdapterOptimizer.gradient_norm, SharedExpert.backward
 
 
 def _summed_backward(ctx, gradient):
@@ -127,15 +120,6 @@ def _without_sum(original):
 
 def _residual_twice(self, rows, routing, plus):
     return BLOCK_SUM(self, rows, routing, plus) + (plus if self._group.rank() else 0)
-
-
-def _scaled(self, part, *arguments):
-    """alpha / rank divided by the ranks that cut an expert."""
-    before, self.scale = self.scale, self.scale / self.topology.sizes.expert_tensor
-    try:
-        return ADAPTER_GRADIENTS(self, part, *arguments)
-    finally:
-        self.scale = before
 
 
 def _summed_twice(self, part, *arguments):
@@ -161,35 +145,9 @@ def _no_gradient_of_tokens(self, gradient, x):
     return torch.zeros_like(of_x), of_parameters
 
 
-def _bias_on_every_rank(self, part, ends, rows):
-    bias = self.bias1 if part == "gate_up" else self.bias2
-    return None if bias is None else bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
-
-
-def _other_experts(self, sizes, place):
-    return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
-
-
-def _own_positions(row, topology):
-    row = DEALT(row, topology)
-    return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
-
-
-def _first_slots(ends, kernel, rotation, window=None, deal=None):
-    return TREE_PARAMS(ends, kernel, rotation, window, deal and replace(deal, slots=torch.arange(len(deal.slots))))
-
-
 def _gradient_of_all(ctx, gradient):
     SUM(gradient := gradient.clone(), group=parallel.current().context)
     return gradient[ctx.items], None
-
-
-def _other_way(self, count, stage):
-    return LAYERS(self, count, self.pipeline - 1 - stage)
-
-
-def _shifted(self, *arguments):
-    return RECEIVE(self, *arguments).roll(1, 0)
 
 
 def _no_gradient_back(ctx, gradient):
@@ -206,50 +164,28 @@ def _norm_of_one_stage(self):
         return NORM(self)
 
 
-LAYERS, RECEIVE, NORM = Sizes.layers, _Lane.receive, AdapterOptimizer.gradient_norm
-DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
-
-
-def _own_tokens_only(self, x, plus):
-    """Products of this rank's features, not summed over the ranks."""
-    with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
-        return SHARED_FORWARD(self, x, plus)
-
-
-SHARED_FORWARD, SHARED_BACKWARD = SharedExpert.forward, SharedExpert.backward
 BREAKS = {
-    "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
-    "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
-    "cp: keys in the ranks' order": (context, "_reordered", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
     "cp: the loss counts on every rank": (context._Together, "backward", staticmethod(_gradient_of_all)),
     "cp: no sum of the adapters' gradients": (
         AdapterOptimizer, "reduce_gradients", lambda self: self._optimizer.prepare_grads(),
     ),
-    "pp: stages have one another's layers": (Sizes, "layers", _other_way),
-    "pp: hidden states come in another order": (_Lane, "receive", _shifted),
     "pp: the stage before gets no gradient": (_Received, "backward", staticmethod(_no_gradient_back)),
     "pp: the norm is of one stage": (AdapterOptimizer, "gradient_norm", _norm_of_one_stage),
     "sp: no sum of the adapters' gradients": (
         LoraLinear, "parameter_gradients", _without_sum(LoraLinear.parameter_gradients),
     ),
     "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
-    "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
-    "tokens are gathered in another order": (parallel, "gather", _ring),
     "etp: no sum of the adapters' gradients": (Experts, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
     "etp: cut gradients are summed too": (Experts, "parameter_gradients", _summed_twice),
-    "etp: the adapters' scale": (Experts, "parameter_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
-    "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
-    "biases of experts on every rank": (Experts, "row_biases", _bias_on_every_rank),
     "shared expert: no gradient of its tokens": (SharedExpert, "backward", _no_gradient_of_tokens),
-    "shared expert: partial products are cut, not summed": (SharedExpert, "forward", _own_tokens_only),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }  # fmt: skip
-"""Name -> what is replaced, and by what."""
+"""Name -> what is replaced, and by what: mistakes of gradients, norms and sums that are small or of some ranks."""
 
 
 def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:

@@ -18,11 +18,8 @@ import yaml
 
 Object = dict[str, Any]
 
-OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
 KUEUE = "kueue.x-k8s.io"
-"""Optional too, and absent by default."""
-SINCE = {"resource.k8s.io": (1, 34)}
-"""The first Kubernetes version that serves a group."""
+"""The one group that is absent by default."""
 KINDS = {
     "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment", "StatefulSet"),
@@ -60,16 +57,10 @@ class Refused(Exception):
                        "message": message}  # fmt: skip
 
 
-def minor(version: str) -> tuple[int, int]:
-    """`1.37.0` → (1, 37)."""
-    major, minor_ = version.split(".")[:2]
-    return int(major), int(minor_)
-
-
 class ApiServer:
-    """`with ApiServer("1.37.0") as server:`; `groups` are the optional API groups that it serves."""
+    """`with ApiServer("1.37.0") as server:`"""
 
-    def __init__(self, version: str = "1.37.0", groups: tuple[str, ...] = OPTIONAL_GROUPS) -> None:
+    def __init__(self, version: str = "1.37.0", *, kueue: bool = False) -> None:
         self.version = version
         self.records = True
         """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and Helm stops there."""
@@ -77,11 +68,10 @@ class ApiServer:
         self._objects: dict[tuple[str, str], Object] = {}
         self._lock = threading.Lock()
         self._kinds = {
-            (api_version, _plural(kind)): kind
-            for api_version, kinds in KINDS.items()
+            (group, _plural(kind)): kind
+            for group, kinds in KINDS.items()
             for kind in kinds
-            if (group := api_version.rpartition("/")[0]) not in (*OPTIONAL_GROUPS, KUEUE) or group in groups
-            if minor(version) >= SINCE.get(group, (0, 0))
+            if kueue or KUEUE not in group
         }
         handler = type("BoundHandler", (_Handler,), {"api": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -100,11 +90,11 @@ class ApiServer:
 
     @property
     def kubeconfig(self) -> str:
-        """A kubeconfig, as YAML."""
-        cluster = {"server": f"http://127.0.0.1:{self.port}"}
-        return yaml.safe_dump({
+        """A kubeconfig."""
+        return json.dumps({
             "apiVersion": "v1", "kind": "Config", "current-context": "memory",
-            "clusters": [{"name": "memory", "cluster": cluster}], "users": [{"name": "memory", "user": {}}],
+            "users": [{"name": "memory", "user": {}}],
+            "clusters": [{"name": "memory", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "contexts": [{"name": "memory", "context": {"cluster": "memory", "user": "memory"}}],
         })  # fmt: skip
 
@@ -117,21 +107,12 @@ class ApiServer:
         stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
         return [obj for obj in stored if kind in (None, obj["kind"])]
 
-    def workloads(self) -> list[Object]:
-        """The stored Deployments and StatefulSets."""
-        return [*self.objects("Deployment"), *self.objects("StatefulSet")]
-
-    def scale(self, name: str, replicas: int) -> None:
-        """`kubectl scale` of a workload."""
-        (workload,) = (obj for obj in self.workloads() if obj["metadata"]["name"] == name)
-        workload["spec"]["replicas"] = replicas
-
     def answer(self, method: str, url: str, body: bytes) -> Object:
         """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
         if split.path == "/version":
-            major, minor_ = minor(self.version)
-            return {"major": str(major), "minor": str(minor_), "gitVersion": f"v{self.version}"}
+            major, minor, _ = self.version.split(".")
+            return {"major": major, "minor": minor, "gitVersion": f"v{self.version}"}
         if split.path in ("/api", "/apis"):
             return self._groups(core=split.path == "/api")
         match = _PATH.match(split.path)

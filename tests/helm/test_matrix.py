@@ -12,13 +12,28 @@ import yaml
 from helm import charts, matrix, schemas
 from helm.charts import NEWEST, OLDEST, Rendered, merged
 from helm.kubernetes_api import ApiServer
-from helm.matrix import EVERYTHING, SHARED
+from helm.matrix import EVERYTHING, ONE_NODE, SHARED
 from helm.renders import of
 
 CHOICES = list(matrix.choices())
+NO_TRAINER = {"trainer": {"enabled": False}}
+WILDCARDS = {"enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org"}
+TEMPLATE = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}-more}"
+MORE: dict[str, dict[str, Any]] = {
+    "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
+    "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
+    "wildcard hosts": {"ingress": WILDCARDS, "gateway": {**WILDCARDS, "parentRefs": [{"name": "public"}]}},
+    "no trainer": merged(EVERYTHING, NO_TRAINER),
+    "no trainer, one node": merged(ONE_NODE, NO_TRAINER),
+    "paused": matrix.roles(replicas=0),
+    "CPU ranks": {"device": "cpu", "trainer": {"cpuRanks": 2, "settings": {"tensorParallel": 2}}},
+    "an object from a template": {"extraObjects": [TEMPLATE]},
+}
 SETS: dict[str, dict[str, Any]] = {
-    **matrix.VALUES, **matrix.more_sets(), **{str(choice): choice.values for choice in CHOICES},
-}  # fmt: skip
+    **matrix.VALUES,
+    **{name: merged(matrix.BASE, values) for name, values in MORE.items()},
+    **{str(choice): choice.values for choice in CHOICES},
+}
 
 
 def check_schemas(rendered: Rendered, version: str = NEWEST) -> None:

@@ -1,7 +1,7 @@
 """`make demo` learns, and then its stack loses one program after another: every job ends as docs/jobs.md says.
 
 All tests share one stack and go on from the state that the one before them left. vLLM takes most of a minute to start,
-so it dies twice only, and meanwhile the trainer's programs and the controller die: training needs no vLLM.
+so it dies twice only.
 """
 
 import json
@@ -22,7 +22,7 @@ import pytest
 
 from free_ports import free_ports
 from local_stack import DEVICES, LocalStack, train
-from tandem.spool.schema import TERMINAL, Event
+from tandem.spool.schema import TERMINAL
 from tandem.system import processes
 from waiting import answers, until
 
@@ -103,15 +103,13 @@ def submit(stack: LocalStack, epochs: int = 25) -> str:
     return train(stack.client, RUN, epochs, learning_rate=1e-3, max_attempts=3)
 
 
-def seen(stack: LocalStack, job: str, kind: str, count: int = 1) -> list[Event]:
-    """The job's events once `count` of that kind are among them, or once the job has ended."""
+def seen(stack: LocalStack, job: str, kind: str) -> None:
+    """Wait for an event of that kind, or for the job's end."""
 
-    def check() -> list[Event] | None:
-        events = stack.spool.events.read(job)
-        enough = sum(e.type == kind for e in events) >= count
-        return events if enough or any(e.type in TERMINAL for e in events) else None
+    def check() -> bool:
+        return any(e.type == kind or e.type in TERMINAL for e in stack.spool.events.read(job))
 
-    return until(f"{count} {kind} events of job {job}", check, JOB_BOUND, poll=0.01)
+    until(f"{kind} of job {job}", check, JOB_BOUND, poll=0.01)
 
 
 def succeeds(stack: LocalStack, job: str) -> int:
@@ -185,7 +183,7 @@ def engine_of(server: int) -> int:
     return next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_kill_the_publisher(stack: LocalStack, delay: float) -> None:
     job = submit(stack, epochs=2)
     seen(stack, job, "checkpoint")
@@ -195,12 +193,17 @@ def test_kill_the_publisher(stack: LocalStack, delay: float) -> None:
     serves_all_steps(stack)
 
 
-# ---- vLLM's engine stops; meanwhile the trainer's programs die
+def kill(stack: LocalStack, program: str, job: str) -> None:
+    if program != "rank":
+        stack.kill(program)
+        return
+    started = next(e for e in reversed(stack.spool.events.read(job)) if e.type == "started")
+    for pid in filter(is_rank, started.data["pids"]):
+        os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def stopped(stack: LocalStack) -> tuple[int, int]:
-    """vLLM's engine is stopped in the middle of a request. The pids of server and engine."""
+def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
+    """In the middle of a request. The next vLLM serves all steps. tests/soak kills at many more moments."""
     (server,) = stack.pids("vllm")
     engine = engine_of(server)
     threading.Thread(target=ask, args=(stack, "base", 4000), daemon=True).start()
@@ -209,33 +212,11 @@ def stopped(stack: LocalStack) -> tuple[int, int]:
     until("the request runs", lambda: running in httpx.get(metrics, timeout=5).text, 30)
     os.kill(engine, signal.SIGSTOP)
     assert answers(f"{stack.inference_url}/health")
-    return server, engine
-
-
-@pytest.mark.parametrize(
-    ("event", "count"), [("started", 1), ("loaded", 1), ("step", 1), ("step", 10), ("checkpoint", 1)]
-)
-def test_kill_a_rank(stack: LocalStack, stopped: object, event: str, count: int) -> None:
-    job = submit(stack)
-    events = seen(stack, job, event, count)
-    for pid in next(e for e in reversed(events) if e.type == "started").data["pids"]:
-        if is_rank(pid):
-            os.kill(pid, signal.SIGKILL)
-    succeeds(stack, job)
-
-
-@pytest.mark.parametrize(("event", "count"), [("claimed", 1), ("step", 2), ("checkpoint", 1)])
-def test_kill_the_runner(stack: LocalStack, stopped: object, event: str, count: int) -> None:
-    job = submit(stack)
-    seen(stack, job, event, count)
-    stack.kill("runner")
-    assert succeeds(stack, job) <= 2
-
-
-def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
-    stack: LocalStack, stopped: tuple[int, int]
-) -> None:
-    server, engine = stopped
+    for program, event in (("rank", "step"), ("rank", "checkpoint"), ("runner", "step")):
+        job = submit(stack)
+        seen(stack, job, event)
+        kill(stack, program, job)
+        assert succeeds(stack, job) <= 2
     noticed = "has stalled: 1 requests wait, and no token came"
     until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"), 60)
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
@@ -244,40 +225,18 @@ def test_the_stopped_engine_is_noticed_and_the_next_vllm_serves_all_steps(
     serves_all_steps(stack)
 
 
-# ---- vLLM dies; meanwhile the controller dies
-
-
-@pytest.fixture(scope="module")
-def killed(stack: LocalStack) -> str:
-    """vLLM is killed while the publisher loads a checkpoint. The checkpoint's job."""
+def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     engine = engine_of(stack.pids("vllm")[0])
     job = submit(stack)
     seen(stack, job, "checkpoint")
     stack.kill("vllm")
     until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
-    return job
-
-
-def test_kill_vllm(stack: LocalStack, killed: str) -> None:
-    succeeds(stack, killed)
-
-
-def test_kill_the_controller_under_a_submission(stack: LocalStack, killed: str) -> None:
-    """A client that repeats its submission after the controller died has submitted one job."""
-    before = len(stack.spool.jobs.list(run=RUN))
-    killer = threading.Timer(0.02, lambda: stack.kill("controller"))
-    killer.start()
-    job = submit(stack, epochs=1)
-    killer.join()
     succeeds(stack, job)
-    assert len(stack.spool.jobs.list(run=RUN)) == before + 1
-
-
-def test_after_all_this_every_step_is_served_and_no_secret_is_on_the_spool(stack: LocalStack, killed: str) -> None:
     stack.wait_ready()
     serves_all_steps(stack)
-    response = httpx.post(f"{stack.inference_url}/v1/load_lora_adapter", json={}, timeout=10)
-    assert response.status_code == 401
+
+
+def test_no_secret_is_on_the_spool(stack: LocalStack) -> None:
     text = b"".join(p.read_bytes() for p in (stack.root / "jobs").rglob("*") if p.is_file())
     for secret in ("TANDEM_ADMIN_TOKEN", "TANDEM_API_KEY"):
         assert stack.environment[secret].encode() not in text
