@@ -31,7 +31,7 @@ OLDEST, NEWEST = "1.30.0", "1.37.0"
 WORK = Path(tempfile.mkdtemp(prefix="tandem-helm-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
-Values = Mapping[str, Any] | Path | None
+Values = Mapping[str, Any] | None
 SEVERITIES = ("unknown", "info", "warning", "error")
 
 
@@ -79,11 +79,8 @@ def merged(old: Any, patch: Any) -> Any:
     return result
 
 
-def load_values(values: Values) -> dict[str, Any]:
-    """The values in a file, or a copy of the mapping."""
-    if isinstance(values, Path):
-        return yaml.load(values.read_text(), Loader=UniqueKeys) or {}
-    return dict(values or {})
+def load_values(path: Path) -> dict[str, Any]:
+    return yaml.load(path.read_text(), Loader=UniqueKeys) or {}
 
 
 def rendered(release: dict[str, Any]) -> Rendered:
@@ -97,11 +94,7 @@ def rendered(release: dict[str, Any]) -> Rendered:
 
 
 def render(
-    values: Values = None,
-    *,
-    version: str = NEWEST,
-    existing: tuple[Object, ...] = (),
-    **options: Any,
+    values: Values = None, *, version: str = NEWEST, existing: tuple[Object, ...] = (), **options: Any
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
@@ -147,7 +140,7 @@ def install(
     """`helm install`; the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
     options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
-    return asyncio.run(action.run(release, str(chart), load_values(values), **options))
+    return asyncio.run(action.run(release, str(chart), dict(values or {}), **options))
 
 
 def upgrade(
@@ -156,7 +149,7 @@ def upgrade(
     """`helm upgrade`, with `--reuse-values` or `--reset-values`."""
     action = helm_sdkpy.Upgrade(_configuration(server))
     options: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values, "wait": False}
-    return asyncio.run(action.run(release, str(chart), load_values(values), timeout=60, **options))
+    return asyncio.run(action.run(release, str(chart), dict(values or {}), timeout=60, **options))
 
 
 def uninstall(server: ApiServer) -> None:
@@ -177,7 +170,7 @@ def lint(values: Values = None) -> list[str]:
     only `render` finds what templates refuse.
     """
     original = load_values(CHART / "values.yaml")
-    (_lint_copy() / "values.yaml").write_text(yaml.safe_dump(merged(original, load_values(values)), sort_keys=False))
+    (_lint_copy() / "values.yaml").write_text(yaml.safe_dump(merged(original, values or {}), sort_keys=False))
     result = asyncio.run(helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy())))
     return [f"{SEVERITIES[m['Severity']]} {m['Path']}" for m in result["Messages"] or [] if m["Severity"] != 1]
 
@@ -190,11 +183,11 @@ def _lint_copy() -> Path:
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
     """A copy of the chart in a new directory below this one, with another version and, if given, other defaults."""
     copy = Path(tempfile.mkdtemp(dir=directory)) / "tandem"
-    ignored = () if values is None else ("values.schema.json",)
-    shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns(*ignored))
+    shutil.copytree(CHART, copy)
     text = (copy / "Chart.yaml").read_text()
     assert "\nversion: 0.1.0\n" in text
     (copy / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0\n", f"\nversion: {version}\n"))
     if values is not None:
+        (copy / "values.schema.json").unlink()
         (copy / "values.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return copy

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -76,28 +75,6 @@ NEEDS: dict[str, dict[str, Any]] = {
 """Values without which a value is refused or has no effect."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One value that isn't the default."""
-
-    path: str
-    value: Any
-
-    def __str__(self) -> str:
-        return f"{self.path}={self.value}"
-
-    @property
-    def before(self) -> dict[str, Any]:
-        """The values without the choice."""
-        return merged(BASE, NEEDS.get(self.path, {}))
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values with the choice."""
-        more = {"baseModel": ""} if self.path == "tinyModel" else {}
-        return merged(merged(self.before, at(self.path, self.value)), more)
-
-
 @cache
 def defaults() -> dict[str, Any]:
     """values.yaml."""
@@ -152,14 +129,19 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def choices() -> Iterator[Choice]:
-    """Every boolean of values.yaml negated, and every other member of each enumeration."""
+def choices() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Every boolean of values.yaml negated, and every other member of each enumeration: the values without and with."""
+    found = {}
     for path, value in leaves(defaults()):
-        if isinstance(value, bool):
-            yield Choice(path, not value)
-        elif not isinstance(value, dict | list):
-            others = (other for other in schema_of(path).get("enum", []) if other not in (None, value))
-            yield from (Choice(path, other) for other in others)
+        others: list[Any] = [not value]
+        if not isinstance(value, bool):
+            scalar = not isinstance(value, dict | list)
+            others = [o for o in schema_of(path).get("enum", []) if o not in (None, value)] if scalar else []
+        for other in others:
+            before = merged(BASE, NEEDS.get(path, {}))
+            more = {"baseModel": ""} if path == "tinyModel" else {}
+            found[f"{path}={other}"] = before, merged(merged(before, at(path, other)), more)
+    return found
 
 
 def sample(schema: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ def test_all_roles_mount_the_same_two_volumes(name):
         assert "readOnly" not in mounts["/data"]
         assert ("/models" in mounts) == bool(value(name, "models.existingClaim"))
         assert "/models" not in mounts or mounts["/models"]["readOnly"] is True
+    assert (value("defaults", "data.keep"), value("defaults", "cache.keep")) == (True, False)
     made = {o["metadata"]["name"]: o for o in rendered.all("PersistentVolumeClaim")}
     assert set(made) == {claim for kind, claim in claims.items() if not value(name, f"{kind}.existingClaim")}
     for claim, obj in made.items():
@@ -41,11 +42,6 @@ def test_all_roles_mount_the_same_two_volumes(name):
         assert obj["spec"]["resources"] == {"requests": {"storage": value(name, f"{kind}.size")}}
         policy = obj["metadata"].get("annotations", {}).get("helm.sh/resource-policy")
         assert policy == ("keep" if value(name, f"{kind}.keep") else None)
-
-
-def test_an_uninstall_keeps_the_data_but_not_the_cache_by_default():
-    assert value("defaults", "data.keep") is True
-    assert value("defaults", "cache.keep") is False
 
 
 @pytest.mark.parametrize(("given", "expected"), [("", None), ("-", ""), ("fast", "fast")])
@@ -107,27 +103,18 @@ def outcomes(pods: dict[str, dict], bound: dict[str, str]) -> list[dict[str, str
 ONE_NODE_CASES = [name for name in CASES if "one node" in name] + ["2+2.yaml", "values-cpu.yaml"]
 
 
+@pytest.mark.parametrize("off", [(), ("trainer",), ("inference",), ("trainer", "inference")], ids="+".join)
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
-def test_all_pods_start_on_one_node_in_any_order(name):
-    pods = templates(case(name))
+def test_all_pods_start_on_one_node_in_any_order_and_wait_for_no_paused_role(name, off):
+    rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
+    pods = {component(pod): pod for obj, pod in rendered.pods() if obj["spec"].get("replicas")}
+    assert pods.keys() >= {"controller"}
     ends = outcomes(pods, {})
     assert len(ends) >= 2, "the scheduler can choose between nodes"
     for end in ends:
         assert set(end) == set(pods), f"pending forever: {set(pods) - set(end)}"
         (node,) = set(end.values())
         assert NODES[node] >= sum(map(gpus, pods.values()))
-
-
-@pytest.mark.parametrize("off", [("trainer",), ("inference",), ("trainer", "inference")], ids="+".join)
-@pytest.mark.parametrize("name", ONE_NODE_CASES)
-def test_pods_on_one_node_do_not_wait_for_a_paused_role(name, off):
-    rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
-    running = {component(t) for o, t in rendered.pods() if o["spec"].get("replicas")}
-    pods = {one: pod for one, pod in templates(rendered).items() if one in running}
-    assert pods.keys() >= {"controller"}
-    for end in outcomes(pods, {}):
-        assert set(end) == running, f"pending forever: {running - set(end)}"
-        assert len(set(end.values())) == 1
 
 
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
