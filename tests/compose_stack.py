@@ -27,24 +27,8 @@ ROOT = Path(__file__).parent.parent
 MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
-PROGRAMS = local_stack.PROGRAMS | {"up": "tandem", "supervisord": "supervisor.supervisord"}
+PROGRAMS = local_stack.PROGRAMS | {"supervisord": "supervisor.supervisord"}
 """Program → a word on its processes' command lines."""
-# Prints the pids with a word on their command line, oldest first, and sends them a signal. Signal 0 sends none.
-FIND = """
-import os, sys
-from contextlib import suppress
-from pathlib import Path
-word, number, only = sys.argv[1].encode(), int(sys.argv[2]), sys.argv[3] == "oldest"
-pids = []
-for entry in Path("/proc").glob("[0-9]*"):
-    with suppress(OSError):
-        if word in (entry / "cmdline").read_bytes().split(b"\\0"):
-            pids.append(int(entry.name))
-pids = sorted(set(pids) - {1, os.getpid()})[: 1 if only else None]
-for pid in pids:
-    os.kill(pid, number)
-print(*pids)
-"""
 # Prints the fields of every process's /proc status, as JSON by pid.
 PROCESSES = """
 import json, pathlib
@@ -198,17 +182,13 @@ class Compose:
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
     def pids(self, service: str, program: str) -> list[int]:
-        """The pids of a program's processes in the container."""
-        return self._signal(service, PROGRAMS[program], 0)
+        """The pids of a program's processes in the container, on the engine's host, oldest first."""
+        lines = docker("top", self.container(service), "-eo", "pid,args").stdout.splitlines()[1:]
+        return sorted(int(words[0]) for words in map(str.split, lines) if PROGRAMS[program] in words)
 
-    def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> int:
-        """Wait for a program's process and signal the oldest; its pid in the container."""
-        word = PROGRAMS[program]
-        return until(f"a process of {program}", lambda: self._signal(service, word, number, oldest=True), 60)[0]
-
-    def _signal(self, service: str, word: str, number: int, oldest: bool = False) -> list[int]:
-        words = [word, str(int(number)), "oldest" if oldest else "all"]
-        return [int(pid) for pid in self.exec(service, "python", "-c", FIND, *words).stdout.split()]
+    def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
+        """Wait for a program's process and signal the oldest."""
+        os.kill(until(f"a process of {program}", lambda: self.pids(service, program), 60)[0], number)
 
     def kill_first(self, service: str) -> None:
         """Kill the container's first process as the kernel's OOM killer does, without the engine."""

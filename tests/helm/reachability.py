@@ -35,21 +35,13 @@ class Pod:
         return cls(name, namespace, template["metadata"]["labels"], ports)
 
 
-OPERATORS = {
-    "In": lambda value, values: value in values,
-    "NotIn": lambda value, values: value not in values,
-    "Exists": lambda value, _: value is not None,
-    "DoesNotExist": lambda value, _: value is None,
-}
-
-
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector selects an object with these labels. ValueError for unknown fields."""
-    if unknown := set(selector) - {"matchLabels", "matchExpressions"}:
-        raise ValueError(f"not a LabelSelector: {unknown}")
-    return (selector.get("matchLabels") or {}).items() <= labels.items() and all(
-        OPERATORS[expression["operator"]](labels.get(expression["key"]), expression.get("values", []))
-        for expression in selector.get("matchExpressions") or []
+    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has only `In`."""
+    expressions = selector.get("matchExpressions", [])
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
     )
 
 
@@ -79,9 +71,8 @@ class Network:
 
     def _matches(self, peer: Object, pod: Pod, home: str) -> bool:
         if block := peer.get("ipBlock"):
-            address = ipaddress.ip_address(pod.address)
-            excluded = any(address in ipaddress.ip_network(part) for part in block.get("except", []))
-            return address in ipaddress.ip_network(block["cidr"]) and not excluded
+            assert set(block) == {"cidr"}
+            return ipaddress.ip_address(pod.address) in ipaddress.ip_network(block["cidr"])
         if not pod.namespace:
             return False
         if "namespaceSelector" in peer:
@@ -99,10 +90,9 @@ def _applies(policy: Object, direction: str, pod: Pod) -> bool:
 
 
 def _is_port(ports: list[Object] | None, owner: Pod, port: int, protocol: str) -> bool:
-    def matches(wanted: str | int | None, last: int | None) -> bool:
-        if isinstance(wanted, str):
-            return owner.ports.get(wanted) == (port, protocol)
-        return wanted is None or wanted <= port <= (last or wanted)
+    def matches(entry: Object) -> bool:
+        assert set(entry) <= {"port", "protocol"}
+        same = entry.get("protocol", "TCP") == protocol
+        return same and (entry.get("port", port) == port or owner.ports.get(entry["port"]) == (port, protocol))
 
-    allowed = [entry for entry in ports or [] if entry.get("protocol", "TCP") == protocol]
-    return not ports or any(matches(entry.get("port"), entry.get("endPort")) for entry in allowed)
+    return not ports or any(map(matches, ports))
