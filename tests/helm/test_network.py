@@ -39,6 +39,8 @@ STRANGERS = {name: Pod(name, namespace, labels) for name, namespace, labels in (
     ("pod elsewhere", "elsewhere", {"app": "web"}),
     ("proxy elsewhere", "elsewhere", {"app": "proxy"}),
     ("proxy here", NAMESPACE, {"app": "proxy"}),
+    ("test of nobody", NAMESPACE, {COMPONENT: "test-reach"}),
+    ("controller of b elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "b", COMPONENT: "controller"}),
     ("trainer elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "a", COMPONENT: "trainer"}),
 )} | {"outside": INTERNET}  # fmt: skip
 SCRAPERS = {"prometheus", "prometheus here"}
