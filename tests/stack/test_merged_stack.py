@@ -90,6 +90,7 @@ def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack
         assert served.mean_abs_logprob_error < ERROR
 
 
+@pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(stack: LocalStack) -> None:
     """All weights are read from the checkpoint again."""
     (run,) = (found.spec.name for found in stack.client.list_runs())
