@@ -24,10 +24,14 @@ ERROR = 0.05 if ON_GPUS else 1e-3
 """Of the served log-probs, in nats."""
 
 
-@pytest.fixture(scope="module", params=["merge", "nccl", "volume", *(["ipc"] if ON_GPUS else [])])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Files are for --all-cases: tests/inference/test_whole_vllm.py has them too."""
+    ways = ["merge", "nccl", *(["ipc"] if ON_GPUS else []), *(["volume"] if metafunc.config.option.all_cases else [])]
+    metafunc.parametrize("stack", ways, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    if request.param == "volume" and not request.config.option.all_cases:
-        pytest.skip("tests/inference/test_whole_vllm.py has files too; the stack is for --all-cases")
     root = tmp_path_factory.mktemp(request.param) / "spool"
     targets: dict[str, list[str]] = {}
     if request.param == "merge":
