@@ -182,13 +182,17 @@ class Compose:
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
     def pids(self, service: str, program: str) -> list[int]:
-        """The pids of a program's processes in the container, on the engine's host, oldest first."""
-        lines = docker("top", self.container(service), "-eo", "pid,args").stdout.splitlines()[1:]
-        return sorted(int(words[0]) for words in map(str.split, lines) if PROGRAMS[program] in words)
+        """The pids of a program's processes in the container, oldest first."""
+        word = PROGRAMS[program]
+        find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"  # the brackets keep it from finding itself
+        return sorted(
+            int(path.split("/")[2]) for path in self.exec(service, "sh", "-c", find, check=False).stdout.split()
+        )
 
     def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
         """Wait for a program's process and signal the oldest."""
-        os.kill(until(f"a process of {program}", lambda: self.pids(service, program), 60)[0], number)
+        pid = until(f"a process of {program}", lambda: self.pids(service, program), 60)[0]
+        self.exec(service, "sh", "-c", f"kill -{int(number)} {pid}")
 
     def kill_first(self, service: str) -> None:
         """Kill the container's first process as the kernel's OOM killer does, without the engine."""
