@@ -1,20 +1,63 @@
 """One of two ranks that tests/model/test_two_ranks.py starts: python rank_of_two.py <directory> cpu|cuda.
 
-They read the base weights together. What each has read is left in <directory>/rank<r>.pt.
+On the CPU two tensor-parallel ranks compute what the test compares. On both devices the ranks then read the base
+weights together. The results are left in <directory>/rank<r>.pt.
 """
 
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from policies import LORA, linear_row, logits, make_policy
+from tandem.families.adapter import WEIGHTS_FILE, write_adapter_config
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
-from tandem.model import device, parallel
+from tandem.model import device, logprobs, parallel
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
+
+
+@mock.patch.object(logprobs, "CHUNK_ELEMENTS", 7 * 130)  # a few items' logits at a time
+def outputs_and_gradients(policy) -> dict[str, object]:
+    """The same on any topology: gradients are gathered."""
+    tokens = torch.randint(0, 260, (60,), generator=torch.Generator().manual_seed(4))
+    outputs = policy(linear_row(tokens, padding=4), temperature=0.8)
+    weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
+    (outputs.logprobs * weights + 0.1 * outputs.entropy).sum().backward()
+    result: dict[str, object] = {"logprobs": outputs.logprobs.detach(), "entropy": outputs.entropy.detach()}
+    result["gradients"] = gathered = {}
+    for name, parameter in policy.lora_parameters().items():
+        gathered |= policy.adapter.gather(name, parameter.grad)
+    row = linear_row(tokens)
+    with torch.no_grad():
+        result["logits"] = logits(policy, row)
+    with policy.adapter_disabled():
+        result["base"] = policy(row).logprobs
+    return result
+
+
+def tensor_parallel(directory: Path, rank: int) -> dict[str, object]:
+    policy = make_policy(directory / "model", LORA, directory / "adapter")
+    result = outputs_and_gradients(policy)
+    result["replicated"] = {
+        name: parameter.grad
+        for name, parameter in policy.lora_parameters().items()
+        if not getattr(parameter, "tensor_model_parallel", False)
+    }
+    whole = policy.adapter_tensors()
+    for name, parameter in policy.lora_parameters().items():
+        assert torch.equal(policy.adapter.shard(name, whole.__getitem__), parameter.data), name
+    if rank == 0:
+        saved = directory / "saved"
+        saved.mkdir()
+        save_file(whole, saved / WEIGHTS_FILE)
+        write_adapter_config(saved, LORA, "tiny")
+    return result
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
@@ -42,11 +85,12 @@ def main(directory: Path, where: str) -> None:
     if where == "cpu":
         topology = parallel.init_parallel(Sizes(tensor=2), timeout_seconds=300)
         assert (topology.tensor.size(), topology.tensor.rank(), topology.sizes.data) == (2, rank, 1)
-        groups = dist.group.WORLD, dist.group.WORLD
+        result, groups = tensor_parallel(directory, rank), (dist.group.WORLD, dist.group.WORLD)
     else:
         parallel.init_parallel(timeout_seconds=300)
-        groups = parallel.reading_groups()
-    torch.save(shared_reading(directory / "model", groups), directory / f"rank{rank}.pt")
+        result, groups = {}, parallel.reading_groups()
+    result["reading"] = shared_reading(directory / "model", groups)
+    torch.save(result, directory / f"rank{rank}.pt")
     parallel.destroy()
 
 

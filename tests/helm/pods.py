@@ -1,7 +1,7 @@
 """Pods inside objects, their security, and the checks of an API server on pods that no schema contains."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Object = dict[str, Any]
@@ -82,6 +82,16 @@ def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
             check("probe", probe)
             found += [f"probe: {probe}"] if set(probe.get("httpGet", {})) - {"path", "port"} else []
     return found
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has only `In`."""
+    expressions = selector.get("matchExpressions", [])
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
 
 
 def problems(obj: Object) -> Iterator[str]:

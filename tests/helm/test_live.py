@@ -19,8 +19,7 @@ from compose_stack import TAG, Compose, build_images, check_processes, require_e
 from helm import charts
 from helm.charts import Object, Rendered
 from helm.matrix import ROLES
-from helm.pods import containers, quantity
-from helm.reachability import selects
+from helm.pods import containers, quantity, selects
 from helm.renders import component, container_of, environment, pod_of
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -86,7 +85,7 @@ class Pods:
             }  # fmt: skip
         return {
             "image": container["image"], "command": container.get("args"), "environment": environment(container),
-            # test_pod_security has compared the rest of what it may do.
+            # test_pods has compared the rest of what it may do.
             "user": f"{user['runAsUser']}:{user['runAsGroup']}", "group_add": [str(user["fsGroup"])],
             "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"],
             "mem_limit": memory, "memswap_limit": memory, "healthcheck": health,

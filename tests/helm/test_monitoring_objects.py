@@ -8,7 +8,7 @@ import yaml
 
 from helm.charts import CHART, Object, Rendered
 from helm.matrix import CASES, COMPONENT, INSTANCE
-from helm.reachability import selects
+from helm.pods import selects
 from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
 
 ROOT = CHART.parents[1]

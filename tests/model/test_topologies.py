@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
 SP: dict[str, Any] = {"tensor": 2, "sequence": True}
 CP: dict[str, Any] = {"context": 2}
 PP: dict[str, Any] = {"pipeline": 2}
-DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP, {"tensor": 2}], 4: [{**SP, **PP}, PP]}
+DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP], 4: [{**SP, **PP}, PP]}
 MIXTURE = {
     1: [{}],
     4: [

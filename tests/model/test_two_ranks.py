@@ -1,12 +1,15 @@
-"""Ranks that need the same weights read them together."""
+"""Two tensor-parallel ranks compute what one rank computes; ranks that need the same weights read them together."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from policies import LORA, assert_close, make_policy, write_random_adapter
+from rank_of_two import outputs_and_gradients
 from ranks import run_ranks
 from tandem.errors import InvalidInput
+from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.model import parallel
@@ -16,20 +19,62 @@ from tiny import write_random_model
 SCRIPT = Path(__file__).parent.parent / "rank_of_two.py"
 
 
+def run_two(directory, where):
+    """Write a model and an adapter, start two ranks on them; the ranks' results."""
+    model = write_random_model(directory / "model", seed=9, num_hidden_layers=4)
+    write_random_adapter(directory / "adapter", model, LORA, seed=9)
+    run_ranks(2, str(SCRIPT), str(directory), where)
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory):
+    return run_two(directory, "cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(ranks, directory, alone):
+    return outputs_and_gradients(make_policy(directory / "model", LORA, directory / "adapter"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_outputs_and_every_gradient(ranks, expected, rank):
+    for name in ("logprobs", "entropy", "logits", "base"):
+        torch.testing.assert_close(ranks[rank][name], expected[name], atol=2e-5, rtol=1e-5)
+    assert_close(ranks[rank]["gradients"], expected["gradients"], 1e-5)
+
+
+def test_replicated_tensors_have_the_same_gradient_on_both_ranks(ranks):
+    """Bit for bit, or ranks would drift apart over many steps."""
+    first, second = (rank["replicated"] for rank in ranks)
+    names = {name.split(".")[-3] + "." + name.split(".")[-2] for name in first}
+    assert names == {f"{t}_proj.lora_A" for t in ("q", "k", "v", "gate", "up")} | {"o_proj.lora_B", "down_proj.lora_B"}
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_adapter_comes_back_whole(ranks, directory):
+    """Each rank reads its part; gathered and written by one rank, the file has the same bytes."""
+    assert (directory / "saved" / WEIGHTS_FILE).read_bytes() == (directory / "adapter" / WEIGHTS_FILE).read_bytes()
+
+
 def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
     with pytest.raises(InvalidInput, match="don't divide"):
         parallel.init_parallel(Sizes(tensor=2))
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
+def test_each_rank_reads_its_share_and_gets_the_others(request, tmp_path, where):
     """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each reads the other's share too,
     and from then on all weights."""
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    write_random_model(tmp_path / "model", seed=9, num_hidden_layers=4)
-    run_ranks(2, str(SCRIPT), str(tmp_path), where)
-    readings = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    ranks = request.getfixturevalue("ranks") if where == "cpu" else run_two(tmp_path, where)
+    readings = [rank["reading"] for rank in ranks]
     everything = [name for reading in readings for name in reading["read"]]
     assert len(set(everything)) == len(everything)
     for reading in readings:

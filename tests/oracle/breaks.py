@@ -1,6 +1,6 @@
 """Mistakes that the oracle must see, those that change little: what each replaces, and which cases can show it.
 
-`cut_rank.BREAKS` has those of ranks that train a part of an adapter; tests/model/test_topologies.py must see them.
+`cut_rank.BREAKS` has those of ranks that train a part of an adapter.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import cut_rank
 from oracle.cases import MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import logprobs
@@ -150,3 +151,24 @@ BREAKS = {
         (ShardedAdam, "_group", lambda self, _: self._topology.data), lambda c: c.lora is None and cut(c, "expert")
     ),
 }  # fmt: skip
+
+
+def _shows(name: str) -> Callable[[Case], object]:
+    """Which cases show a break of `cut_rank.BREAKS`; all of them train adapters."""
+    first = name.partition(":")[0]
+    if name.startswith("bias"):
+        return lambda c: c.family == "gpt_oss" and cut(c, "tensor")
+    if name == "the norm counts copies" or first == "etp" or name.startswith("ep: experts"):
+        dimension = "expert_tensor" if first == "etp" else "expert"
+        return lambda c: of_experts(c) and cut(c, dimension)
+    if first == "ep" or name.startswith("the residual"):
+        return lambda c: c.lora and cut(c, "expert")
+    if first == "shared expert":
+        return lambda c: c.family == "glm4_moe" and c.sizes["sequence"] and "q_proj" in c.lora.targets
+    if first in ("cp", "pp"):
+        dimension = {"cp": "context", "pp": "pipeline"}[first]
+        return lambda c: c.lora and cut(c, dimension)
+    return lambda c: c.lora and c.sizes["sequence"]
+
+
+BREAKS |= {name: Break(patch, _shows(name)) for name, patch in cut_rank.BREAKS.items()}
