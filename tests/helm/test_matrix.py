@@ -2,8 +2,6 @@
 what does not is seen."""
 
 import copy
-import gzip
-import json
 import re
 from typing import Any
 
@@ -12,7 +10,6 @@ import yaml
 
 from helm import charts, matrix, schemas
 from helm.charts import NEWEST, OLDEST, Rendered, merged
-from helm.kubernetes_api import ApiServer
 from helm.matrix import EVERYTHING, ONE_NODE, SHARED
 from helm.renders import of
 
@@ -92,24 +89,6 @@ def test_texts_that_look_like_numbers_stay_texts(more):
         if text and not path.endswith(("fullnameOverride", "resources.requests.cpu")):
             values = merged(values, matrix.at(path, str(number)))
     check_schemas(of(merged(values, more)))
-
-
-def test_a_release_is_installed_upgraded_and_uninstalled_and_its_data_stays():
-    with ApiServer() as server:
-        release = charts.install(server, matrix.BASE)
-        # Helm stores a release in a Secret, which holds at most 1 MiB.
-        assert len(gzip.compress(json.dumps(release).encode())) < 600_000
-        for choice in (
-            "image.pullPolicy=Always",
-            "monitoring.monitors.kind=pod",
-            "gpuMode=shared",
-            "tests.enabled=False",
-        ):
-            charts.upgrade(server, CHOICES[choice][1])
-        charts.upgrade(server, matrix.BASE)
-        charts.uninstall(server)
-        left = [(o["kind"], o["metadata"]["name"]) for o in server.objects()]
-        assert left == [("PersistentVolumeClaim", "t-tandem-data")]
 
 
 POD = "spec template spec containers 0 "

@@ -1,5 +1,6 @@
 """Upgrades with --reuse-values from an older chart: keys it lacked get the defaults, the user's values stay."""
 
+import gzip
 import json
 from copy import deepcopy
 from typing import Any
@@ -168,14 +169,20 @@ def test_the_claim_of_shared_gpus_can_change(change, count, device_class):
     assert (exactly["count"], exactly["deviceClassName"]) == (count, device_class)
 
 
-def test_an_upgrade_that_turns_every_switch_changes_no_immutable_field():
+def test_upgrades_change_no_immutable_field_and_an_uninstall_keeps_the_data():
     with ApiServer() as server:
-        charts.install(server, matrix.BASE, release="a")
-        assert "no kueue.x-k8s.io" in of(merged(matrix.BASE, EVERYTHING)).notes
-        for values in (EVERYTHING, {"podDisruptionBudget": {"enabled": True}}, {}):
-            charts.upgrade(server, merged(matrix.BASE, values), release="a")
+        release = charts.install(server, matrix.BASE)
+        # Helm stores a release in a Secret, which holds at most 1 MiB.
+        assert len(gzip.compress(json.dumps(release).encode())) < 600_000
+        for values in (SHARED, EVERYTHING, {"podDisruptionBudget": {"enabled": True}}, {}):
+            notes = charts.upgrade(server, merged(matrix.BASE, values))["info"]["notes"]
+            assert ("no kueue.x-k8s.io" in notes) == ("kueue" in values)
         names = {o["metadata"]["name"] for o in server.objects("StatefulSet")}
-        assert names == {"a-tandem-trainer", "a-tandem-inference"}
+        assert names == {"t-tandem-trainer", "t-tandem-inference"}
         server.objects("StatefulSet")[0]["spec"]["serviceName"] = "other"
         with pytest.raises(charts.helm_sdkpy.UpgradeError, match=r"spec\.serviceName: field is immutable"):
-            charts.upgrade(server, matrix.BASE, release="a")
+            charts.upgrade(server, matrix.BASE)
+        charts.uninstall(server)
+        assert [(o["kind"], o["metadata"]["name"]) for o in server.objects()] == [
+            ("PersistentVolumeClaim", "t-tandem-data")
+        ]
