@@ -36,9 +36,9 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", f"{stack.inference_url}/v1")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=3, tell=lambda *_: None))  # tests/stack has all of them
+    report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))  # tests/stack has all of them
     assert abs(report["sft_reward"] - 0.75) <= 0.05
-    assert report["rl_reward"] > 0.75
+    assert report["rl_reward"] > report["sft_reward"] + 0.02
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
     for job in stack.client.list_jobs(RUN):
         assert (job.state, job.attempt) == ("succeeded", 1)
