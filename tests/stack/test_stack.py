@@ -21,16 +21,15 @@ import numpy as np
 import pytest
 
 from free_ports import free_ports
-from local_stack import DEVICES, LocalStack, train
-from tandem.spool.schema import TERMINAL
+from local_stack import DEVICES, LocalStack, seen, succeeded, train
 from tandem.system import processes
 from waiting import answers, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN = "faulty"
 CPU = DEVICES["TANDEM_DEVICE"] == "cpu"
-# Longest that a job of this size takes with one crash in it, and until its step is served, in seconds.
-JOB_BOUND, SERVED_BOUND = 180, 180
+SERVED_BOUND = 180
+"""Longest until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
     "OMP_NUM_THREADS": "2",  # what computes before it forks leaves its children waiting for the second thread
@@ -103,38 +102,18 @@ def submit(stack: LocalStack, epochs: int = 25) -> str:
     return train(stack.client, RUN, epochs, learning_rate=1e-3, max_attempts=3)
 
 
-def seen(stack: LocalStack, job: str, kind: str) -> None:
-    """Wait for an event of that kind, or for the job's end."""
-
-    def check() -> bool:
-        return any(e.type == kind or e.type in TERMINAL for e in stack.spool.events.read(job))
-
-    until(f"{kind} of job {job}", check, JOB_BOUND, poll=0.01)
-
-
 def succeeds(stack: LocalStack, job: str) -> int:
     """Wait for the job's success and check what holds after any end. Returns the number of attempts."""
-
-    def check():
-        state, record = stack.spool.jobs.get(job)
-        return (state, record) if state in TERMINAL else None
-
-    state, record = until(f"the end of job {job}", check, JOB_BOUND)
-    events = stack.spool.events.read(job)
-    assert [e.seq for e in events] == list(range(len(events)))
-    assert sum(e.type in TERMINAL for e in events) == 1
-    assert record.result is not None
-    assert state == record.result.state == "succeeded", record.result.error
+    status, events = succeeded(stack.client, job)
     steps = stack.spool.checkpoints.steps(RUN)
     assert steps == list(range(len(steps)))
     for step in steps:
         stack.spool.checkpoints.verify(RUN, step)
-    assert record.result.step == record.spec.base_step + 1 == steps[-1]
-    assert stack.spool.checkpoints.manifest(RUN, steps[-1]).job == job
+    assert stack.spool.checkpoints.manifest(RUN, status.step).job == job
     assert not stack.spool.paths.data_dir(job).exists()
     pids = {p for e in events if e.type == "started" for p in e.data["pids"]}
     until("no rank is left", lambda: not any(is_rank(pid) for pid in pids), 30)
-    return record.attempt
+    return status.attempt
 
 
 def is_rank(pid: int) -> bool:
@@ -186,7 +165,7 @@ def engine_of(server: int) -> int:
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_kill_the_publisher(stack: LocalStack, delay: float) -> None:
     job = submit(stack, epochs=2)
-    seen(stack, job, "checkpoint")
+    seen(stack.client, job, "checkpoint")
     time.sleep(delay)
     stack.kill("publisher")
     succeeds(stack, job)
@@ -214,7 +193,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
     assert answers(f"{stack.inference_url}/health")
     for program, event in (("rank", "step"), ("rank", "checkpoint"), ("runner", "step")):
         job = submit(stack)
-        seen(stack, job, event)
+        seen(stack.client, job, event)
         kill(stack, program, job)
         assert succeeds(stack, job) <= 2
     noticed = "has stalled: 1 requests wait, and no token came"
@@ -228,7 +207,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
 def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     engine = engine_of(stack.pids("vllm")[0])
     job = submit(stack)
-    seen(stack, job, "checkpoint")
+    seen(stack.client, job, "checkpoint")
     stack.kill("vllm")
     until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
     succeeds(stack, job)
