@@ -181,18 +181,17 @@ class Compose:
     def exec(self, service: str, *command: str, timeout: float = 60, check: bool = True):
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
-    def pids(self, service: str, program: str) -> list[int]:
-        """The pids of a program's processes in the container, oldest first."""
+    def pids(self, service: str, program: str, then: str = "") -> list[int]:
+        """The pids of a program's processes in the container; `then`: a shell command for each `$pid`."""
         word = PROGRAMS[program]
         find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"  # the brackets keep it from finding itself
-        return sorted(
-            int(path.split("/")[2]) for path in self.exec(service, "sh", "-c", find, check=False).stdout.split()
-        )
+        script = f"for pid in $({find} | cut -d/ -f3); do echo $pid; {then or ':'}; done"
+        return [int(pid) for pid in self.exec(service, "sh", "-c", script, check=False).stdout.split()]
 
     def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
-        """Wait for a program's process and signal the oldest."""
-        pid = until(f"a process of {program}", lambda: self.pids(service, program), 60)[0]
-        self.exec(service, "sh", "-c", f"kill -{int(number)} {pid}")
+        """Wait for a program's process and signal it."""
+        kill = f"kill -{int(number)} $pid"
+        until(f"a process of {program}", lambda: self.pids(service, program, kill), 60)
 
     def kill_first(self, service: str) -> None:
         """Kill the container's first process as the kernel's OOM killer does, without the engine."""
