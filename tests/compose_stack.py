@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,25 +27,9 @@ ROOT = Path(__file__).parent.parent
 MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
-PROGRAMS = local_stack.PROGRAMS | {"up": "tandem", "supervisord": "supervisor.supervisord"}
+PROGRAMS = local_stack.PROGRAMS | {"supervisord": "supervisor.supervisord"}
 """Program → a word on its processes' command lines."""
-# Prints the pids with a word on their command line, oldest first, and sends them a signal. Signal 0 sends none.
-FIND = """
-import os, sys
-from contextlib import suppress
-from pathlib import Path
-word, number, only = sys.argv[1].encode(), int(sys.argv[2]), sys.argv[3] == "oldest"
-pids = []
-for entry in Path("/proc").glob("[0-9]*"):
-    with suppress(OSError):
-        if word in (entry / "cmdline").read_bytes().split(b"\\0"):
-            pids.append(int(entry.name))
-pids = sorted(set(pids) - {1, os.getpid()})[: 1 if only else None]
-for pid in pids:
-    os.kill(pid, number)
-print(*pids)
-"""
-# Prints every process's command line and the fields of its /proc status, as JSON by pid.
+# Prints the fields of every process's /proc status, as JSON by pid.
 PROCESSES = """
 import json, pathlib
 processes = {}
@@ -53,7 +37,6 @@ for entry in pathlib.Path("/proc").glob("[0-9]*"):
     try:
         lines = (entry / "status").read_text().splitlines()
         processes[entry.name] = {k: v.strip() for k, v in (line.split(":", 1) for line in lines)}
-        processes[entry.name]["command"] = (entry / "cmdline").read_text()
     except OSError:
         pass
 print(json.dumps(processes))
@@ -99,8 +82,15 @@ def docker(
     return done
 
 
+def _profiles(names: Sequence[str]) -> list[str]:
+    return [word for name in names for word in ("--profile", name)]
+
+
 class Compose:
-    """`docker compose` on some of the repository's files, without .env and the caller's variables."""
+    """`docker compose` on some files, without .env and the caller's variables.
+
+    `up` starts the stack; leaving the context removes it with its volumes.
+    """
 
     def __init__(self, *files: str, project: str = "tandem-test", **variables: str) -> None:
         self.files = files
@@ -122,39 +112,6 @@ class Compose:
         """The merged configuration."""
         return json.loads(self.run(*_profiles(profiles), "config", "--format", "json", **variables).stdout)
 
-
-def _profiles(names: Sequence[str]) -> list[str]:
-    return [word for name in names for word in ("--profile", name)]
-
-
-class ComposeStack(Compose):
-    """The CPU stack. `up` starts it; leaving the context removes it with its volumes."""
-
-    def __init__(self, directory: Path, *overrides: str, **variables: str) -> None:
-        self.secrets_dir = directory / "secrets"
-        self.secrets_dir.mkdir(parents=True)
-        create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
-        (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
-        subprocess.run([create], check=True, capture_output=True)
-        self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
-        super().__init__(
-            MAIN, CPU, *overrides,
-            project=f"tandem-test-{secrets.token_hex(3)}",
-            **{
-                "TANDEM_SECRETS_DIR": str(self.secrets_dir),
-                "TANDEM_MODELS_DIR": str(directory / "models"),
-                "TANDEM_CONTROLLER_PORT": str(self.controller_port),
-                "TANDEM_INFERENCE_PORT": str(self.inference_port),
-                "PROMETHEUS_PORT": str(self.prometheus_port),
-                "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:stand-in"),
-                "TANDEM_HEARTBEAT_SECONDS": "1",
-                "TANDEM_LEASE_SECONDS": "10",
-                **variables,
-            },
-        )  # fmt: skip
-        self.controller_url = f"http://127.0.0.1:{self.controller_port}"
-        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
-
     def __enter__(self) -> Self:
         return self
 
@@ -171,29 +128,6 @@ class ComposeStack(Compose):
         came_up = done.returncode == 0 and seconds < timeout
         assert came_up, f"up --wait: {done.returncode} after {seconds:.0f} s\n{done.stderr[-3000:]}\n{self.tails()}"
         return seconds
-
-    def secret(self, name: str) -> str:
-        return (self.secrets_dir / name).read_text()
-
-    @cached_property
-    def client(self) -> Tandem:
-        return Tandem(self.controller_url, self.secret("api_key"))
-
-    def submit(self, run: str, epochs: int, **options: Any) -> str:
-        return local_stack.train(self.client, run, epochs, learning_rate=1e-4, **options)
-
-    @property
-    def api_headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.secret('api_key')}"}
-
-    def chat_status(self, model: str) -> int | None:
-        """The HTTP status of a chat; None without an answer."""
-        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
-        url = f"{self.inference_url}/v1/chat/completions"
-        try:
-            return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code
-        except httpx.TransportError:
-            return None
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not."""
@@ -247,18 +181,17 @@ class ComposeStack(Compose):
     def exec(self, service: str, *command: str, timeout: float = 60, check: bool = True):
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
-    def pids(self, service: str, program: str) -> list[int]:
-        """The pids of a program's processes in the container."""
-        return self._signal(service, PROGRAMS[program], 0)
-
-    def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> int:
-        """Wait for a program's process and signal the oldest; its pid in the container."""
+    def pids(self, service: str, program: str, then: str = "") -> list[int]:
+        """The pids of a program's processes in the container; `then`: a shell command for each `$pid`."""
         word = PROGRAMS[program]
-        return until(f"a process of {program}", lambda: self._signal(service, word, number, oldest=True), 60)[0]
+        find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"  # the brackets keep it from finding itself
+        script = f"for pid in $({find} | cut -d/ -f3); do echo $pid; {then or ':'}; done"
+        return [int(pid) for pid in self.exec(service, "sh", "-c", script, check=False).stdout.split()]
 
-    def _signal(self, service: str, word: str, number: int, oldest: bool = False) -> list[int]:
-        words = [word, str(int(number)), "oldest" if oldest else "all"]
-        return [int(pid) for pid in self.exec(service, "python", "-c", FIND, *words).stdout.split()]
+    def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
+        """Wait for a program's process and signal it."""
+        kill = f"kill -{int(number)} $pid"
+        until(f"a process of {program}", lambda: self.pids(service, program, kill), 60)
 
     def kill_first(self, service: str) -> None:
         """Kill the container's first process as the kernel's OOM killer does, without the engine."""
@@ -268,3 +201,73 @@ class ComposeStack(Compose):
         """`docker kill`, after which the engine does not restart the container."""
         docker("kill", self.container(service))
         assert self.inspect(service)["State"]["ExitCode"] == 137
+
+
+def check_processes(stack: Compose, service: str, uid: str) -> None:
+    """Every process has this user and no rights; the root file system is read-only."""
+    for status in json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values():
+        assert status["Uid"].split() == [uid] * 4
+        assert status["Gid"].split()[0] == "0"
+        assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    for path in ("/x", "/opt/tandem/x", "/usr/bin/x", "/etc/x"):
+        done = stack.exec(service, "sh", "-c", f"echo x >>{path}", check=False)
+        assert "Read-only file system" in done.stderr, (service, path)
+
+
+@cache
+def everything(*files: str, **variables: str) -> dict[str, Any]:
+    """The configuration of all profiles."""
+    return Compose(*files).config("*", **variables)
+
+
+class ComposeStack(Compose):
+    """The CPU stack, with ports, secrets and a client of its own."""
+
+    def __init__(self, directory: Path, *overrides: str, **variables: str) -> None:
+        self.secrets_dir = directory / "secrets"
+        self.secrets_dir.mkdir(parents=True)
+        create = shutil.copy(ROOT / "secrets" / "create", self.secrets_dir)
+        (self.secrets_dir / "hf_token").write_text(f"hf_{secrets.token_hex(16)}")
+        subprocess.run([create], check=True, capture_output=True)
+        self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
+        super().__init__(
+            MAIN, CPU, *overrides,
+            project=f"tandem-test-{secrets.token_hex(3)}",
+            **{
+                "TANDEM_SECRETS_DIR": str(self.secrets_dir),
+                "TANDEM_MODELS_DIR": str(directory / "models"),
+                "TANDEM_CONTROLLER_PORT": str(self.controller_port),
+                "TANDEM_INFERENCE_PORT": str(self.inference_port),
+                "PROMETHEUS_PORT": str(self.prometheus_port),
+                "PROMETHEUS_IMAGE": os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:stand-in"),
+                "TANDEM_HEARTBEAT_SECONDS": "1",
+                "TANDEM_LEASE_SECONDS": "10",
+                **variables,
+            },
+        )  # fmt: skip
+        self.controller_url = f"http://127.0.0.1:{self.controller_port}"
+        self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+
+    def secret(self, name: str) -> str:
+        return (self.secrets_dir / name).read_text()
+
+    @cached_property
+    def client(self) -> Tandem:
+        return Tandem(self.controller_url, self.secret("api_key"))
+
+    def submit(self, run: str, epochs: int, **options: Any) -> str:
+        return local_stack.train(self.client, run, epochs, learning_rate=1e-4, **options)
+
+    @property
+    def api_headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secret('api_key')}"}
+
+    def chat_status(self, model: str) -> int | None:
+        """The HTTP status of a chat; None without an answer."""
+        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
+        url = f"{self.inference_url}/v1/chat/completions"
+        try:
+            return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code
+        except httpx.TransportError:
+            return None

@@ -46,11 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "tests/integrations/test_clients.py",
+         "tests/stack/test_merged_stack.py",
          "tests/inference/test_merged_faults.py", "tests/inference/test_whole_vllm.py", "tests/soak/test_soak.py",
          "tests/inference/test_merged_vllm.py", "tests/stack/test_fine_tuning.py", "tests/inference/test_real_vllm.py",
          "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
-         "tests/runner/test_resident.py", "tests/runner/test_runner_lives.py", "tests/stack/test_merged_stack.py",
-         "tests/stack/test_whole_stack.py"]  # fmt: skip
+         "tests/runner/test_resident.py", "tests/runner/test_runner_lives.py"]  # fmt: skip
 
 
 def _group(nodeid: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any, Self
 import tiny_model
 
 from free_ports import free_ports
-from tandem.client import Tandem
+from tandem.client import Event, JobStatus, Tandem
 from tandem.spool import Spool
+from tandem.spool.schema import TERMINAL
 from tandem.system import processes
 from waiting import answers, until
 
@@ -43,6 +44,33 @@ def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **opti
     """Submit an SFT job of the length that `epochs` sets; its id."""
     optimizer = {"learning_rate": learning_rate, "epochs": epochs}
     return client.train_sft(run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options).spec.id
+
+
+def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
+    """Wait for an event of this kind. AssertionError if the job ends before."""
+
+    def check() -> bool:
+        kinds = [event.type for event in client.job_events(job)]
+        assert kind in kinds or not set(kinds) & set(TERMINAL), f"the job ended before {kind}: {kinds}"
+        return kind in kinds
+
+    until(f"{kind} of job {job}", check, timeout, poll=0.02)
+
+
+def succeeded(client: Tandem, job: str, timeout: float = 180) -> tuple[JobStatus, list[Event]]:
+    """Wait for the job's success; its events are whole, and it has made the next step."""
+
+    def check() -> JobStatus | None:
+        status = client.get_job(job)
+        return status if status.state in TERMINAL else None
+
+    status = until(f"the end of job {job}", check, timeout)
+    assert status.state == "succeeded", status.error
+    assert status.step == status.spec.base_step + 1
+    events = client.job_events(job)
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert sum(event.type in TERMINAL for event in events) == 1
+    return status, events
 
 
 class LocalStack:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yes_no_maybe
 
-from compose_stack import PROCESSES, SERVICES, ComposeStack, docker, until
+from compose_stack import SERVICES, ComposeStack, check_processes, docker, until
 from monitoring.dashboards import metrics, queries, rules
 from monitoring.test_names import KUBE_STATE_METRICS, PROMETHEUS_OWN, RECORDED
 
@@ -27,12 +27,8 @@ def test_every_container_is_healthy(stack):
         assert stack.inspect(service)["RestartCount"] == 0
     for service in ("preflight", "tiny-model"):
         assert stack.inspect(service)["State"]["ExitCode"] == 0
-    stats = docker("stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}").stdout
-    print("\n" + "\n".join(line for line in stats.splitlines() if stack.project in line))
     for role in ("trainer", "inference"):
-        found = re.search(r"ready after \d+ s", stack.logs(role))
-        assert found, "`tandem up` says when it is ready"
-        print(f"{role}: {found[0]}")
+        assert re.search(r"ready after \d+ s", stack.logs(role)), "`tandem up` says when it is ready"
 
 
 def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
@@ -40,34 +36,17 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", f"{stack.inference_url}/v1")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    report = asyncio.run(yes_no_maybe.train(RUN, tell=lambda *_: None))
+    report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))  # tests/stack has all of them
     assert abs(report["sft_reward"] - 0.75) <= 0.05
-    assert report["rl_reward"] >= 0.95
+    assert report["rl_reward"] > report["sft_reward"] + 0.02
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
     for job in stack.client.list_jobs(RUN):
         assert (job.state, job.attempt) == ("succeeded", 1)
 
 
-def check_processes(stack: ComposeStack, uid: str) -> None:
-    """Every process has this user and no rights; the root file system is read-only."""
-    for service in SERVICES:
-        processes = json.loads(stack.exec(service, "python", "-c", PROCESSES).stdout).values()
-        assert len(processes) >= 3
-        for status in processes:
-            assert status["Uid"].split() == [uid] * 4
-            assert status["Gid"].split()[0] == "0"
-            assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}
-            assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
-        for path in ("/x", "/opt/tandem/x", "/usr/bin/x", "/etc/x", "/entrypoint"):
-            done = stack.exec(service, "sh", "-c", f"echo x >>{path}", check=False)
-            assert done.returncode != 0
-            # The mode of an existing file is checked before the read-only file system.
-            reason = "Permission denied" if path == "/entrypoint" else "Read-only file system"
-            assert reason in done.stderr, (service, path)
-
-
 def test_no_process_is_root_and_only_volumes_are_writable(stack):
-    check_processes(stack, "2000")
+    for service in SERVICES:
+        check_processes(stack, service, "2000")
 
 
 # `test_real_vllm` tries every route.
@@ -177,16 +156,14 @@ def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
     job = stack.submit(RUN, epochs=400)
     until("the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job)), 60)
     begin = time.time()
-    took = time.monotonic()
     stack.run("--profile", "*", "down", timeout=200)
-    took = time.monotonic() - took
-    print(f"\ndown took {took:.1f} s")
-    assert took < 75 + 10
+    assert time.time() - begin < 75 + 10
     assert stack.exits(begin) == dict.fromkeys((*SERVICES, "prometheus"), 0)
 
     stack.environment["TANDEM_UID"] = ANOTHER_UID
-    print(f"up again took {stack.up():.0f} s")
-    check_processes(stack, ANOTHER_UID)
+    stack.up()
+    for service in SERVICES:
+        check_processes(stack, service, ANOTHER_UID)
     events = stack.client.job_events(job)
     assert not any(event.type in ("failed", "cancelled") for event in events)
     requeued = [event for event in events if event.type == "requeued"]

@@ -21,7 +21,7 @@ from typing import Any
 import helm_sdkpy
 import yaml
 
-from helm.kubernetes_api import OPTIONAL_GROUPS, ApiServer, Object
+from helm.kubernetes_api import ApiServer, Object
 from helm.pods import pod_template
 
 CHART = Path(__file__).parents[2] / "helm" / "tandem"
@@ -31,7 +31,7 @@ OLDEST, NEWEST = "1.30.0", "1.37.0"
 WORK = Path(tempfile.mkdtemp(prefix="tandem-helm-"))
 atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
-Values = Mapping[str, Any] | Path | None
+Values = Mapping[str, Any] | None
 SEVERITIES = ("unknown", "info", "warning", "error")
 
 
@@ -79,11 +79,8 @@ def merged(old: Any, patch: Any) -> Any:
     return result
 
 
-def load_values(values: Values) -> dict[str, Any]:
-    """The values in a file, or a copy of the mapping."""
-    if isinstance(values, Path):
-        return yaml.load(values.read_text(), Loader=UniqueKeys) or {}
-    return dict(values or {})
+def load_values(path: Path) -> dict[str, Any]:
+    return yaml.load(path.read_text(), Loader=UniqueKeys) or {}
 
 
 def rendered(release: dict[str, Any]) -> Rendered:
@@ -97,19 +94,13 @@ def rendered(release: dict[str, Any]) -> Rendered:
 
 
 def render(
-    values: Values = None,
-    *,
-    version: str = NEWEST,
-    groups: tuple[str, ...] = OPTIONAL_GROUPS,
-    existing: tuple[Object, ...] = (),
-    **options: Any,
+    values: Values = None, *, version: str = NEWEST, existing: tuple[Object, ...] = (), **options: Any
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
-    `groups`: the optional API groups that it serves; `existing`: objects for the templates' `lookup`; `options`: those
-    of `install`.
+    `existing`: objects for the templates' `lookup`; `options`: those of `install`.
     """
-    server = _shared_server(version, groups)
+    server = _shared_server(version)
     server.recorded = {}
     server.reset(*existing)
     try:
@@ -122,8 +113,8 @@ def render(
 
 
 @cache
-def _shared_server(version: str, groups: tuple[str, ...]) -> ApiServer:
-    server = ApiServer(version, groups).__enter__()
+def _shared_server(version: str) -> ApiServer:
+    server = ApiServer(version).__enter__()
     server.records = False
     atexit.register(server.__exit__)
     return server
@@ -149,7 +140,7 @@ def install(
     """`helm install`; the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
     options: dict[str, Any] = {"wait": False, "timeout": 60, "server_side_apply": True}
-    return asyncio.run(action.run(release, str(chart), load_values(values), **options))
+    return asyncio.run(action.run(release, str(chart), dict(values or {}), **options))
 
 
 def upgrade(
@@ -158,7 +149,7 @@ def upgrade(
     """`helm upgrade`, with `--reuse-values` or `--reset-values`."""
     action = helm_sdkpy.Upgrade(_configuration(server))
     options: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values, "wait": False}
-    return asyncio.run(action.run(release, str(chart), load_values(values), timeout=60, **options))
+    return asyncio.run(action.run(release, str(chart), dict(values or {}), timeout=60, **options))
 
 
 def uninstall(server: ApiServer) -> None:
@@ -166,39 +157,37 @@ def uninstall(server: ApiServer) -> None:
     asyncio.run(helm_sdkpy.Uninstall(_configuration(server)).run("t", wait=False, timeout=60))
 
 
-def package(directory: Path, chart: Path) -> Path:
+def package(directory: Path) -> Path:
     """`helm package` into a directory; the path of the archive."""
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
-    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(chart), str(directory))))
+    config = _configuration(_shared_server(NEWEST))
+    return Path(asyncio.run(helm_sdkpy.Package(config).run(str(CHART), str(directory))))
 
 
-def lint(values: Values = None, *, chart: Path = CHART) -> list[str]:
+def lint(values: Values = None) -> list[str]:
     """`helm lint` with values: `"error values.yaml"` and the like, without informational messages.
 
     The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's lint ignores `fail`:
     only `render` finds what templates refuse.
     """
-    copy = _lint_copy(chart)
-    original = load_values(chart / "values.yaml")
-    (copy / "values.yaml").write_text(yaml.safe_dump(merged(original, load_values(values)), sort_keys=False))
-    config = _configuration(_shared_server(NEWEST, OPTIONAL_GROUPS))
-    result = asyncio.run(helm_sdkpy.Lint(config).run(str(copy)))
+    original = load_values(CHART / "values.yaml")
+    (_lint_copy() / "values.yaml").write_text(yaml.safe_dump(merged(original, values or {}), sort_keys=False))
+    result = asyncio.run(helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy())))
     return [f"{SEVERITIES[m['Severity']]} {m['Path']}" for m in result["Messages"] or [] if m["Severity"] != 1]
 
 
 @cache
-def _lint_copy(chart: Path) -> Path:
-    return Path(shutil.copytree(chart, Path(tempfile.mkdtemp(dir=WORK)) / chart.name))
+def _lint_copy() -> Path:
+    return Path(shutil.copytree(CHART, Path(tempfile.mkdtemp(dir=WORK)) / CHART.name))
 
 
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
     """A copy of the chart in a new directory below this one, with another version and, if given, other defaults."""
     copy = Path(tempfile.mkdtemp(dir=directory)) / "tandem"
-    ignored = () if values is None else ("values.schema.json",)
-    shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns(*ignored))
+    shutil.copytree(CHART, copy)
     text = (copy / "Chart.yaml").read_text()
     assert "\nversion: 0.1.0\n" in text
     (copy / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0\n", f"\nversion: {version}\n"))
     if values is not None:
+        (copy / "values.schema.json").unlink()
         (copy / "values.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return copy

@@ -18,11 +18,8 @@ import yaml
 
 Object = dict[str, Any]
 
-OPTIONAL_GROUPS = ("monitoring.coreos.com", "gateway.networking.k8s.io")
 KUEUE = "kueue.x-k8s.io"
-"""Optional too, and absent by default."""
-SINCE = {"resource.k8s.io": (1, 34)}
-"""The first Kubernetes version that serves a group."""
+"""The one group that is absent by default."""
 KINDS = {
     "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment", "StatefulSet"),
@@ -33,16 +30,16 @@ KINDS = {
     "gateway.networking.k8s.io/v1": ("HTTPRoute",),
     f"{KUEUE}/v1beta2": ("LocalQueue",),
 }
-IMMUTABLE = {
-    "Deployment": lambda field: field == "selector",
-    "PersistentVolumeClaim": lambda field: field not in ("resources", "volumeName", "volumeAttributesClassName"),
-    "ResourceClaimTemplate": lambda field: True,
-    "StatefulSet": lambda field: field not in (
+MUTABLE = {
+    "Deployment": {"replicas", "template", "strategy", "revisionHistoryLimit", "progressDeadlineSeconds"},
+    "PersistentVolumeClaim": {"resources", "volumeName", "volumeAttributesClassName"},
+    "ResourceClaimTemplate": set(),
+    "StatefulSet": {
         "replicas", "template", "updateStrategy", "minReadySeconds", "ordinals", "persistentVolumeClaimRetentionPolicy",
         "revisionHistoryLimit",
-    ),
+    },
 }  # fmt: skip
-"""Kind → whether a field of its spec is immutable."""
+"""Kind → the fields of its spec that may change; of other kinds all may."""
 
 _PATH = re.compile(
     r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?"
@@ -60,16 +57,10 @@ class Refused(Exception):
                        "message": message}  # fmt: skip
 
 
-def minor(version: str) -> tuple[int, int]:
-    """`1.37.0` → (1, 37)."""
-    major, minor_ = version.split(".")[:2]
-    return int(major), int(minor_)
-
-
 class ApiServer:
-    """`with ApiServer("1.37.0") as server:`; `groups` are the optional API groups that it serves."""
+    """`with ApiServer("1.37.0") as server:`"""
 
-    def __init__(self, version: str = "1.37.0", groups: tuple[str, ...] = OPTIONAL_GROUPS) -> None:
+    def __init__(self, version: str = "1.37.0", *, kueue: bool = False) -> None:
         self.version = version
         self.records = True
         """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and Helm stops there."""
@@ -77,11 +68,10 @@ class ApiServer:
         self._objects: dict[tuple[str, str], Object] = {}
         self._lock = threading.Lock()
         self._kinds = {
-            (api_version, _plural(kind)): kind
-            for api_version, kinds in KINDS.items()
+            (group, _plural(kind)): kind
+            for group, kinds in KINDS.items()
             for kind in kinds
-            if (group := api_version.rpartition("/")[0]) not in (*OPTIONAL_GROUPS, KUEUE) or group in groups
-            if minor(version) >= SINCE.get(group, (0, 0))
+            if kueue or KUEUE not in group
         }
         handler = type("BoundHandler", (_Handler,), {"api": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -100,11 +90,11 @@ class ApiServer:
 
     @property
     def kubeconfig(self) -> str:
-        """A kubeconfig, as YAML."""
-        cluster = {"server": f"http://127.0.0.1:{self.port}"}
-        return yaml.safe_dump({
+        """A kubeconfig."""
+        return json.dumps({
             "apiVersion": "v1", "kind": "Config", "current-context": "memory",
-            "clusters": [{"name": "memory", "cluster": cluster}], "users": [{"name": "memory", "user": {}}],
+            "users": [{"name": "memory", "user": {}}],
+            "clusters": [{"name": "memory", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
             "contexts": [{"name": "memory", "context": {"cluster": "memory", "user": "memory"}}],
         })  # fmt: skip
 
@@ -117,29 +107,19 @@ class ApiServer:
         stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
         return [obj for obj in stored if kind in (None, obj["kind"])]
 
-    def workloads(self) -> list[Object]:
-        """The stored Deployments and StatefulSets."""
-        return [*self.objects("Deployment"), *self.objects("StatefulSet")]
-
-    def scale(self, name: str, replicas: int) -> None:
-        """`kubectl scale` of a workload."""
-        (workload,) = (obj for obj in self.workloads() if obj["metadata"]["name"] == name)
-        workload["spec"]["replicas"] = replicas
-
     def answer(self, method: str, url: str, body: bytes) -> Object:
         """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
         if split.path == "/version":
-            major, minor_ = minor(self.version)
-            return {"major": str(major), "minor": str(minor_), "gitVersion": f"v{self.version}"}
-        if split.path in ("/api", "/apis"):
-            return self._groups(core=split.path == "/api")
+            major, minor, _ = self.version.split(".")
+            return {"major": major, "minor": minor, "gitVersion": f"v{self.version}"}
+        if split.path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if split.path == "/apis":
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": self._groups()}
         match = _PATH.match(split.path)
-        if (group := split.path.removeprefix("/apis/").removeprefix("/api/")) in KINDS:
-            # Helm reads a group's kinds before a template's `lookup`.
-            kinds = [{"name": _plural(kind), "kind": kind, "namespaced": kind != "Namespace", "verbs": ["get"],
-                      "singularName": kind.lower()} for kind in KINDS[group]]  # fmt: skip
-            return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group, "resources": kinds}
+        if group := self._resources(split.path.removeprefix("/apis/").removeprefix("/api/")):
+            return group
         kind = self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
         if match is None or kind is None:
             raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")
@@ -170,24 +150,20 @@ class ApiServer:
             raise Refused(404, "NotFound", f'{plural} "{name}" not found')
         return self._objects.pop((plural, str(name))) if method == "DELETE" else obj
 
-    def _groups(self, *, core: bool) -> Object:
-        """Aggregated discovery."""
-        groups: dict[str, list[Object]] = {}
-        for (api_version, plural), kind in self._kinds.items():
-            if core == (api_version == "v1"):
-                group, _, version = api_version.rpartition("/")
-                groups.setdefault(api_version, []).append({
-                    "resource": plural, "singularResource": kind.lower(),
-                    "responseKind": {"group": group, "version": version, "kind": kind},
-                    "scope": "Cluster" if kind == "Namespace" else "Namespaced",
-                    "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
-                })  # fmt: skip
-        items = [
-            {"metadata": {"name": api_version.rpartition("/")[0]},
-             "versions": [{"version": "v1", "freshness": "Current", "resources": resources}]}
-            for api_version, resources in groups.items()
+    def _groups(self) -> list[Object]:
+        versions = dict.fromkeys(api_version for api_version, _ in self._kinds if api_version != "v1")
+        return [
+            {"name": group, "versions": [{"groupVersion": f"{group}/{version}", "version": version}]}
+            for group, version in (api_version.split("/") for api_version in versions)
+        ]
+
+    def _resources(self, api_version: str) -> Object | None:
+        kinds = [
+            {"name": plural, "singularName": kind.lower(), "kind": kind, "namespaced": kind != "Namespace",
+             "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"]}
+            for (group, plural), kind in self._kinds.items() if group == api_version
         ]  # fmt: skip
-        return {"kind": "APIGroupDiscoveryList", "apiVersion": "apidiscovery.k8s.io/v2", "metadata": {}, "items": items}
+        return {"kind": "APIResourceList", "groupVersion": api_version, "resources": kinds} if kinds else None
 
 
 def _plural(kind: str) -> str:
@@ -210,7 +186,7 @@ def _release_secret(body: bytes) -> Object:
 
 def _check_immutable(kind: str, name: str, old: Object, new: Object) -> None:
     for field in sorted({*old, *new}):
-        if old.get(field) != new.get(field) and kind in IMMUTABLE and IMMUTABLE[kind](field):
+        if old.get(field) != new.get(field) and kind in MUTABLE and field not in MUTABLE[kind]:
             raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: spec.{field}: field is immutable')
 
 
@@ -229,10 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             code, answer = refused.code, refused.status
         data = json.dumps(answer).encode()
-        discovery = ";g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
-        kind = discovery if answer.get("kind") == "APIGroupDiscoveryList" else ""
         self.send_response(code)
-        self.send_header("Content-Type", f"application/json{kind}")
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -76,28 +75,6 @@ NEEDS: dict[str, dict[str, Any]] = {
 """Values without which a value is refused or has no effect."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One value that isn't the default."""
-
-    path: str
-    value: Any
-
-    def __str__(self) -> str:
-        return f"{self.path}={self.value}"
-
-    @property
-    def before(self) -> dict[str, Any]:
-        """The values without the choice."""
-        return merged(BASE, NEEDS.get(self.path, {}))
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The values with the choice."""
-        more = {"baseModel": ""} if self.path == "tinyModel" else {}
-        return merged(merged(self.before, at(self.path, self.value)), more)
-
-
 @cache
 def defaults() -> dict[str, Any]:
     """values.yaml."""
@@ -152,14 +129,19 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def choices() -> Iterator[Choice]:
-    """Every boolean of values.yaml negated, and every other member of each enumeration."""
+def choices() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Every boolean of values.yaml negated, and every other member of each enumeration: the values without and with."""
+    found = {}
     for path, value in leaves(defaults()):
-        if isinstance(value, bool):
-            yield Choice(path, not value)
-        elif not isinstance(value, dict | list):
-            others = (other for other in schema_of(path).get("enum", []) if other not in (None, value))
-            yield from (Choice(path, other) for other in others)
+        others: list[Any] = [not value]
+        if not isinstance(value, bool):
+            scalar = not isinstance(value, dict | list)
+            others = [o for o in schema_of(path).get("enum", []) if o not in (None, value)] if scalar else []
+        for other in others:
+            before = merged(BASE, NEEDS.get(path, {}))
+            more = {"baseModel": ""} if path == "tinyModel" else {}
+            found[f"{path}={other}"] = before, merged(merged(before, at(path, other)), more)
+    return found
 
 
 def sample(schema: dict[str, Any]) -> Any:
@@ -173,86 +155,3 @@ def sample(schema: dict[str, Any]) -> Any:
 def roles(**values: Any) -> dict[str, Any]:
     """The same values for each role."""
     return dict.fromkeys(ROLES, values)
-
-
-_POD_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
-_RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
-_TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
-TEMPLATES: dict[str, Any] = {
-    "pullSecrets": ["MARK"],
-    "tolerations": [{"key": "MARK", "operator": "Exists"}],
-    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
-    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
-    "extraEnv": [{"name": "MARK", "value": "1"}],
-    "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
-    "extraVolumeMounts": [{"name": "MARK", "mountPath": "/MARK"}],
-    "extraContainers": [{"name": "MARK", "image": "busybox"}],
-    "extraInitContainers": [{"name": "MARK-init", "image": "busybox"}],
-    "clients": _POD_PEER,
-    "prometheus": _POD_PEER,
-    "extraEgress": [{"to": _POD_PEER}],
-    "parentRefs": [{"name": "MARK"}],
-    "relabelings": _RELABELING,
-    "metricRelabelings": _RELABELING,
-    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "MARK"}}],
-    "alertLabels": {"MARK": "1"},
-    "extendedResources": {"example.org/MARK": "1"},
-}
-"""Last part of a key → its value, in which MARK is replaced by a distinct text."""
-
-
-def marked(key: str, mark: str) -> Any:
-    """A value for a key of TEMPLATES."""
-    return json.loads(json.dumps(TEMPLATES[key]).replace("MARK", mark))
-
-
-def pod_extras(mark: str) -> dict[str, Any]:
-    """Every value of a role that is passed on to its pod."""
-    labels = {key: {"example.org/a": mark} for key in ("podLabels", "podAnnotations", "nodeSelector")}
-    extras = {key: marked(key, mark) for key in defaults()["controller"] if key in TEMPLATES}
-    return extras | labels | {"priorityClassName": mark, "schedulerName": mark}
-
-
-def more_sets() -> dict[str, dict[str, Any]]:
-    """Further sets, for tests of schemas and lint only."""
-    extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"a": "b"}}
-    template = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}-more}"
-    own = {"labels": {"release": "prometheus"}, "annotations": {"example.org/a": "b"}}
-    relabelings = {
-        "relabelings": [{"action": "replace", "targetLabel": "cluster", "replacement": "one"}],
-        "metricRelabelings": [{"action": "drop", "regex": "go_.*", "sourceLabels": ["__name__"]}],
-    }
-    rules = {"enabled": True, "alertLabels": {"team": "ml"}, "runbook": "https://example.org/alerts", **own}
-    dashboards = {"enabled": True, "namespace": "ns", "annotations": {"grafana_folder": "Tandem"}}
-    gpus = {"gpus": 8, "gpuResource": "nvidia.com/mig-3g.40gb", "extendedResources": {"rdma/hca": 1}}
-    settings: dict[str, Any] = {}
-    for path, value in leaves(defaults()):
-        if value is None and "settings." in path:
-            settings = merged(settings, at(path, sample(schema_of(path))))
-    sets: dict[str, dict[str, Any]] = {
-        "pod extras": roles(**pod_extras("more")),
-        "pod extras, shared": merged(SHARED_BY_RESOURCE, {"trainer": pod_extras("a"), "inference": pod_extras("b")}),
-        "every setting": settings,
-        "existing claims, one node": merged(_SETS["existing claims"], ONE_NODE),
-        "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
-        "no storage class": {"data": {"storageClass": "-"}, "cache": {"storageClass": "-"}},
-        "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
-        "no trainer": merged(EVERYTHING, {"trainer": {"enabled": False}}),
-        "no trainer, one node": merged(ONE_NODE, {"trainer": {"enabled": False}}),
-        "paused": roles(replicas=0),
-        "wildcard hosts": {kind: {
-            "enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org",
-            **({"parentRefs": [{"name": "public"}]} if kind == "gateway" else {"tlsSecret": "tls"}),
-        } for kind in ("ingress", "gateway")},
-        **{f"monitoring by {kind}": {"monitoring": {
-            "monitors": {"kind": kind, **relabelings, **own}, "rules": rules, "dashboards": dashboards,
-        }} for kind in ("pod", "service")},
-        "many GPUs, RDMA": {"trainer": gpus, "inference": gpus},
-        "CPU ranks": {"device": "cpu", "trainer": {"cpuRanks": 2, "settings": {"tensorParallel": 2}}},
-        "names": {"nameOverride": "post", "serviceAccount": {"create": False, "name": "mine"}},
-        "a long name": {"fullnameOverride": "a" * 40},
-        "digests": roles(image={"digest": "sha256:" + "0" * 64, "registry": "registry.example.org"}),
-        "pull secrets": {"image": {"pullSecrets": ["pull"], "registry": "registry.example.org", "tag": "1"}},
-        "more objects": {"extraObjects": [extra, template]},
-    }  # fmt: skip
-    return {name: merged(BASE, values) for name, values in sets.items()}

@@ -1,7 +1,7 @@
-"""Pods inside objects, and the checks of an API server on pods that no schema contains."""
+"""Pods inside objects, their security, and the checks of an API server on pods that no schema contains."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Object = dict[str, Any]
@@ -29,6 +29,69 @@ def quantity(value: str | float) -> float:
     if not match:
         raise ValueError(f"{value!r} is not a quantity")
     return float(match[1]) * FACTORS[match[2] or ""]
+
+
+FIELDS = {
+    "pod": {
+        "affinity", "automountServiceAccountToken", "containers", "enableServiceLinks", "initContainers",
+        "nodeSelector", "resourceClaims", "restartPolicy", "securityContext", "serviceAccountName",
+        "terminationGracePeriodSeconds", "tolerations", "volumes",
+    },
+    "container": {
+        "args", "command", "env", "image", "imagePullPolicy", "lifecycle", "livenessProbe", "name", "ports",
+        "readinessProbe", "resources", "securityContext", "startupProbe", "volumeMounts",
+    },
+    "volume": {"emptyDir", "name", "persistentVolumeClaim", "projected"},
+    "source": {"secret"},
+    "mount": {"mountPath", "name", "readOnly"},
+    "port": {"containerPort", "name"},
+    "probe": {"exec", "failureThreshold", "httpGet", "periodSeconds", "timeoutSeconds"},
+}  # fmt: skip
+"""What pods may have. Host namespaces and ports, host paths, sysctls and the like are other fields."""
+POD_CONTEXT = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+USER = {"runAsUser": 2000, "runAsGroup": 0, "fsGroup": 0}
+CONTAINER_CONTEXT = {
+    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+}  # fmt: skip
+
+
+def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
+    """What in a pod is not allowed; `assigned_user`: the cluster chooses the user and the group."""
+    spec, found = template["spec"], []
+
+    def check(kind: str, node: Object) -> None:
+        found.extend(f"{kind}: {field}" for field in set(node) - FIELDS[kind])
+
+    check("pod", spec)
+    context = {key: value for key, value in spec["securityContext"].items() if key != "fsGroupChangePolicy"}
+    if context != POD_CONTEXT | ({} if assigned_user else USER):
+        found.append(f"pod: {context}")
+    found += [f"pod: {name}" for name in ("automountServiceAccountToken", "enableServiceLinks") if spec[name]]
+    for volume in spec["volumes"]:
+        check("volume", volume)
+        for source in volume.get("projected", {}).get("sources", []):
+            check("source", source)
+    for container in containers(template):
+        check("container", container)
+        if container["securityContext"] != CONTAINER_CONTEXT:
+            found.append(f"{container['name']}: {container['securityContext']}")
+        for kind, nodes in (("mount", container["volumeMounts"]), ("port", container.get("ports", []))):
+            for node in nodes:
+                check(kind, node)
+        for probe in (container.get(f"{kind}Probe", {}) for kind in ("startup", "readiness", "liveness")):
+            check("probe", probe)
+            found += [f"probe: {probe}"] if set(probe.get("httpGet", {})) - {"path", "port"} else []
+    return found
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has only `In`."""
+    expressions = selector.get("matchExpressions", [])
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
 
 
 def problems(obj: Object) -> Iterator[str]:

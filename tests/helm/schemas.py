@@ -10,20 +10,16 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
-from referencing import Registry
-from referencing.jsonschema import DRAFT202012
+from jsonschema.exceptions import best_match
 
 from helm import pods
 
 CRDS = Path(__file__).parent / "crds"
-DEFINITIONS = "/api/_definitions.json"
-OBJECT_META = f"{DEFINITIONS}#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 CRD_GROUPS = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
 
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?$")
@@ -42,50 +38,34 @@ UNIQUE = {
 
 def validate(obj: dict[str, Any], version: str) -> list[str]:
     """The object's problems with this version of Kubernetes (`1.30`, `1.37.0`)."""
-    title = f"{obj.get('kind', 'an object without a kind')} {obj.get('metadata', {}).get('name', 'without a name')}"
-    try:
-        validator = _validator(obj.get("apiVersion", ""), obj.get("kind", ""), ".".join(version.split(".")[:2]))
-    except LookupError as error:
-        return [f"{title}: {error.args[0]}"]
-    problems = [_message(error) for error in validator.iter_errors(obj)]
-    problems += [*_naming(obj), *_duplicates(obj)]
-    if not problems:
-        problems += pods.problems(obj)
-    return [f"{title}: {problem}" for problem in problems]
-
-
-def _message(error: ValidationError) -> str:
-    deepest = best_match([error]) or error
-    return f"{'.'.join(str(part) for part in deepest.absolute_path) or 'the object'}: {deepest.message}"
+    title = f"{obj.get('kind')} {obj.get('metadata', {}).get('name')}"
+    return [f"{title}: {problem}" for problem in _problems(json.dumps(obj), version)]
 
 
 @cache
-def _definitions(minor: str) -> tuple[Any, Registry]:
-    directory = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{minor}.0-local-strict"
-    if not directory.is_dir():
-        raise LookupError(f"kubernetes-validate has no schemas of Kubernetes {minor}")
-    definitions = json.loads((directory / "_definitions.json").read_text())
-    return directory, Registry().with_resource(DEFINITIONS, DRAFT202012.create_resource(definitions)).crawl()
+def _problems(text: str, version: str) -> list[str]:
+    obj = json.loads(text)
+    problems = [*_of_schema(obj, version), *_naming(obj), *_duplicates(obj)]
+    return problems or list(pods.problems(obj))
 
 
-@cache
-def _validator(api_version: str, kind: str, minor: str) -> Draft202012Validator:
-    directory, registry = _definitions(minor)
-    group, _, version = api_version.rpartition("/")
-    if api_version in CRD_GROUPS:
-        path = CRDS / f"{kind.lower()}.json"
+def _of_schema(obj: dict[str, Any], version: str) -> Iterator[str]:
+    if obj["apiVersion"] in CRD_GROUPS:
+        path = CRDS / f"{obj['kind'].lower()}.json"
         if not path.is_file():
-            raise LookupError(f"no schema of {api_version} {kind} in {CRDS.name}/")
-        schema = _strict(json.loads(path.read_text()))
-        own = {"apiVersion": {"const": api_version}, "kind": {"const": kind}, "metadata": {"$ref": OBJECT_META}}
-        schema["properties"] |= own
-        schema["required"] = sorted({*schema.get("required", []), "apiVersion", "kind", "metadata"})
-        return Draft202012Validator(schema, registry=registry)
-    file = directory / ("-".join(filter(None, (kind.lower(), group.split(".")[0], version))) + ".json")
-    schema = json.loads(file.read_text()) if file.is_file() else {}
-    if {"group": group, "version": version, "kind": kind} not in schema.get("x-kubernetes-group-version-kind", []):
-        raise LookupError(f"Kubernetes {minor} has no {api_version} {kind}")
-    return Draft202012Validator(schema, registry=registry)
+            yield f"no schema of {obj['apiVersion']} {obj['kind']} in {CRDS.name}/"
+        elif error := best_match(_of_crd(path).iter_errors({key: obj[key] for key in obj if key in ("kind", "spec")})):
+            yield f"{error.json_path}: {error.message}"
+        return
+    try:
+        kubernetes_validate.validate(obj, version, strict=True)
+    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        yield repr(error)
+
+
+@cache
+def _of_crd(path: Path) -> Draft202012Validator:
+    return Draft202012Validator(_strict(json.loads(path.read_text())))
 
 
 def _strict(schema: Any) -> Any:

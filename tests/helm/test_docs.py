@@ -1,6 +1,5 @@
 """The README, the schema and the documents about the chart agree with values.yaml."""
 
-import json
 import re
 import subprocess
 import sys
@@ -44,29 +43,6 @@ def test_every_value_has_a_comment_and_a_section():
         assert value.section, value.name
 
 
-def test_every_value_is_in_the_readme_and_in_the_schema():
-    text = README.read_text()
-    for value in documented():
-        schema = matrix.schema_of(value.name)
-        assert schema, value.name
-        if value.comment:
-            assert f"| `{value.name}` |" in text
-            if not isinstance(value.default, dict):
-                assert f"`{json.dumps(value.default)}`" in text
-
-
-def test_the_schema_has_no_more_keys_than_the_values():
-    def walk(schema, path):
-        for key, below in schema.get("properties", {}).items():
-            name = f"{path}.{key}".lstrip(".")
-            if name in NAMES:
-                yield name
-                yield from walk(below, name)
-
-    assert set(matrix.schema()["properties"]) == {name for name in NAMES if "." not in name}
-    assert set(walk(matrix.schema(), "")) >= {name for name in NAMES if name.rpartition(".")[2] not in INLINE}
-
-
 def missing(text: str, before: str) -> list[str]:
     """The dotted names in a text that look like values but are none; `before`: a pattern of the text before a name."""
     words = set(re.findall(rf"(?:{before})([a-z][A-Za-z]*(?:\.[A-Za-z]+)+)(?![-/\w])", text))
@@ -104,10 +80,6 @@ def test_yaml_in_the_documents_fits_the_values():
         for name, _ in matrix.leaves(yaml.safe_load(block)):
             if name.partition(".")[0] in matrix.defaults():
                 assert exists(name) or "labels" in name or "annotations" in name, name
-
-
-def test_the_check_finds_a_name_that_does_not_exist():
-    assert missing("`trainer.gpus` and `trainer.gpu`", "`") == ["trainer.gpu"]
 
 
 def test_values_that_comments_name_exist():

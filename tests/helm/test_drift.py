@@ -1,13 +1,14 @@
 """Compose and chart start the same programs with the same settings."""
 
-import json
 import re
+import shutil
 from functools import cache
 from typing import Any
 
 import pytest
 
-from helm import compose_file, matrix
+from compose_stack import CPU, MAIN, ROOT, SHARED, everything
+from helm import matrix
 from helm.charts import Rendered, merged
 from helm.matrix import ROLES, VALUES, at
 from helm.pods import quantity
@@ -16,9 +17,8 @@ from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
-GPU, CPU, SHARED = (("docker-compose.yml", *more) for more in
-                    ((), ("docker-compose.cpu.yml",), ("docker-compose.shared.yml",)))  # fmt: skip
-BOTH_DEVICES = pytest.mark.parametrize(("name", "files"), [("defaults", GPU), ("values-cpu.yaml", CPU)])
+pytestmark = pytest.mark.skipif(not shutil.which("docker"), reason="`docker compose config` reads the files")
+BOTH_DEVICES = pytest.mark.parametrize(("name", "files"), [("defaults", (MAIN,)), ("values-cpu.yaml", (MAIN, CPU))])
 FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
 """Variable → the setting's field."""
 
@@ -101,9 +101,16 @@ def chart_variables() -> dict[str, set[str]]:
     return {role: {name for by_role in renders for name in by_role[role]} for role in ROLES}
 
 
+def services(*files: str) -> dict[str, Any]:
+    """Compose's services with their default variables."""
+    mode = {"TANDEM_GPU_MODE": "shared"} if SHARED in files else {}
+    return everything(*files, TANDEM_TAG="", **mode)["services"]
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_compose_and_chart_set_the_same_variables(role):
-    compose = {name for files in (GPU, CPU, SHARED) for name in compose_file.services(*files)[role]["environment"]}
+    files = ((MAIN,), (MAIN, CPU), (MAIN, SHARED))
+    compose = {name for some in files for name in services(*some)[role]["environment"]}
     assert compose - ONLY_COMPOSE - ONLY_CHART == chart_variables()[role] - ONLY_CHART
     if role != "controller":
         assert compose & chart_variables()[role] >= ONLY_CHART
@@ -147,103 +154,82 @@ def test_a_value_exists_for_every_setting_of_the_programs():
     assert names <= set(FIELDS)
 
 
-def test_compose_sets_no_unknown_variable():
-    for service in compose_file.services(*CPU).values():
-        names = {name for name in service.get("environment", {}) if name.startswith("TANDEM_")}
-        assert names - set(FIELDS) <= {"TANDEM_URL"}
-
-
 @BOTH_DEVICES
 def test_both_have_the_same_defaults(name, files):
     own = {"TANDEM_LOG_FORMAT": "json", "TANDEM_DEVICE": "cuda", "TANDEM_BASE_MODEL": VALUES[name].get("baseModel")}
     for role, chart in variables(case(name)).items():
-        given = compose_file.services(*files)[role]["environment"]
-        compose = {key: str(text) for key, text in given.items() if text not in (None, "")}
+        service = services(*files)[role]
+        compose = {key: text for key, text in service["environment"].items() if text}
         skipped = ONLY_CHART if name == "defaults" or role == "controller" else set()
         for variable in (set(chart) | set(compose)) - skipped:
-            if variable.endswith(("_FILE", "_PATH", "_URL")):
-                continue  # the next test compares them
-            default = str(FIELDS[variable].default) if variable in FIELDS else "None"
-            assert chart.get(variable, default) in {compose.get(variable, default), own.get(variable)}, variable
-
-
-def test_files_and_addresses():
-    services = compose_file.services(*GPU)
-    for role, chart in variables(case("defaults")).items():
-        compose = services[role]["environment"]
-        for name in (name for name in compose if name.endswith(("_FILE", "_PATH"))):
-            assert chart[name].rpartition("/")[2] == compose[name].rpartition("/")[2]
-        for url in (chart["TANDEM_INFERENCE_URL"], compose["TANDEM_INFERENCE_URL"]):
-            assert url == "http://127.0.0.1:8000" if role == "inference" else url.endswith(":8000")
-        secrets = volume(case("defaults"), role, "/etc/tandem/secrets")
-        paths = {i["path"] for source in secrets["projected"]["sources"] for i in source["secret"]["items"]}
-        assert paths == set(services[role]["secrets"])
+            ours, theirs = chart.get(variable), compose.get(variable)
+            if variable.endswith(("_FILE", "_PATH")):
+                assert ours.rpartition("/")[2] == theirs.rpartition("/")[2]
+            elif variable.endswith("_URL"):
+                for url in (ours, theirs):
+                    assert url == "http://127.0.0.1:8000" if role == "inference" else url.endswith(":8000")
+            else:
+                default = str(FIELDS[variable].default) if variable in FIELDS else "None"
+                assert (ours or default) in {theirs or default, own.get(variable)}, variable
+        projected = volume(case(name), role, "/etc/tandem/secrets")["projected"]
+        paths = {item["path"] for source in projected["sources"] for item in source["secret"]["items"]}
+        assert paths == {secret["source"] for secret in service["secrets"]}
 
 
 @BOTH_DEVICES
 def test_images_and_commands(name, files):
-    services, rendered = compose_file.services(*files), case(name)
+    compose, rendered = services(*files), case(name)
     for role in ROLES:
-        container, preflight, service = container_of(rendered, role), preflight_of(rendered, role), services[role]
-        assert container["image"] == service["image"]
+        container, preflight = container_of(rendered, role), preflight_of(rendered, role)
+        assert container["image"] == compose[role]["image"]
         assert not {"command", "args", "workingDir"} & set(container), "the image's entrypoint"
-        assert not {"command", "entrypoint", "working_dir"} & set(service)
-        assert (preflight["image"], preflight["args"][:2]) == (
-            services["preflight"]["image"], services["preflight"]["command"]
-        )  # fmt: skip
+        assert not any(compose[role].get(key) for key in ("command", "entrypoint", "working_dir"))
+        assert preflight["image"] == compose["preflight"]["image"]
+        assert preflight["args"][:2] == compose["preflight"]["command"]
         tiny = [c for c in pod_of(rendered, role)["spec"]["initContainers"] if "tiny-model" in c["name"]]
-        expected = [services["tiny-model"]] if "tiny-model" in services else []
+        expected = [compose["tiny-model"]] if "tiny-model" in compose else []
         assert [(c["image"], c["args"]) for c in tiny] == [(s["image"], s["entrypoint"]) for s in expected]
+
+
+def sources(service: dict[str, Any]) -> dict[str, str]:
+    """Mount path → volume or host path."""
+    return {mount["target"]: mount["source"] for mount in service.get("volumes", [])}
 
 
 @BOTH_DEVICES
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
     """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
-    rendered, services = case(name), compose_file.services(*files)
-    caches = {}
-    for role in ("trainer", "inference"):
-        image = (compose_file.ROOT / "Dockerfile").read_text()
-        assert set(re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)) == {
-            f"/cache/private{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
-        }
-        mounted = {entry.split(":")[1]: entry.split(":")[0] for entry in services[role]["volumes"]}
-        caches[role] = mounted["/cache/private"]
-        assert "emptyDir" in volume(rendered, role, "/cache/private")
-    for name_of, service in services.items():
-        sources = {entry.split(":")[0] for entry in service.get("volumes", [])}
-        assert sources & set(caches.values()) == ({caches[name_of]} if name_of in caches else set())
+    image = (ROOT / "Dockerfile").read_text()
+    assert set(re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)) == {
+        f"/cache/private{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
+    }
+    caches = {role: sources(services(*files)[role])["/cache/private"] for role in ("trainer", "inference")}
+    assert all("emptyDir" in volume(case(name), role, "/cache/private") for role in caches)
+    for one, service in services(*files).items():
+        assert set(sources(service).values()) & set(caches.values()) == ({caches[one]} if one in caches else set())
 
 
 @BOTH_DEVICES
 def test_mounts_memory_users_ports_and_grace_periods(name, files):
-    rendered, services = case(name), compose_file.services(*files)
+    rendered = case(name)
     for role in ROLES:
-        service, pod, container = services[role], pod_of(rendered, role), container_of(rendered, role)
+        service, pod, container = services(*files)[role], pod_of(rendered, role), container_of(rendered, role)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        temporary = compose_file.tmpfs(service)
-        volumes = {entry.split(":")[1] for entry in service["volumes"]} - {"/models"}
+        temporary = dict(re.match(r"(.*):mode=1777,size=(\w+)", entry).groups() for entry in service["tmpfs"])
         shm = {"/dev/shm"} if "shm_size" in service else set()
-        assert mounts == volumes | set(temporary) | shm | {"/etc/tandem/secrets"}
+        assert mounts == set(sources(service)) - {"/models"} | set(temporary) | shm | {"/etc/tandem/secrets"}
         for path, least in temporary.items():
-            assert quantity(volume(rendered, role, path)["emptyDir"]["sizeLimit"]) >= least, path
+            size = quantity(volume(rendered, role, path)["emptyDir"]["sizeLimit"])
+            assert size >= quantity(least.replace("m", "Mi").replace("g", "Gi")), path
         if name == "defaults" and shm:
             size = quantity(volume(rendered, role, "/dev/shm")["emptyDir"]["sizeLimit"])
-            assert size == compose_file.size(service["shm_size"])
+            assert size == int(service["shm_size"])
         if name == "defaults" and role == "controller":
-            assert quantity(container["resources"]["limits"]["memory"]) == compose_file.size(service["mem_limit"])
+            assert quantity(container["resources"]["limits"]["memory"]) == int(service["mem_limit"])
         user = pod["spec"]["securityContext"]
         assert f"{user['runAsUser']}:{user['runAsGroup']}" == service["user"]
-        published = {int(port.rpartition(":")[2]) for port in service.get("ports", [])}
+        published = {port["target"] for port in service.get("ports", [])}
         assert published == {p["containerPort"] for p in container["ports"] if p["name"] == "http"}
+        minutes, seconds = re.match(r"(?:(\d+)m)?(\d+)s", service["stop_grace_period"]).groups()
         longest = GRACE_SECONDS if role == "controller" else stop_seconds(PROGRAMS[role]) + 9
-        assert compose_file.seconds(service["stop_grace_period"]) > longest
-
-
-def test_compose_files_are_read_with_their_defaults():
-    services = compose_file.services(*CPU)
-    assert services["trainer"]["environment"].items() >= {
-        "TANDEM_LAUNCH": "fork", "TANDEM_DEVICE": "cpu", "NVIDIA_VISIBLE_DEVICES": "void", "TANDEM_DTYPE": None
-    }.items()  # fmt: skip
-    assert services["tiny-model"]["command"] == []
-    assert services["trainer"]["image"] == "tandem-trainer:0.1.0-cpu"
-    assert "${" not in json.dumps({role: services[role] for role in ROLES})
+        assert 60 * int(minutes or 0) + int(seconds) > longest

@@ -1,23 +1,26 @@
 """The rendered pods start and work on a real Docker engine, as a user that no image knows.
 
-Each test continues from the state that the one before it left.
+Docker Compose starts their containers with the user, rights, limits, variables, volumes, Secrets, order and probes of
+their specs. There are no controllers, scheduling, NetworkPolicies and GPUs. Each test continues from the state that
+the one before it left.
 """
 
 import json
 import secrets
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compose_stack import FIND, PROCESSES, PROGRAMS, TAG, build_images, docker, require_engine
+from compose_stack import TAG, Compose, build_images, check_processes, require_engine
 from helm import charts
-from helm.charts import Rendered
+from helm.charts import Object, Rendered
 from helm.matrix import ROLES
-from helm.node import Node, RunningPod
-from helm.pods import quantity
-from helm.renders import pod_of
+from helm.pods import containers, quantity, selects
+from helm.renders import component, container_of, environment, pod_of
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 # With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it would be the setting
@@ -25,6 +28,100 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
 RELEASE, NAMESPACE = "tandem", "ml"
 UID = 12345
 KEYS = {name: secrets.token_hex(32) for name in ("api_key", "admin_token")}
+# Sets the owners and modes that Kubernetes sets: of claims, of scratch volumes, of the files of Secrets.
+PREPARE = "chmod 2775 /claims/*; chmod 2777 /scratch/*; chgrp -R 0 /secrets; find /secrets -type f -exec chmod 440 {} +"
+
+
+def command_of(container: Object, kind: str) -> list[str]:
+    """What a probe runs in its container."""
+    probe = container[f"{kind}Probe"]
+    if "exec" in probe:
+        return probe["exec"]["command"]
+    port = {p["name"]: p["containerPort"] for p in container["ports"]}[probe["httpGet"]["port"]]
+    url = f"http://127.0.0.1:{port}{probe['httpGet']['path']}"
+    return ["python", "-c", f"import urllib.request; urllib.request.urlopen({url!r}, timeout=5)"]
+
+
+class Pods:
+    """The services of Compose that the pods' containers are: <component>, and <component>-<name> those before it."""
+
+    def __init__(self, rendered: Rendered, directory: Path) -> None:
+        self.directory = directory
+        self.claims: set[str] = set()
+        self.scratch: set[str] = set()
+        self.services: dict[str, Any] = {}
+        for _, pod in rendered.pods():
+            before, name = "node", component(pod)
+            for container in containers(pod):
+                last = container is pod["spec"]["containers"][-1]
+                service = name if last else f"{name}-{container['name']}"
+                self.services[service] = self.service(name, pod["spec"], container) | {
+                    "depends_on": {before: {"condition": "service_completed_successfully"}},
+                    "profiles": ["test"] if name.startswith("test-") else [],
+                    "networks": {"default": {"aliases": [
+                        f"{s['metadata']['name']}.{s['metadata']['namespace']}.svc" for s in rendered.all("Service")
+                        if last and selects({"matchLabels": s["spec"]["selector"]}, pod["metadata"]["labels"])
+                    ]}},
+                }  # fmt: skip
+                before = service
+        mounts = [f"{kind}:/claims/{kind}" for kind in self.claims] + [
+            f"{kind}:/scratch/{kind}" for kind in self.scratch
+        ]
+        self.services["node"] = {
+            "image": f"tandem-controller:{TAG}", "user": "0:0", "entrypoint": ["sh", "-c", PREPARE],
+            "healthcheck": {"disable": True}, "network_mode": "none", "volumes": [*mounts, f"{directory}:/secrets"],
+        }  # fmt: skip
+
+    def service(self, pod: str, spec: Object, container: Object) -> Object:
+        user, memory = spec["securityContext"], int(quantity(container["resources"]["limits"]["memory"]))
+        assert "command" not in container
+        health: Object = {"disable": True}
+        if "readinessProbe" in container:
+            start, ready = container["startupProbe"], container["readinessProbe"]
+            health = {
+                "test": ["CMD", *command_of(container, "readiness")], "interval": "3s",
+                "timeout": f"{ready['timeoutSeconds']}s", "retries": 3,
+                "start_period": f"{start['periodSeconds'] * start['failureThreshold']}s",
+            }  # fmt: skip
+        return {
+            "image": container["image"], "command": container.get("args"), "environment": environment(container),
+            # test_pods has compared the rest of what it may do.
+            "user": f"{user['runAsUser']}:{user['runAsGroup']}", "group_add": [str(user["fsGroup"])],
+            "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"],
+            "mem_limit": memory, "memswap_limit": memory, "healthcheck": health,
+            "stop_grace_period": f"{spec.get('terminationGracePeriodSeconds', 30)}s",
+            **self.mounts(pod, spec, container),
+        }  # fmt: skip
+
+    def mounts(self, pod: str, spec: Object, container: Object) -> Object:
+        found, shm = [], {}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for mount in container["volumeMounts"]:
+            volume, target = volumes[mount["name"]], mount["mountPath"]
+            if "projected" in volume:
+                source = self.secret_files(pod, volume["projected"])
+                found.append({"type": "bind", "source": str(source), "target": target, "read_only": mount["readOnly"]})
+            elif volume.get("emptyDir", {}).get("medium") == "Memory":
+                shm = {"shm_size": int(quantity(volume["emptyDir"]["sizeLimit"]))}
+                assert target == "/dev/shm"
+            else:
+                claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+                (self.claims if claim else self.scratch).add(source := claim or f"{pod}-{mount['name']}")
+                # Kubernetes copies nothing from the image into a new volume.
+                found.append({"type": "volume", "source": source, "target": target, "volume": {"nocopy": True}})
+        return {"volumes": found, **shm}
+
+    def secret_files(self, pod: str, projected: Object) -> Path:
+        (directory := self.directory / pod).mkdir(exist_ok=True)
+        directory.chmod(0o755)
+        assert projected["defaultMode"] == 0o440
+        for secret in (source["secret"] for source in projected["sources"]):
+            assert secret["name"] == RELEASE
+            for item in secret["items"]:
+                assert item["key"] in KEYS or secret.get("optional"), item
+                if item["key"] in KEYS:
+                    (directory / item["path"]).write_text(KEYS[item["key"]])
+        return directory
 
 
 @pytest.fixture(scope="module")
@@ -36,68 +133,34 @@ def rendered() -> Rendered:
 
 
 @pytest.fixture(scope="module")
-def pods(rendered) -> Iterator[dict[str, RunningPod]]:
+def stack(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     """The pod of each role, ready at its first start."""
     require_engine()
     build_images()
-    with Node(rendered.all("Service"), {RELEASE: KEYS}, helper=f"tandem-controller:{TAG}") as node:
-        running = {role: RunningPod(node, role, pod_of(rendered, role)) for role in ROLES}
-        for pod in running.values():
-            pod.wait_ready(400)
-        yield running
-    assert not node.left("container") + node.left("volume")
+    (directory := tmp_path_factory.mktemp("pods") / "secrets").mkdir()
+    pods = Pods(rendered, directory)
+    file = directory.with_suffix(".json")
+    content = {"services": pods.services, "volumes": {name: {} for name in pods.claims | pods.scratch}}
+    file.write_text(json.dumps(content).replace("$", "$$"))
+    with Compose(str(file), project=f"tandem-node-{secrets.token_hex(3)}") as stack:
+        stack.up(timeout=400)
+        yield stack
 
 
-def main_container(pod: RunningPod) -> dict[str, Any]:
-    (container,) = pod.spec["containers"]
-    return container
+def test_processes_have_no_rights_and_a_read_only_root(stack):
+    for role in ROLES:
+        check_processes(stack, role, str(UID))
 
 
-def test_processes_have_no_capabilities_and_a_read_only_root(pods):
-    for pod in pods.values():
-        processes = json.loads(pod.exec("python", "-c", PROCESSES))
-        assert "tandem" in processes["1"]["command"], "there is no init process"
-        for status in processes.values():
-            assert status["Uid"].split() == [str(UID)] * 4
-            assert (status["Gid"].split()[0], status["Groups"]) == ("0", "0")
-            assert {status[name] for name in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {"0" * 16}
-            assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
-        for path in ("/x", "/opt/tandem/x", "/etc/x"):
-            assert "Read-only" in pod.exec("sh", "-c", f"echo x >{path}", check=False)
-
-
-def settings(environ: list[str]) -> dict[str, str]:
-    """The `NAME=value` that configure Tandem, without those that an image or an entrypoint sets for itself."""
-    variables = dict(line.split("=", 1) for line in environ if line.startswith(("TANDEM_", "HF_", "NVIDIA_")))
-    return {name: value for name, value in variables.items() if name not in ("TANDEM_ROLE", "TANDEM_ALIVE_DIR")}
-
-
-def test_containers_have_the_settings_and_secrets_of_their_specs(pods):
-    for role, pod in pods.items():
-        container = main_container(pod)
-        image = json.loads(docker("image", "inspect", "-f", "{{json .Config.Env}}", container["image"]).stdout)
-        expected = settings(image) | {v["name"]: v["value"] for v in container["env"]}
-        assert settings(pod.exec("cat", "/proc/1/environ").split("\0")) == expected
-        names = {"api_key"} | ({"admin_token"} if role == "inference" else set())
-        assert set(pod.exec("ls", "/etc/tandem/secrets").split()) == names
-        for name in names:
-            path = f"/etc/tandem/secrets/{name}"
-            assert pod.exec("cat", path) == KEYS[name]
-            assert pod.exec("stat", "-L", "-c", "%u:%g %a", path).strip() == "0:0 440"
-
-
-def test_the_pods_of_helm_test_succeed(pods, rendered):
-    tests = [obj for obj, _ in rendered.pods() if "helm.sh/hook" in obj["metadata"].get("annotations", {})]
-    tests.sort(key=lambda obj: int(obj["metadata"]["annotations"].get("helm.sh/hook-weight", "0")))
-    names = [obj["metadata"]["name"].removeprefix("tandem-test-") for obj in tests]
-    assert sorted(names) == ["job", "reach", "volume-read", "volume-write"]
-    node = pods["controller"].node
-    for name, test in zip(names, tests, strict=True):
-        pod = RunningPod(node, f"test-{name}", test)
-        (container,) = pod.spec["containers"]
-        assert pod.wait_end(container["name"], 240) == 0, pod.log(container["name"])
-    assert names[-1] == "job"
-    assert "helm-test@1 is served" in pod.log(container["name"])
+def test_the_pods_of_helm_test_succeed(stack, rendered):
+    tests = rendered.all("Pod")
+    tests.sort(key=lambda obj: int(obj["metadata"]["annotations"]["helm.sh/hook-weight"]))
+    names = [component(test) for test in tests]
+    assert sorted(names) == ["test-job", "test-reach", "test-volume-read", "test-volume-write"]
+    assert names[-1] == "test-job"
+    for name in names:
+        done = stack.run("--profile", "test", "run", "--rm", "--no-deps", "-T", name, timeout=240)
+    assert "helm-test@1 is served" in done.stdout + done.stderr
 
 
 # Sets the time of the runner's last sign of life to an hour ago.
@@ -108,24 +171,31 @@ os.utime(path, (time.time() - 3600,) * 2)
 """
 
 
-def test_the_liveness_probe_notices_a_runner_that_hangs(pods):
-    pod = pods["trainer"]
-    container = main_container(pod)
-    assert pod.probe(container, "livenessProbe") is None
-    pod.exec("python", "-c", FIND, PROGRAMS["runner"], str(int(signal.SIGSTOP)), "oldest")
-    pod.exec("python", "-c", _AGE)
-    assert "runner" in (pod.probe(container, "livenessProbe") or "")
-    pod.exec("python", "-c", FIND, PROGRAMS["runner"], str(int(signal.SIGCONT)), "oldest")
+def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack, rendered):
+    for role in ROLES:
+        for kind in ("startup", "readiness", "liveness"):
+            stack.exec(role, *command_of(container_of(rendered, role), kind))
+    stack.kill_program("trainer", "runner", signal.SIGSTOP)
+    stack.exec("trainer", "python", "-c", _AGE)
+    done = stack.exec("trainer", *command_of(container_of(rendered, "trainer"), "liveness"), check=False)
+    assert done.returncode != 0
+    assert "runner" in done.stdout + done.stderr
+    stack.kill_program("trainer", "runner", signal.SIGCONT)
 
 
-def test_scratch_volumes_are_at_most_half_full(pods):
-    for role, pod in pods.items():
-        mounts = {mount["name"]: mount["mountPath"] for mount in main_container(pod)["volumeMounts"]}
-        for volume in pod.spec["volumes"]:
+def test_scratch_volumes_are_at_most_half_full(stack, rendered):
+    for role in ROLES:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container_of(rendered, role)["volumeMounts"]}
+        for volume in pod_of(rendered, role)["spec"]["volumes"]:
             if limit := volume.get("emptyDir", {}).get("sizeLimit"):
-                used = int(pod.exec("du", "-sk", mounts[volume["name"]]).split()[0]) * 1024
+                used = int(stack.exec(role, "du", "-sk", mounts[volume["name"]]).stdout.split()[0]) * 1024
                 assert used < quantity(limit) / 2, f"{role}: {volume['name']} holds {used} bytes of {limit}"
 
 
-def test_every_pod_stops_within_its_grace_period(pods):
-    assert {role: pod.stop() for role, pod in pods.items()} == dict.fromkeys(ROLES, 0)
+def test_every_pod_stops_within_its_grace_period(stack, rendered):
+    begin = time.time()
+    for role in ROLES:
+        if hook := container_of(rendered, role).get("lifecycle", {}).get("preStop"):
+            stack.exec(role, *hook["exec"]["command"])
+    stack.run("stop", *ROLES, timeout=200)
+    assert stack.exits(begin) == dict.fromkeys(ROLES, 0)

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from helm.charts import CHART, Object, Rendered
-from helm.matrix import CASES, INSTANCE
-from helm.reachability import selects
-from helm.renders import NAMESPACE, RELEASES, case, component, component_of, value, with_values
+from helm.matrix import CASES, COMPONENT, INSTANCE
+from helm.pods import selects
+from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
 
 ROOT = CHART.parents[1]
 PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
@@ -26,38 +26,26 @@ def camel(name: str) -> str:
     return re.sub(r"_(\w)", lambda match: match[1].upper(), name)
 
 
-def port_of(template: Object, name: str | int) -> list[int]:
-    """The container ports of a pod with this name."""
-    ports = [p for c in template["spec"]["containers"] for p in c.get("ports", [])]
-    return [p["containerPort"] for p in ports if name in (p["name"], p["containerPort"])]
-
-
-def targets(rendered: list[Rendered], monitor: Object) -> list[tuple[str, int]]:
-    """The (component, port) that a monitor finds in a namespace with these releases."""
+def target(rendered: list[Rendered], monitor: Object) -> tuple[str, int]:
+    """The component and the port that a monitor finds in a namespace with these releases."""
     spec, endpoint = monitor["spec"], endpoint_of(monitor)
-    assert spec["namespaceSelector"] == {"matchNames": [NAMESPACE]}
-    assert endpoint["path"] == "/metrics"
-    if monitor["kind"] == "PodMonitor":
-        selected = [(spec["selector"], endpoint["port"])]
-    else:
+    assert (spec["namespaceSelector"], endpoint["path"]) == ({"matchNames": [NAMESPACE]}, "/metrics")
+    selected = [(spec["selector"]["matchLabels"], endpoint["port"])]
+    if monitor["kind"] == "ServiceMonitor":
         selected = [
-            ({"matchLabels": service["spec"]["selector"]}, port["targetPort"])
+            (service["spec"]["selector"], port["targetPort"])
             for r in rendered
             for service in r.all("Service")
             if selects(spec["selector"], service["metadata"]["labels"])
             for port in service["spec"]["ports"]
             if port["name"] == endpoint["port"]
         ]
-    pods = [pod for r in rendered for _, pod in r.pods()]
-    found = [
-        (pod, number)
-        for selector, port in selected
-        for pod in pods
-        if selects(selector, pod["metadata"]["labels"])
-        for number in port_of(pod, port)
-    ]
-    assert all(pod["metadata"]["labels"][INSTANCE] == "a" for pod, _ in found)
-    return [(component(pod), port) for pod, port in found]
+    ((labels, name),) = selected
+    assert labels[INSTANCE] == "a"
+    pod = templates(rendered[0])[labels[COMPONENT]]
+    ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
+    (number,) = (port["containerPort"] for port in ports if name in (port["name"], port["containerPort"]))
+    return component(pod), number
 
 
 def endpoint_of(monitor: Object) -> Object:
@@ -74,9 +62,9 @@ def test_each_monitor_finds_the_target_of_its_job_and_no_other(name):
     assert not rendered[0].all({"PodMonitor": "ServiceMonitor", "ServiceMonitor": "PodMonitor"}[kind])
     for job, monitor in monitors.items():
         (static,) = JOBS[job]["static_configs"]
-        (target,) = static["targets"]
+        (address,) = static["targets"]
         role = static["labels"]["role"]
-        assert targets(rendered, monitor) == [(component_of(name, role), int(target.rpartition(":")[2]))], job
+        assert target(rendered, monitor) == (component_of(name, role), int(address.rpartition(":")[2])), job
         endpoint = endpoint_of(monitor)
         labels = {r["targetLabel"]: r["replacement"] for r in endpoint["relabelings"]}
         assert labels == {"job": job, "role": role}
@@ -127,12 +115,9 @@ def test_disabled_and_overridden_rules():
     everything[second] = {**everything[second], "for": "77m"}
     everything[third] = {**everything[third], "labels": everything[third]["labels"] | {"severity": "info"}}
     assert changed == everything
-
-
-def test_a_group_whose_alerts_are_all_disabled_disappears():
     group = next(g for g in TANDEM + KUBERNETES if all("alert" in rule for rule in g["rules"]))
-    names = [rule["alert"] for rule in group["rules"]]
-    assert [g for g in TANDEM + KUBERNETES if g["name"] != group["name"]] == rules(disabled=names)
+    without = rules(disabled=[rule["alert"] for rule in group["rules"]])
+    assert without == [g for g in TANDEM + KUBERNETES if g != group], "an empty group disappears"
 
 
 def test_labels_and_runbook_of_alerts():

@@ -1,11 +1,17 @@
-"""Pods' GPUs, shared memory, grace periods, probes and updates."""
+"""Pods' GPUs, shared memory, grace periods, probes, updates and rights.
+
+Pods, test pods too, have the security contexts and no other fields than those of `helm.pods`, which comply with the
+profile restricted of Kubernetes' Pod Security Standards; their account has no rights.
+"""
+
+import copy
 
 import pytest
 
 from helm import charts, matrix
 from helm.charts import merged
-from helm.matrix import CASES, ROLES, SHARED, SHARED_BY_RESOURCE, VALUES
-from helm.pods import containers, quantity
+from helm.matrix import CASES, ROLES, SHARED, VALUES
+from helm.pods import FIELDS, breaches, containers, quantity
 from helm.renders import (
     case,
     component_of,
@@ -63,12 +69,6 @@ def test_other_resources_and_more_gpus():
     assert devices(container_of(rendered, "inference")) == {"nvidia.com/gpu": "2"}
     cpu = with_values(device="cpu", trainer={"gpus": 4, "gpuResource": mig, "cpuRanks": 2})
     assert devices(container_of(cpu, "trainer")) == {}
-    for one, role, variable, count in (
-        (rendered, "trainer", "TANDEM_TRAINER_RANKS", "4"),
-        (rendered, "inference", "TANDEM_INFERENCE_TENSOR_PARALLEL", "2"),
-        (cpu, "trainer", "TANDEM_TRAINER_RANKS", "2"),
-    ):
-        assert environment(container_of(one, role))[variable] == count
 
 
 def test_shared_gpus_are_one_claim_of_one_pod():
@@ -133,26 +133,16 @@ def test_memory_of_any_unit(memory, shm, total):
     assert {quantity(resources[kind]["memory"]) for kind in ("requests", "limits")} == {quantity(total)}
 
 
-def check_grace(rendered: charts.Rendered, role: str, pause: int) -> None:
-    """The grace period covers the preStop pause and the slowest stop."""
-    hook = container_of(rendered, role).get("lifecycle", {}).get("preStop")
-    assert hook == ({"exec": {"command": ["sleep", str(pause)]}} if pause else None)
-    grace = pod_of(rendered, role)["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= pause + STOP_SECONDS[role] + 5
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_grace_period_is_longer_than_every_stop(name):
+@pytest.mark.parametrize("seconds", [None, 0, 600])
+@pytest.mark.parametrize("name", ["defaults", "shared by resource", "values-cpu.yaml"])
+def test_the_grace_period_covers_the_pre_stop_pause_and_the_slowest_stop(name, seconds):
+    changed = {} if seconds is None else {"preStopSeconds": seconds}
+    rendered = of(merged(VALUES[name], {"controller": changed, "inference": changed}))
     for role in ROLES:
-        check_grace(case(name), role, 0 if role == "trainer" else value(name, f"{role}.preStopSeconds"))
-
-
-@pytest.mark.parametrize("seconds", [0, 1, 600])
-@pytest.mark.parametrize("more", [{}, SHARED_BY_RESOURCE], ids=["dedicated", "shared"])
-def test_the_grace_period_includes_the_pre_stop_pause(seconds, more):
-    rendered = with_values(**merged(matrix.roles(preStopSeconds=seconds) | {"trainer": {}}, more))
-    for role in ("controller", "inference"):
-        check_grace(rendered, role, seconds)
+        pause = 0 if role == "trainer" else value(name, f"{role}.preStopSeconds") if seconds is None else seconds
+        hook = container_of(rendered, role).get("lifecycle", {}).get("preStop")
+        assert hook == ({"exec": {"command": ["sleep", str(pause)]}} if pause else None)
+        assert pod_of(rendered, role)["spec"]["terminationGracePeriodSeconds"] >= pause + STOP_SECONDS[role] + 5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,12 +164,8 @@ def test_probes(name):
         health = ["python", "-m", "tandem.supervise.health"]
         assert commands == {"startup": [*health, "--started"], "readiness": health, "liveness": [*health, "--live"]}
         assert seconds["liveness"] >= 60, "one slow answer of a busy machine must not kill a pod"
-
-
-@pytest.mark.parametrize("minutes", [1, 60, 600])
-def test_the_startup_probe_lasts_as_long_as_startup_minutes(minutes):
-    probe = container_of(with_values(inference={"startupMinutes": minutes}), "inference")["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= 60 * minutes
+    patient = container_of(with_values(inference={"startupMinutes": 600}), "inference")["startupProbe"]
+    assert patient["periodSeconds"] * patient["failureThreshold"] >= 60 * 600
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -199,12 +185,6 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
     annotations = workloads[lead]["spec"]["template"]["metadata"]["annotations"]
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
     assert annotations["karpenter.sh/do-not-disrupt"] == "true"
-
-
-@pytest.mark.parametrize(("role", "strategy"), [("trainer", "RollingUpdate"), ("inference", "OnDelete")])
-def test_the_update_strategy_is_a_value(role, strategy):
-    rendered = with_values(**{role: {"updateStrategy": strategy}})
-    assert rendered.one("StatefulSet", role)["spec"]["updateStrategy"] == {"type": strategy}
 
 
 @pytest.mark.parametrize(
@@ -254,3 +234,40 @@ def test_another_chart_version_changes_no_pod(name, tmp_path):
     workload = new.one("StatefulSet", component_of(name, "trainer"))
     assert workload["metadata"]["labels"]["helm.sh/chart"].endswith("0.2.0")
     assert templates(new) == templates(case(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pods_are_restricted(name):
+    rendered = case(name)
+    account = rendered.one("ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    assert len(rendered.pods()) >= (6 if is_shared(name) else 7)
+    for obj, pod in rendered.pods():
+        assert breaches(pod, assigned_user=name == "OpenShift") == [], obj["metadata"]["name"]
+        assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
+        for container in containers(pod):
+            for kind, resource in (("requests", "cpu"), ("requests", "memory"), ("limits", "memory")):
+                assert quantity(container["resources"][kind][resource]) > 0, (container["name"], kind, resource)
+    kinds = {obj["kind"] for obj in rendered.objects}
+    assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding", "Secret"}
+
+
+@pytest.mark.parametrize(("given", "expected"), [("mine", "mine"), ("", "default")])
+def test_an_existing_account(given, expected):
+    rendered = with_values(serviceAccount={"create": False, "name": given})
+    assert rendered.all("ServiceAccount") == []
+    assert {pod["spec"]["serviceAccountName"] for _, pod in rendered.pods()} == {expected}
+
+
+@pytest.mark.parametrize("kind", [*FIELDS, "context", "token"])
+def test_a_breach_is_seen(kind):
+    pod = copy.deepcopy(case("defaults").one("StatefulSet", "trainer")["spec"]["template"])
+    spec, container = pod["spec"], pod["spec"]["initContainers"][0]
+    node = {
+        "pod": spec, "container": container, "volume": spec["volumes"][0], "mount": container["volumeMounts"][0],
+        "port": spec["containers"][0]["ports"][0], "probe": spec["containers"][0]["livenessProbe"],
+        "source": spec["volumes"][-1]["projected"]["sources"][0], "context": container["securityContext"],
+        "token": spec,
+    }[kind]  # fmt: skip
+    node["automountServiceAccountToken" if kind == "token" else "privileged"] = True
+    assert breaches(pod)

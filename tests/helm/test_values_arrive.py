@@ -1,12 +1,38 @@
-"""Every key of values.yaml has a use: a distinct value for each of them appears in the rendered objects."""
+"""Every key of values.yaml has a use: a distinct value for each of them appears in the rendered objects, which fit
+their schemas."""
 
 import json
 import re
 from typing import Any
 
-from helm import charts
+from helm import charts, schemas
 from helm.charts import merged
-from helm.matrix import BASE, ROLES, TEMPLATES, at, defaults, leaves, marked, schema_of
+from helm.matrix import BASE, ROLES, SHARED_BY_RESOURCE, at, defaults, leaves, schema_of
+
+_POD_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
+_RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
+_TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
+TEMPLATES: dict[str, Any] = {
+    "pullSecrets": ["MARK"],
+    "tolerations": [{"key": "MARK", "operator": "Exists"}],
+    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
+    "extraEnv": [{"name": "MARK", "value": "1"}],
+    "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "data", "mountPath": "/MARK"}],
+    "extraContainers": [{"name": "MARK", "image": "busybox"}],
+    "extraInitContainers": [{"name": "MARK-init", "image": "busybox"}],
+    "clients": _POD_PEER,
+    "prometheus": _POD_PEER,
+    "extraEgress": [{"to": _POD_PEER}],
+    "parentRefs": [{"name": "MARK"}],
+    "relabelings": _RELABELING,
+    "metricRelabelings": _RELABELING,
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "MARK"}}],
+    "alertLabels": {"MARK": "1"},
+    "extendedResources": {"example.org/MARK": "1"},
+}
+"""Last part of a key → its value, in which MARK is replaced by a distinct text."""
 
 PATTERNED = ("mark{n}x", "{big}Gi", "{big}s", "{big}m", "mark{n}x.example.org", "example.org/mark{n}x",
              "sha256:{n:064x}")  # fmt: skip
@@ -51,7 +77,7 @@ def distinct(path: str, n: int) -> tuple[Any, str] | None:
     if "enum" in schema or "boolean" in kinds:
         return None
     if name in TEMPLATES:
-        return marked(name, mark), mark
+        return json.loads(json.dumps(TEMPLATES[name]).replace("MARK", mark)), mark
     if "integer" in kinds:
         value = schema.get("minimum", 0) + 43000 + n
         return value, str(value)
@@ -70,14 +96,17 @@ def test_every_value_arrives():
     assert len(values) > 120
     plain = set(values) - OVERRIDING - DIGESTS - NOT_VERBATIM
     text = ""
-    for keys, switches in (
-        (plain, ON),
-        (plain | OVERRIDING, ON),
-        (plain | OVERRIDING | DIGESTS, ON),
-        ({"shared.deviceClassName"}, {"gpuMode": "shared"}),
+    for version, keys, switches in (
+        (charts.OLDEST, plain, ON),
+        (charts.NEWEST, plain | OVERRIDING, ON),
+        (charts.NEWEST, plain | OVERRIDING | DIGESTS, merged(ON, SHARED_BY_RESOURCE)),
+        (charts.NEWEST, plain | OVERRIDING | DIGESTS, ON),
+        (charts.NEWEST, {"shared.deviceClassName"}, {"gpuMode": "shared"}),
     ):
         given = BASE
         for path in keys:
             given = merged(given, at(path, values[path][0]))
-        text += json.dumps(charts.render(merged(given, switches)).objects)
+        rendered = charts.render(merged(given, switches), version=version)
+        assert [problem for obj in rendered.objects for problem in schemas.validate(obj, version)] == []
+        text += json.dumps(rendered.objects)
     assert [path for path in set(values) - NOT_VERBATIM if values[path][1] not in text] == []

@@ -15,7 +15,6 @@ import pytest
 
 from integrations.clients import ROOT, UV
 from local_stack import LocalStack
-from waiting import until
 
 pytestmark = pytest.mark.slow
 QUESTIONS = [f"Is it {what}?" for what in ("red", "big", "old", "new", "far", "dry", "hot", "low", "shy", "raw")]
@@ -32,9 +31,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "no"}] for q in QUESTIONS * 4]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    pairs = [{"prompt": chat[:1], "chosen": [{"role": "assistant", "content": "yes"}], "rejected": chat[1:]}
-             for chat in chats]  # fmt: skip
-    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
 def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
@@ -81,19 +77,6 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(stack: LocalStack
     assert [checkpoint.step for checkpoint in made] == list(range(11))
 
 
-def test_pairs_turn_the_answer_round(stack: LocalStack) -> None:
-    until("the run of SFT is served", lambda: stack.client.get_run("whole").served)
-    stack.client.fork("whole", 10, "turned")
-    answered = lines(stack, "dpo", "turned", "pairs.jsonl", "--batch-size", "8", "--lr", "0.005", "--epochs", "3",
-                     "--checkpoint-every", "5", "--sequence-length", "128")  # fmt: skip
-    assert answered[0]["loss"] == pytest.approx(0.6931, abs=0.05)
-    assert answered[-1]["pair_accuracy"] == 1
-    assert answered[-1]["loss"] < 0.2
-    jobs = [job.spec for job in stack.client.list_jobs("turned")]
-    assert len(jobs) == 3
-    assert {job.loss.reference for job in jobs[1:]} == {0}  # type: ignore[union-attr]
-
-
 def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     tuned = lines(stack, "sft", "--config", "examples/sft.toml", "--epochs", "8")
@@ -103,6 +86,12 @@ def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) 
     stack.client.fork("sums", newest, "short-sums")
     turned = lines(stack, "dpo", "--config", "examples/dpo.toml", "--epochs", "4")
     assert turned[-1]["held_out_pair_accuracy"] == 1
+    losses = [line["loss"] for line in turned if "loss" in line]
+    assert losses[0] == pytest.approx(0.6931, abs=0.05)
+    assert losses[-1] < 0.5 * losses[0]
+    jobs = sorted((job.spec for job in stack.client.list_jobs("short-sums")), key=lambda job: job.base_step)
+    assert len(jobs) == 4
+    assert {job.loss.reference for job in jobs[1:]} == {0}  # type: ignore[union-attr]
 
 
 def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path: Path) -> None:
@@ -118,10 +107,9 @@ def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path:
     for attempt in range(3):  # the index sometimes refuses
         if subprocess.run(install, check=attempt == 2).returncode == 0:
             break
-    for missing in ("torch", "numpy", "transformers", "fastapi"):
-        assert (
-            subprocess.run([python, "-c", f"import {missing}"], stderr=subprocess.DEVNULL, check=False).returncode == 1
-        )
+    extras = ("torch", "numpy", "transformers", "fastapi")
+    code = f"import importlib.util as i; print([name for name in {extras} if i.find_spec(name)])"
+    assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     work = tmp_path / "work"
     work.mkdir()
     for name in ("rl_yes_no_maybe.py", "rl_yes_no_maybe.toml"):
@@ -131,21 +119,18 @@ def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path:
     environment = {"PATH": os.environ["PATH"], "HOME": str(work), "TANDEM_URL": stack.controller_url,
                    "TANDEM_API_KEY": stack.api_key, "OPENAI_BASE_URL": f"{stack.inference_url}/v1"}  # fmt: skip
 
-    def run(*arguments: str) -> str:
-        command = [tandem, *arguments]
+    def run(program: str, *arguments: str) -> str:
         done = subprocess.run(
-            command, env=environment, cwd=work, capture_output=True, text=True, timeout=200, check=False
+            [program, *arguments], env=environment, cwd=work, capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode == 0, f"{arguments}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         return done.stdout
 
-    examples = subprocess.run(
-        [python, "rl_yes_no_maybe.py"], cwd=work, capture_output=True, text=True, check=True
-    ).stdout
-    (work / "examples.jsonl").write_text(examples)
-    assert "24" in run("data", "check", "examples.jsonl")
-    run("train", "sft", "yes-no-maybe", "examples.jsonl", "--lr", "5e-3", "--epochs", "40", "--lora-rank", "16")
-    run("rl", "rl_yes_no_maybe.toml")
-    run("track", "yes-no-maybe", "--to", "tensorboard:curves", "--no-follow")
+    (work / "examples.jsonl").write_text(run(python, "rl_yes_no_maybe.py"))
+    sft = ("--lr", "5e-3", "--epochs", "40", "--lora-rank", "16")
+    assert "24" in run(tandem, "data", "check", "examples.jsonl")
+    run(tandem, "train", "sft", "yes-no-maybe", "examples.jsonl", *sft)
+    run(tandem, "rl", "rl_yes_no_maybe.toml")
+    run(tandem, "track", "yes-no-maybe", "--to", "tensorboard:curves", "--no-follow")
     assert any((work / "curves").rglob("events.out.tfevents*"))
     assert stack.client.get_run("yes-no-maybe").newest_step == 3

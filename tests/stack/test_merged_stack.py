@@ -1,5 +1,8 @@
-"""The whole stack with merged weights: a mixture of experts, adapters on its experts too, which the CPU's vLLM can't
-serve as adapters."""
+"""The whole stack with merged weights, by each way to vLLM.
+
+`merge` has a mixture of experts and adapters on its experts too, which the CPU's vLLM can't serve as adapters. By the
+other ways come whole weights from the ranks of real jobs.
+"""
 
 import os
 import signal
@@ -9,26 +12,43 @@ import httpx
 import pytest
 import tiny_model
 
-from local_stack import LocalStack, train
+from local_stack import DEVICES, LocalStack, train
 from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-RUN = "experts"
+RUN = "merged"
+ON_GPUS = DEVICES["TANDEM_DEVICE"] == "cuda"
+ERROR = 0.05 if ON_GPUS else 1e-3
+"""Of the served log-probs, in nats."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Files are for --all-cases: tests/inference/test_whole_vllm.py has them too."""
+    ways = ["merge", "nccl", *(["ipc"] if ON_GPUS else []), *(["volume"] if metafunc.config.option.all_cases else [])]
+    metafunc.parametrize("stack", ways, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    root = tmp_path_factory.mktemp("merged") / "spool"
-    model = root / "models" / "tiny"
-    tiny_model.write_tokenizer(model)
-    write_random_model(model, family="qwen3_moe", vocab_size=320, hidden_size=64, head_dim=32,
-                       moe_intermediate_size=32, max_position_embeddings=4096)  # fmt: skip
-    with LocalStack(root, TANDEM_WEIGHTS="merged", TANDEM_EXPERT_LORA="1") as running:
-        running.client.create_run(RUN, lora={"rank": 4, "targets": ["q_proj", "v_proj", "gate_proj", "down_proj"]})
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    root = tmp_path_factory.mktemp(request.param) / "spool"
+    targets: dict[str, list[str]] = {}
+    if request.param == "merge":
+        model = root / "models" / "tiny"
+        tiny_model.write_tokenizer(model)
+        write_random_model(model, family="qwen3_moe", vocab_size=320, hidden_size=64, head_dim=32,
+                           moe_intermediate_size=32, max_position_embeddings=4096)  # fmt: skip
+        targets = {"targets": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
+    variables = {"TANDEM_TRANSPORT": request.param, "TANDEM_EXPERT_LORA": str(int(bool(targets)))}
+    with LocalStack(root, TANDEM_WEIGHTS="merged", **variables) as running:
+        running.client.create_run(RUN, lora={"rank": 4, **targets})
         running.client.wait_served(RUN, 0, timeout=180)
         yield running
+
+
+def way(stack: LocalStack) -> str:
+    return stack.environment["TANDEM_TRANSPORT"]
 
 
 def sample(stack: LocalStack, model: str) -> httpx.Response:
@@ -37,40 +57,64 @@ def sample(stack: LocalStack, model: str) -> httpx.Response:
     return httpx.post(f"{stack.inference_url}/v1/completions", headers=headers, json=body, timeout=120)
 
 
-def test_a_step_is_trained_and_its_weights_are_served(stack: LocalStack) -> None:
+def test_each_step_is_trained_sent_and_served(stack: LocalStack) -> None:
     assert sample(stack, f"{RUN}@0").headers["x-tandem-weights"] == f"{RUN}@0"
-    train(stack.client, RUN, 4, learning_rate=1e-2)
-    served = stack.client.wait_served(RUN, 1, timeout=180)
-    assert (served.weights, served.transport, served.refused_step) == ("merged", "merge", None)
-    assert served.mean_abs_logprob_error < 1e-3
-    assert sample(stack, f"{RUN}@1").headers["x-tandem-weights"] == f"{RUN}@1"
-    assert sample(stack, f"{RUN}@0").status_code == 404
-
-
-def test_what_cannot_be_served_beside_it_is_refused(stack: LocalStack) -> None:
-    with pytest.raises(Conflict, match=RUN) as conflict:
-        stack.client.create_run("second")
-    assert conflict.value.field == "weights"
+    for step in (1, 2):
+        job = train(stack.client, RUN, 3, learning_rate=1e-2)
+        served = stack.client.wait_served(RUN, step, timeout=180)
+        assert (served.weights, served.transport, served.refused_step) == ("merged", way(stack), None)
+        assert served.mean_abs_logprob_error < ERROR
+        assert sample(stack, RUN).headers["x-tandem-weights"] == f"{RUN}@{step}"
+        assert sample(stack, f"{RUN}@{step - 1}").status_code == 404
+        assert stack.client.wait_job(job).state == "succeeded"
+        told = [event for event in stack.spool.events.read(job) if event.type in ("offered", "sent", "served")]
+        ways = {event.type: event.data["transport"] for event in told}
+        of_ranks = {} if way(stack) == "merge" else {"offered": way(stack), "sent": way(stack)}
+        assert ways == {"served": way(stack)} | of_ranks
+        assert all(event.data["bytes"] > 0 for event in told if event.type == "sent")
+        print(f"\n{way(stack)}: {[event.data for event in told]}")
     with pytest.raises(InvalidInput, match="TANDEM_WEIGHTS"):
         stack.client.create_run("adapter", weights="adapter")
-    assert [run.spec.name for run in stack.client.list_runs()] == [RUN]
+    with pytest.raises(Conflict, match=RUN):
+        stack.client.create_run("second")
+
+
+def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack) -> None:
+    """Its step 0 is the base model; later steps come as the adapter's did."""
+    if way(stack) == "merge":
+        pytest.skip("needs whole weights")
+    stack.client.delete_run(RUN)
+    stack.client.create_run("full", trainable="full")
+    served = stack.client.wait_served("full", 0, timeout=180)
+    assert (served.weights, served.transport) == ("merged", "volume")
+    for step in (1, 2):
+        train(stack.client, "full", 3, learning_rate=1e-3)
+        served = stack.client.wait_served("full", step, timeout=180)
+        assert (served.step, served.transport, served.refused_step) == (step, way(stack), None)
+        assert served.mean_abs_logprob_error < ERROR
 
 
 @pytest.mark.sample(1, of="a vLLM that starts again")
 def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(stack: LocalStack) -> None:
-    expected = sample(stack, RUN).json()["choices"]
+    """All weights are read from the checkpoint again."""
+    (run,) = (found.spec.name for found in stack.client.list_runs())
+    before, expected = stack.spool.served.get(run), sample(stack, run).json()["choices"]
     for pid in stack.pids("vllm"):
         os.kill(pid, signal.SIGKILL)
     answers = []
 
     def served() -> bool:
         try:
-            answers.append(sample(stack, RUN))
+            answers.append(sample(stack, run))
         except httpx.TransportError:
             return False
         return answers[-1].status_code == 200
 
     until("the newest step is served again", served, 240, poll=0.2)
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
-    assert answers[-1].headers["x-tandem-weights"] == f"{RUN}@1"
+    assert answers[-1].headers["x-tandem-weights"] == f"{run}@2"
     assert answers[-1].json()["choices"] == expected
+    # The publisher lets requests in before it writes the record.
+    until("the record is there", lambda: stack.spool.served.get(run).verified > before.verified, 30)
+    record = stack.spool.served.get(run)
+    assert (record.step, record.transport) == (2, "merge" if way(stack) == "merge" else "volume")
