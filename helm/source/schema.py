@@ -51,6 +51,7 @@ SPECIAL: dict[str, Schema] = {
     "device": enum("cuda", "cpu"),
     "gpuMode": enum("dedicated", "shared"),
     "settings.dtype": optional(enum("auto", "float32", "bfloat16")),
+    "settings.freeGpuBytes": optional({"type": "integer", "minimum": 2**20}),
     "settings.logFormat": optional(enum("text", "json")),
     "settings.maxLoraRank": optional(COUNT),
     "settings.weights": optional(enum("adapter", "merged")),

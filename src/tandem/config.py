@@ -27,6 +27,8 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpu_mode: Literal["dedicated", "shared"] = "dedicated"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    free_gpu_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """A CUDA context alone takes more than the default; the driver's own bookkeeping takes less."""
     log_dir: Path | None = None
     """None: `logs` under the root, for a role `logs/<role>`."""
     log_format: Literal["text", "json"] = "text"

@@ -5,7 +5,7 @@ import pytest
 from fake_nvml import MIB, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.system.gpus import FREE_BYTES, Devices, check_apart, nccl_path
+from tandem.system.gpus import Devices, check_apart, nccl_path
 from tandem.system.nvml import DriverFailed
 
 A, B, C = "GPU-aaaa1111", "GPU-bbbb2222", "GPU-bbcc3333"
@@ -73,12 +73,22 @@ def test_a_gpu_for_both_is_refused_unless_it_is_shared(three):
 
 def test_bytes_up_to_the_floor_are_no_trouble(three):
     ours = devices("0", "1")
-    assert ours.busy({B: USED - FREE_BYTES}) == {B: USED}
-    floor = {B: USED - FREE_BYTES + 1}
+    free = 256 * MIB
+    assert ours.busy({B: USED - free}) == {B: USED}
+    floor = {B: USED - free + 1}
     assert ours.busy(floor) == {}
     assert ours.wait_free(0, floor)[B] == USED
     three.set(nvmlInit=TIMEOUT)
     assert list(ours.busy(floor)) == [A, B]
+
+
+def test_a_gpu_that_shows_a_desktop_is_free_up_to_what_the_setting_says(nvml):
+    nvml.set(gpu(A, 900 * MIB))
+    assert devices().busy({}) == {A: 900 * MIB}
+    desktop = Devices(Settings(device="cuda", free_gpu_bytes=1000 * MIB), "trainer")
+    assert desktop.busy({}) == {}
+    nvml.set(gpu(A, 1000 * MIB))
+    assert desktop.busy({}) == {A: 1000 * MIB}
 
 
 @pytest.mark.parametrize("raises", [{}, {"nvmlInit": LIBRARY_NOT_FOUND}, {"nvmlInit": DRIVER_NOT_LOADED}])

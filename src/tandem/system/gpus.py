@@ -16,9 +16,6 @@ from tandem.system.nvml import Driver, DriverFailed, Gpu
 
 log = Log("gpus")
 
-FREE_BYTES = 256 * 2**20
-"""A device with less than this in use is free: a CUDA context alone takes more, the driver's own bookkeeping less."""
-
 STAYING_BYTES = 8 * 2**30
 """Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
 
@@ -32,6 +29,7 @@ class Devices:
         """`most`: take only so many, the first ones. InvalidInput where the settings name GPUs that this machine does
         not have; DriverFailed where the driver does not tell which there are."""
         self.uuids: tuple[str, ...] = ()
+        self.free_bytes = settings.free_gpu_bytes
         self._failure = ""
         if settings.device == "cpu":
             return
@@ -73,15 +71,21 @@ class Devices:
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
         """The devices that are not free, or don't answer. `floor`: bytes that may stay in use, by UUID."""
-        return over(self.used(), floor)
+        return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
         """`used` as soon as every device is free, which is a little after its processes have ended, or after `timeout`
         seconds."""
         end = time.monotonic() + timeout
-        while over(used := self.used(), floor) and time.monotonic() <= end:
+        while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
         return used
+
+    def over(self, used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
+        """The devices of `used` that are not free: `free_bytes` or more are in use beyond the floor, or they don't
+        answer."""
+        left = beyond(used, floor)
+        return {uuid: used[uuid] for uuid, size in left.items() if size is None or size >= self.free_bytes}
 
 
 def check_apart(settings: Settings) -> None:
@@ -98,12 +102,6 @@ def check_apart(settings: Settings) -> None:
                 "TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared",
                 field="TANDEM_GPU_MODE",
             )
-
-
-def over(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
-    """The devices of `used` that are not free: FREE_BYTES or more are in use beyond the floor, or they don't answer."""
-    left = beyond(used, floor)
-    return {uuid: used[uuid] for uuid, size in left.items() if size is None or size >= FREE_BYTES}
 
 
 def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:

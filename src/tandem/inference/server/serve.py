@@ -16,7 +16,7 @@ from tandem.inference.server.command import server_command, serving_device
 from tandem.spool import Spool
 from tandem.system import processes
 from tandem.system.environment import current_role, runtime_dir, scratch_directory
-from tandem.system.gpus import FREE_BYTES, STAYING_BYTES, Devices, over
+from tandem.system.gpus import STAYING_BYTES, Devices
 from tandem.system.logs import Log, configure
 
 log = Log("inference")
@@ -116,12 +116,13 @@ def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
     floor = dict.fromkeys(devices.uuids, allowed)
     if busy := devices.busy(floor):
         log.warning("waiting until the devices are free", bytes_in_use=busy)
-        busy = over(devices.wait_free(free_seconds, floor), floor)
+        busy = devices.over(devices.wait_free(free_seconds, floor), floor)
     if busy:
         uses = ["the driver does not answer" if used is None else f"{used} bytes in use" for used in busy.values()]
         in_use = ", ".join(f"{uuid} ({use})" for uuid, use in zip(busy, uses, strict=True))
-        message = f"not free after {free_seconds:.0f} s: {in_use}; stop the other programs on these GPUs"
-        raise CannotStartNow(f"{message}: vLLM starts when less than {FREE_BYTES + allowed} bytes are in use")
+        need = f"vLLM starts when less than {devices.free_bytes + allowed} bytes are in use"
+        remedy = "stop the other programs on these GPUs, or raise TANDEM_FREE_GPU_BYTES"
+        raise CannotStartNow(f"not free after {free_seconds:.0f} s: {in_use}; {need}; {remedy}")
 
 
 if __name__ == "__main__":

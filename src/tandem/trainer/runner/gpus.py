@@ -9,7 +9,7 @@ from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.schema import Job
 from tandem.system import processes
-from tandem.system.gpus import STAYING_BYTES, Devices, beyond, over
+from tandem.system.gpus import STAYING_BYTES, Devices, beyond
 from tandem.system.logs import Log
 from tandem.system.processes import Process
 from tandem.trainer.launch.launcher import Launcher
@@ -79,7 +79,7 @@ class JobGpus:
         else:
             self.floor = self.vllm_bytes
             used = self._devices.wait_free(RELEASE_SECONDS, self.floor)
-        left = over(used, self.floor)
+        left = self._devices.over(used, self.floor)
         if survivors or left:
             problem = "the ranks are gone but memory is not free" if left else "processes survive SIGKILL"
             pids = [process.pid for process in survivors]

@@ -16,7 +16,7 @@ from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError
 from tandem.spool.schema import Hold, HoldPhase, Job, JobError
 from tandem.system import liveness
-from tandem.system.gpus import FREE_BYTES, Devices, over
+from tandem.system.gpus import Devices
 from tandem.system.logs import Log
 from tandem.trainer.runner.stop import Stop
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
@@ -144,12 +144,12 @@ class SharedGpus:
     ) -> tuple[dict[str, int | None], dict[str, int | None]]:
         """Wait until vLLM has freed its memory and the bytes in use don't change, or FREED_SECONDS. Returns the bytes
         in use by device UUID, and the same of devices where vLLM kept its memory."""
-        most = {uuid: max(int(KEPT_SHARE * (size or 0)) - FREE_BYTES, 0) for uuid, size in before.items()}
+        most = {uuid: max(int(KEPT_SHARE * (size or 0)) - self._devices.free_bytes, 0) for uuid, size in before.items()}
         end = time.monotonic() + FREED_SECONDS
         last: dict[str, int | None] = {}
         while True:
             used = self._devices.used()
-            kept = over(used, most)
+            kept = self._devices.over(used, most)
             if time.monotonic() > end or (interrupted() if kept else used == last):
                 return used, kept
             last = used
