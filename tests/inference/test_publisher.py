@@ -104,6 +104,18 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     assert stage.served() == (2, None)
 
 
+def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_are_refused(stage: Stage) -> None:
+    publisher = stage.publisher(keep_served=1)
+    stage.step(0.3)
+    publisher.once()
+    stage.rollback(0)
+    for effect in (0.4, 0.5, 0.6):
+        stage.step(effect, weights=-0.9)
+    publisher.once()
+    publisher.once()
+    assert (stage.served(), stage.listed()) == ((0, 3), ["run@0"])
+
+
 def test_damaged_optimizer_state_does_not_unload_a_served_step(stage: Stage) -> None:
     def adapter_and_adam(directory: Path) -> None:
         stage.write_adapter(0.3, directory)

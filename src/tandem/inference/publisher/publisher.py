@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 
 from tandem.config import Settings
-from tandem.errors import NotFound, TandemError
+from tandem.errors import CheckpointDamaged, NotFound, TandemError
 from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
 from tandem.inference.publisher.transports import AdapterCopies, LoraTransport, MergedTransport, copies_directory
 from tandem.inference.publisher.usage import Retention, Usage, run_of
@@ -183,9 +183,9 @@ class Publisher:
         wanted: set[str] = set()
         newest: Served | None = None
         refused: tuple[int, str] | None = None  # the newest step that is above `newest` and refused, and why
-        # Behind refused steps it looks for older ones, but at no more than two extra steps.
-        for step in list(reversed(self._spool.checkpoints.steps(run.name)))[: self._keep + 2]:
-            if len(wanted) == self._keep:
+        # Behind refused steps it looks for older ones: at no more than two extra steps, if one is served.
+        for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
+            if len(wanted) == self._keep or (looked >= self._keep + 2 and (newest or self._served(run.name))):
                 break
             name = f"{run.name}@{step}"
             try:
@@ -199,12 +199,23 @@ class Publisher:
                 # Clients wait for this record, so it is written before older steps are loaded.
                 self._put_record(run.name, newest, refused)
             self._tell_job(served)
-        if newest is None and refused is not None:
-            before = self._spool.served.get(run.name)
-            if before is not None:
-                self._put_record(run.name, before, refused)
-                wanted.add(before.model)
+        if newest is None and refused is not None and (before := self._served(run.name)) is not None:
+            self._put_record(run.name, before, refused)
+            wanted.add(before.model)
         return wanted
+
+    def _served(self, run: str) -> Served | None:
+        """The record of the step that is served, unless a rollback discarded that step."""
+        record = self._spool.served.get(run)
+        if record is not None:
+            try:
+                if self._spool.checkpoints.manifest(run, record.step).weights_sha256 != record.checkpoint:
+                    return None
+            except NotFound:
+                return None
+            except CheckpointDamaged:
+                pass
+        return record
 
     def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
         step, reason = refused or (None, None)
