@@ -5,7 +5,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.schemas import CheckpointInfo
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import removal
 from tandem.spool.schema import STEPS, Manifest, RunName
 
@@ -40,7 +40,11 @@ def list_checkpoints(
     deployment.spool.runs.get(run)
     steps = [step for step in deployment.spool.checkpoints.steps(run) if before is None or step < before]
     pinned = set(deployment.spool.checkpoints.pinned(run))
-    return [_info(deployment, run, step, step in pinned) for step in steps[-limit:]]
+    found = []
+    for step in steps[-limit:]:
+        with suppress(NotFound):  # it was removed meanwhile
+            found.append(_info(deployment, run, step, step in pinned))
+    return found
 
 
 @router.get("/{step}")

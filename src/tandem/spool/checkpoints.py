@@ -85,13 +85,15 @@ class Checkpoints:
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
-        """The manifest; CheckpointDamaged if it is missing, unreadable or of another checkpoint."""
+        """The manifest; NotFound without the checkpoint, CheckpointDamaged if the manifest is missing, unreadable or of
+        another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
         except ValidationError as error:
             raise CheckpointDamaged(f"{path} is truncated or altered ({error})") from error
         if manifest is None:
+            self.path(run, step)  # the checkpoint may have been removed meanwhile
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(f"{path} is altered: it names run {manifest.run!r} and step {manifest.step}")
