@@ -40,7 +40,7 @@ MODELS = {
 }
 BLOCK = 512  # bytes that torch's allocator rounds up to
 LARGE = 2**20  # a larger allocation may get up to this much more, if the rest of a block is not worth keeping
-FEW = 8 * BLOCK  # the scalars of Megatron's optimizer
+FEW = 8 * BLOCK  # scalars
 SCALARS = 64 * 2**10  # torch's own constants and pinned scalars
 
 Row = dict[str, Any]  # see `measured_rank`

@@ -48,7 +48,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 def prune(spool: Spool, settings: Settings) -> None:
     """Removes what the settings `keep_*` don't keep."""
-    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)
+    limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
     for run in spool.runs.names():
         try:
             doomed = _old_checkpoints(spool, run, settings, limit)
@@ -114,7 +114,7 @@ def _set_aside_before(limit: float, path: Path) -> bool:
     """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix seconds, by the ULID at the
     end of its name. Names by hand stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
-    return ulid is not None and ulid[1] < fs.new_ulid(limit)
+    return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the milliseconds
 
 
 def _prune_jobs(spool: Spool, limit: float) -> None:

@@ -141,7 +141,9 @@ class Training:
         sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
         rows = self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data)
         for index in rows if self.policy.stage.last else ():
-            old = self._old_logprobs.get(index, self._tensor(self.batch.row(index).item_logprob))
+            old = self._old_logprobs.get(index)
+            if old is None:
+                old = self._tensor(self.batch.row(index).item_logprob)
             sums["items"] += len(old)
             sums["nats"] += (old.double() - self._reference_logprobs[index].double()).sum().cpu()
         totals = self._over_rows(sums, dist.ReduceOp.SUM)

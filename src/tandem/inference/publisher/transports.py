@@ -161,7 +161,7 @@ class MergedTransport:
     """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's ranks or from files, if
     they were offered; else vLLM's workers merge the adapter, or read a whole model's files."""
 
-    name, identity = "merge", ""  # rows prove that the identity adapter's weights are the base model's
+    name, identity = "merge", ""  # vLLM has no other model to compare with; rows prove these weights
 
     def __init__(self, client: VllmClient, copies: AdapterCopies, settings: Settings, spool: Spool) -> None:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool

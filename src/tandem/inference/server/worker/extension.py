@@ -68,8 +68,8 @@ def hash_root() -> bytes | None:
 
 
 def renew_hashes(request: Any) -> None:
-    """Hash the blocks of a request that the engine takes now again, if a swap has run since a thread hashed them with
-    the root `tandem_root`. Otherwise the request would find blocks that other weights have computed."""
+    """For a request that the engine takes now. A thread hashed its blocks from the root `tandem_root`. If a swap ran
+    since, hash them again: the request would find blocks that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         _hash_again(request)
 
