@@ -109,6 +109,23 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
     assert (reason == "") == passes == (told not in reason)
 
 
+@pytest.mark.parametrize(("step", "refused"), [(0.0, 0), (0.03, 0), (0.1, 45), (0.3, 50)])
+def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(step: float, refused: int) -> None:
+    """Each computation sends other tokens to other experts, a few of a hundred. `refused`: at least so many of 50 times
+    the old weights are told apart."""
+
+    def computed(values: np.ndarray) -> np.ndarray:
+        return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)
+
+    told = 0
+    for _ in range(50):
+        true = PREVIOUS + noise(step)
+        of_trainer = probe(computed(true), computed(PREVIOUS), computed(BASE))
+        assert not refusal(computed(true), of_trainer, 0.05)
+        told += "the checkpoint before it" in refusal(computed(PREVIOUS), of_trainer, 0.5)
+    assert told >= refused
+
+
 def test_an_error_above_the_tolerance_fails() -> None:
     new = PREVIOUS + noise(1.0)
     assert not refusal(new + 0.0199, probe(new))
@@ -130,7 +147,7 @@ def test_malformed_probes_fail() -> None:
 
 def test_movement_is_the_share_of_the_way() -> None:
     new = PREVIOUS + noise(1.0)
-    for share in (0.0, 0.3, 1.0, 2.0):
+    for share in (0.0, 0.3, 1.0, 1.4):
         moved = movement(*flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS))
         assert moved == pytest.approx((share, 0.0), abs=1e-9)
     assert movement([1.0], [2.0], [2.0]) is None

@@ -22,8 +22,8 @@ are rounded too: after a step no larger than bfloat16's rounding, any weights gi
 
 LONG_TOLERANCE = 2.0
 COMPARED = 0.9
-"""The share of the tokens, those with the smallest errors, whose mean error the tolerance limits. Rounding sends a few
-tokens of a mixture to other experts, which changes their log-probs by any amount. Wrong weights change all tokens'."""
+"""The share of the tokens, those with the smallest errors, whose mean error the tolerance limits. Tokens that go to
+other experts differ by any amount. Wrong weights change all tokens'."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,27 @@ def verify_tolerance(settings: Settings) -> float:
 def movement(
     served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own log-probs (1): the
-    least-squares coefficient a of `served - reference = a (checkpoint - reference)`, and its standard error under
-    independent residuals. a > 1/2 exactly when `served` is nearer (in L2) to the checkpoint. None where checkpoint and
-    reference are equal."""
+    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own log-probs (1), and the
+    standard error of that under independent residuals. None where checkpoint and reference are equal.
+
+    It is the least-squares coefficient a of `served - reference = a (checkpoint - reference)`. Rounding sends a few
+    tokens of a mixture to other experts, in vLLM or in the trainer, before the step or after it, and moves them by any
+    amount. So that they don't decide a, both sides of each token are divided by |checkpoint - reference|, or by the
+    third quartile of that where it is larger. Then the left side is cut to 1 around the middle of the way.
+    """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
-    length = sum(d * d for d in direction)
-    if length == 0.0:
+    moved = [abs(d) for d in direction if d]
+    if not moved:
         return None
-    shift = [s - r for s, r in zip(served, reference, strict=True)]
-    a = sum(s * d for s, d in zip(shift, direction, strict=True)) / length
-    residual = sum((s - a * d) ** 2 for s, d in zip(shift, direction, strict=True))
-    return a, math.sqrt(residual / max(len(shift) - 1, 1) / length)
+    least, xs, ys = sorted(moved)[3 * len(moved) // 4], [], []
+    for s, r, d in zip(served, reference, direction, strict=True):
+        scale = max(abs(d), least)
+        xs.append(x := d / scale)
+        ys.append(x / 2 + min(max((s - r) / scale - x / 2, -1.0), 1.0))
+    length = sum(x * x for x in xs)
+    a = sum(x * y for x, y in zip(xs, ys, strict=True)) / length
+    residual = sum((y - a * x) ** 2 for x, y in zip(xs, ys, strict=True))
+    return a, math.sqrt(residual / max(len(xs) - 1, 1) / length)
 
 
 def verify(
