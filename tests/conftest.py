@@ -1,6 +1,7 @@
 import functools
 import os
 import random
+import shutil
 import ssl
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,6 +42,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.all_cases:
         _keep_samples(config, items)
+    if shutil.which("nvidia-smi") is None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip("needs a GPU"))
     # Workers take groups in this order. The longest come first, so that no worker ends long before the other.
     items.sort(key=lambda item: FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST))
 

@@ -45,10 +45,7 @@ def test_wrong_tensors_are_named(adapter, change, says):
         read_adapter(adapter, ARCH, LORA, CPU)
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.bfloat16, "inf")])
 def test_a_tensor_with_one_element_that_is_not_finite_is_named(adapter, value, dtype, device):
     tensors = {name: tensor.to(dtype) for name, tensor in read_adapter(adapter, ARCH, LORA, CPU).items()}

@@ -7,7 +7,6 @@ On a GPU torch's allocator knows; the CPU has none, and what Python can reach ta
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ from tandem.spool import Spool
 from tandem.system.gpus import Devices
 from waiting import until
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")]
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=GPU)]
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 EPOCHS = 4  # of one row each, so there are 4 equal optimizer steps
 MODELS = {
     "cpu": {"hidden_size": 64, "layers": 2},
@@ -163,7 +161,6 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a GPU")
 @pytest.mark.parametrize("launch", ["torchrun", "fork"])
 def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path) -> None:
     """Although the fork server is still there. The job's report agrees with what the device says."""
