@@ -1,7 +1,7 @@
 """Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
 
-from bench import packing, queue, restart
+from bench import claims, packing, restart
 
 packing.main()
-queue.main([])
+claims.main([])
 restart.main(["--device", "cpu", "--shape", "tiny"])

@@ -1,6 +1,6 @@
 """What jobs cost when there are many: a controller over HTTP and a runner's claims, on spools of several sizes.
 
-    python -m bench.queue [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300] [--claims 100]
+    python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300] [--claims 100]
                           [--clients 200] [--checkpoints 5000] [--streams 1000] [--only jobs checkpoints streams]
 
 Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16 tokens), and a controller

@@ -80,16 +80,16 @@ learn() {  # GPU ARGUMENT...: yes/no/maybe on one GPU, which trainer and vLLM sh
 # vLLM starts only where nobody else has memory of its GPU, and a trainer's job fails where another program's memory
 # grows meanwhile. So whatever starts vLLM again, or shares a GPU, has that GPU for itself.
 merged() {
-    local faults="python3 -m pytest -v -s --tb=short -p no:cacheprovider --all-cases"
+    local faults="python3 -m pytest -v -s --tb=short --durations=0 -p no:cacheprovider --all-cases"
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
             --ways nccl-device ipc-device stock-device merge-host &
-        # With 0.68 the ranks of the other vLLM have room on this GPU.
-        into swap-adapter 500 python3 -m bench.swap --shape 8b --swaps 5 --gpu 1 --utilization 0.68 --many 0 \
-            --name swap-adapter --out "$work/models-1" --ways merge-device adapter &
+        # With 0.68 the ranks of the other vLLM have room on this GPU. A second vLLM could not start beside them.
+        into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpu 1 --utilization 0.68 --many 0 \
+            --name swap-merge --out "$work/models-1" --ways merge-device &
         wait
     fi
-    named throughput && into throughput 400 python3 -m bench.swap --shape 8b --swaps 1 --name throughput \
+    named throughput && into throughput 400 python3 -m bench.swap --shape 8b --swaps 5 --name throughput \
         --out "$work/models" --ways merge-device adapter
     named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --many 0 --utilization 0.92 \
         --out "$work/models" --ways merge-auto nccl-auto

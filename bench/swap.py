@@ -9,7 +9,8 @@ publisher copies, loads, verifies and announces it. The stall of a swap is the l
 running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or
 write whole weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending`
 without the time to connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. Then
-`--many` requests, which are not streamed, measure the throughput with the newest checkpoint. The probe is made of
+`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, all of them from begin to
+end. The probe is made of
 vLLM's own log-probs. `--publications`: so many more checkpoints follow one another while nobody samples, and the
 memory of vLLM's processes is read now and then.
 """
@@ -35,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -64,6 +64,8 @@ WHOLE = ("nccl", "ipc", "volume")
 WAYS = (
     "adapter", *(f"{way}-{copy}" for way in ("merge", *WHOLE, "stock") for copy in ("device", "host", "auto")),
 )  # fmt: skip
+GROUP = 8
+"""Requests of the throughput that share a prompt."""
 PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 
@@ -119,16 +121,25 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
             process.wait(60)
 
 
-class Streams(threading.Thread):
-    """Requests of `tokens` tokens that run all the time, and when each token came. `streamed`: whether vLLM sends
-    tokens one by one; else only ends of requests are seen."""
+def new_session() -> aiohttp.ClientSession:
+    """For any number of requests at once, which may take any time."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
 
-    def __init__(
-        self, settings: Settings, model: str, count: int, tokens: int, options: argparse.Namespace, *, streamed: bool
-    ) -> None:
+
+def completion(settings: Settings, model: str, prompt: list[int], tokens: int, *, stream: bool) -> dict[str, Any]:
+    """The arguments of a POST that asks vLLM for exactly `tokens` new tokens."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream,
+            "temperature": 1.0}  # fmt: skip
+    url = f"{settings.resolved_inference_url}/v1/completions"
+    return {"url": url, "json": body, "headers": {"Authorization": f"Bearer {settings.inference_key}"}}
+
+
+class Streams(threading.Thread):
+    """`--requests` streams of `--tokens` new tokens, one after another all the time, and when each token came."""
+
+    def __init__(self, settings: Settings, model: str, options: argparse.Namespace) -> None:
         super().__init__(daemon=True)
-        self._settings, self.model, self._count, self._options = settings, model, count, options
-        self._tokens, self._streamed = tokens, streamed
+        self._settings, self.model, self._options = settings, model, options
         self.times: list[list[float]] = []
         self.errors: list[str] = []
         self._ended = threading.Event()
@@ -137,21 +148,17 @@ class Streams(threading.Thread):
         asyncio.run(self._all())
 
     async def _all(self) -> None:
-        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._stream(session, number) for number in range(self._count)))
+        async with new_session() as session:
+            await asyncio.gather(*(self._stream(session, number) for number in range(self._options.requests)))
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator = np.random.default_rng(number)
         while not self._ended.is_set():
             prompt = generator.integers(2, self._options.vocabulary, self._options.prompt).tolist()
-            body = {"model": self.model, "prompt": prompt, "max_tokens": self._tokens, "ignore_eos": True,
-                    "stream": self._streamed, "temperature": 1.0}  # fmt: skip
             mine: list[float] = []
             self.times.append(mine)
-            headers = {"Authorization": f"Bearer {self._settings.inference_key}"}
-            url = f"{self._settings.resolved_inference_url}/v1/completions"
-            async with session.post(url, json=body, headers=headers) as answer:
+            request = completion(self._settings, self.model, prompt, self._options.tokens, stream=True)
+            async with session.post(**request) as answer:
                 if answer.status != 200:
                     self.errors.append(f"{answer.status} {(await answer.text())[:200]}")
                     await asyncio.sleep(0.05)
@@ -175,12 +182,6 @@ class Streams(threading.Thread):
                 elif begin - 1 < first and second < begin:
                     before.append(second - first)
         return max(gaps) - statistics.median(before)
-
-
-def generated(settings: Settings) -> float:
-    """Tokens that vLLM has generated, by its own count: the streams' chunks may hold several."""
-    text = httpx.get(f"{settings.resolved_inference_url}/metrics", timeout=60).text
-    return sum(float(value) for value in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 def device_memory(pid: int) -> int:
@@ -256,7 +257,7 @@ class Bench:
         if senders:
             senders.sent()
         rows = []
-        with self._load(options.requests, options.tokens, streamed=True) as streams:
+        with self._load() as streams:
             for _ in range(options.swaps):
                 begin, end = self.publish(transport, senders)
                 streams.model = self.model
@@ -278,7 +279,7 @@ class Bench:
         admin = {ADMIN_HEADER: str(self._settings.secret("admin_token"))}
         url, log = self._settings.resolved_inference_url, options.logs / "stock.log"
         with (
-            self._load(options.requests, options.tokens, streamed=True) as streams,
+            self._load() as streams,
             sender(model, url, admin, log, 1 - options.gpu) as transfer,
         ):
             for _ in range(options.swaps):
@@ -292,17 +293,32 @@ class Bench:
         assert not np.allclose(before, after, atol=1e-4), "the base model's weights have not arrived"
         return {"way": "stock", "swaps": len(rows)} | _summary(rows)
 
-    def throughput(self) -> float:
-        """New tokens per second of `--many` requests."""
-        with self._load(self._options.many, self._options.many_tokens, streamed=False):
-            first, begin = generated(self._settings), time.monotonic()
-            time.sleep(self._options.seconds)
-            return (generated(self._settings) - first) / (time.monotonic() - begin)
+    def throughput(self) -> dict[str, float]:
+        """New tokens per second of `--many` requests, from the first one's start to the last one's end: the median of
+        `--rounds`, the lowest and the highest. As RL samples, GROUP requests share a prompt."""
+        rates = sorted(asyncio.run(self._round(number)) for number in range(self._options.rounds))
+        return {"tokens/s": statistics.median(rates), "tokens/s min": rates[0], "tokens/s max": rates[-1]}
+
+    async def _round(self, number: int) -> float:
+        options, generator = self._options, np.random.default_rng(number)
+        prompts = generator.integers(2, options.vocabulary, (-(-options.many // GROUP), options.prompt)).tolist()
+
+        async def post(prompt: list[int]) -> int:
+            async with session.post(**completion(
+                self._settings, self.model, prompt, options.many_tokens, stream=False
+            )) as answer:  # fmt: skip
+                answer.raise_for_status()
+                return int((await answer.json())["usage"]["completion_tokens"])
+
+        async with new_session() as session:
+            begin = time.monotonic()
+            tokens = await asyncio.gather(*(post(prompts[index // GROUP]) for index in range(options.many)))
+            return sum(tokens) / (time.monotonic() - begin)
 
     @contextlib.contextmanager
-    def _load(self, count: int, tokens: int, *, streamed: bool) -> Iterator[Streams]:
-        """So many requests at once, which are warm when the block begins. None of them may fail."""
-        streams = Streams(self._settings, self.model, count, tokens, self._options, streamed=streamed)
+    def _load(self) -> Iterator[Streams]:
+        """Streams that are warm when the block begins. None of them may fail."""
+        streams = Streams(self._settings, self.model, self._options)
         streams.start()
         time.sleep(self._options.warm)
         try:
@@ -358,8 +374,9 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
             with senders as ranks:
                 rows.append({**bench.swaps(way, ranks), "ready": ready})
         if options.many:
-            rows[-1]["tokens/s"] = bench.throughput()
-            print(json.dumps({"way": ways[-1], "tokens/s": rows[-1]["tokens/s"]}), flush=True)
+            rates = bench.throughput()
+            rows[-1] |= rates
+            print(json.dumps({"way": ways[-1], **rates}), flush=True)
         if options.publications:
             title = f"{options.publications} publications by {ways[-1]}, {options.shape}"
             report(f"{options.name}-growth", title, bench.growth("lora" if transport == "adapter" else "merge"))
@@ -386,13 +403,13 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=256, help="requests at once for the throughput")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=2000, help="new tokens of a request")
-    parser.add_argument("--many-tokens", type=int, default=256, help="the same, for the throughput")
+    parser.add_argument("--many-tokens", type=int, default=512, help="the same, for the throughput")
     parser.add_argument("--publications", type=int, default=0)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
     parser.add_argument("--utilization", type=float, default=0.85, help="of the GPU's memory, by vLLM")
     parser.add_argument("--swaps", type=int, default=8)
     parser.add_argument("--warm", type=float, default=8.0, help="seconds before anything is measured")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for which throughput is measured")
+    parser.add_argument("--rounds", type=int, default=3, help="of the throughput")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=None, help="vLLM's; default: --out")
