@@ -152,12 +152,15 @@ class Streams(threading.Thread):
             await asyncio.gather(*(self._stream(session, number) for number in range(self._options.requests)))
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
-        generator = np.random.default_rng(number)
-        while not self._ended.is_set():
+        generator, whole = np.random.default_rng(number), self._options.tokens
+        first = max(1, whole * (number + 1) // self._options.requests)  # later prompts come one by one then
+        for tokens in itertools.chain([first], itertools.repeat(whole)):
+            if self._ended.is_set():
+                return
             prompt = generator.integers(2, self._options.vocabulary, self._options.prompt).tolist()
             mine: list[float] = []
             self.times.append(mine)
-            request = completion(self._settings, self.model, prompt, self._options.tokens, stream=True)
+            request = completion(self._settings, self.model, prompt, tokens, stream=True)
             async with session.post(**request) as answer:
                 if answer.status != 200:
                     self.errors.append(f"{answer.status} {(await answer.text())[:200]}")
